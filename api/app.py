@@ -1,6 +1,6 @@
-"""The application: settings in, an ASGI application out.
+"""Create the ASGI application from settings.
 
-Used by `expstore serve`, and by whoever mounts it into an application of their own.
+Used by `expstore serve`, and by programs that mount it into their own application.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["create_app"]
 
 
 class _Api(FastAPI):
-    """Say in the OpenAPI document which token each route needs."""
+    """A FastAPI application whose OpenAPI document states which token each route needs."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the document; it is made once."""
+        """Return the document; it is built once."""
         if self.openapi_schema is None:
             add_security(super().openapi())
         return super().openapi()
@@ -40,8 +40,8 @@ class _Api(FastAPI):
 def create_app(settings: Settings) -> FastAPI:
     """Return an application that serves stores.
 
-    Stores are opened when they are first asked for, and closed when the application ends. What an answer to a
-    write has acknowledged is in the store, whatever becomes of the server.
+    Stores are opened at their first request, and closed when the application ends. A write that was
+    acknowledged is in the store even if the server is killed.
 
     Args:
         settings: What is served, and within which limits.
@@ -66,19 +66,19 @@ def create_app(settings: Settings) -> FastAPI:
         version=expstore.__version__,
         summary="Experience stores for reinforcement learning.",
         description="Write rows, sample batches, query SQL. Bodies and answers are JSON or Arrow streams: "
-        "`Content-Type` says what a body is, `Accept` what an answer is to be, JSON without it. Errors are "
+        "`Content-Type` is the type of a body, `Accept` that of the answer; the default is JSON. Errors are "
         '`{"error": {"kind", "message", "hint"}}`. Every answer has the header `X-Request-ID`.',
         openapi_tags=TAGS,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from other sites
         redoc_url=None,
-        redirect_slashes=False,  # a name that ends with one is another name
+        redirect_slashes=False,  # a name that ends with a slash is another name
     )
     metrics = Metrics(stores.open_now)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     docs_page.install(app)
-    # The last is the outermost.
+    # The last one is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Watch, routes=RouteTable(app.openapi), metrics=metrics)
@@ -94,7 +94,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 async def _end_silent(stores: Stores, seconds: float) -> None:
-    """Look every so many seconds which sessions are over."""
+    """End silent sessions at regular intervals."""
     while True:
         await anyio.sleep(seconds)
         await anyio.to_thread.run_sync(stores.end_silent)

@@ -1,7 +1,7 @@
-"""Who may ask for what: hosts, pages of other sites, tokens, rates.
+"""Check who may send a request: host names, origins, tokens, rates.
 
-Used by the application, before bodies are read and routes are called. It never looks into a body, and its
-answers say nothing about what is behind it.
+Used by the application, before bodies are read and routes are called. It never reads a body, and its
+responses reveal nothing about the stores.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from expstore.api.settings import Settings
 
 __all__ = ["Guard", "check_origin", "is_loopback"]
 
-#: A name or an address, IPv6 in brackets, and maybe a port (RFC 9110, section 7.2).
+#: A name or an address (IPv6 in brackets) and an optional port (RFC 9110, section 7.2).
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return whether an address can be reached from this machine only."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # no address of a network, as that of a Unix socket
+    except ValueError:  # not a network address, for example that of a Unix socket
         return True
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_loopback
 
 
 class Guard:
-    """Let through what may pass, and answer the rest.
+    """Pass permitted requests to the application, and reject the others.
 
     Args:
-        app: What is behind it.
-        settings: The server's.
+        app: The application behind this middleware.
+        settings: The server's settings.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -55,7 +55,7 @@ class Guard:
         self._rates = None if settings.rate is None else Rates(settings.rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or have it answered."""
+        """Reject a request, or pass it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -86,14 +86,14 @@ class Guard:
             raise Refusal(403, "this token only permits reading")
 
     def _check_host(self, host: str, server: str) -> None:
-        """Refuse names that lead here although nobody gave them: a page may have its own name lead to us."""
+        """Reject host names that were not configured: a web page may let its own name resolve here."""
         name = _name_of(host)
         if not name or name not in self._hosts | {server, f"[{server}]"}:
             raise Refusal(400, f"the server does not have the name {host[:100]!r}", kind="host",
                           hint="start the server with --allow-host NAME")  # fmt: skip
 
     def _find_role(self, sent: list[str], server: str) -> str:
-        """Return what who sends these headers may do; both tokens are always compared."""
+        """Return the permission that these Authorization headers grant; both tokens are always compared."""
         token, read_token = self._settings.token, self._settings.read_token
         if token is None and read_token is None:
             if not is_loopback(server):
@@ -109,13 +109,13 @@ class Guard:
 
 
 def _name_of(host: str) -> str:
-    """Return a Host header's name, without the port; "" where the header is not a name and a port."""
+    """Return the name in a Host header, without the port; "" if the header is invalid."""
     found = _HOST.fullmatch(host)
     return found["name"].lower() if found else ""
 
 
 def check_origin(headers: Any, host: str) -> None:
-    """Refuse what a page of another site has its visitor's browser send; other programs send no such headers.
+    """Reject requests that a page of another site makes a browser send; only browsers send these headers.
 
     The rule is Datasette's (https://docs.datasette.io, "CSRF protection").
     """

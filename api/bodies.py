@@ -1,6 +1,6 @@
-"""Bodies in and out: Arrow streams or JSON.
+"""Read and write bodies: Arrow streams or JSON.
 
-Used by the routes. It never looks into a store.
+Used by the routes. It knows media types, but no stores.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 #: One JSON document per line, for streams.
 NDJSON = "application/x-ndjson"
-#: The header that says how many rows an answer brings.
+#: The header with the number of rows in a response.
 ROWS = "X-Rows"
 _COMPRESSIONS = ("lz4", "zstd")
 
 
 def content_type(request: Request) -> str:
-    """Return what a body of rows is.
+    """Return the media type of a body of rows.
 
     Raises:
-        Refusal: 415: neither Arrow nor JSON, or compressed.
+        Refusal: 415: the body is neither Arrow nor JSON, or is compressed.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
@@ -56,7 +56,7 @@ def content_type(request: Request) -> str:
 
 
 def _parse_accept(request: Request) -> list[tuple[float, str, dict[str, str]]]:
-    """Return what the client accepts, in its order: quality, type, parameters; no header: everything."""
+    """Return the accepted types, as quality, type and parameters; without a header every type is accepted."""
     found = []
     for part in (",".join(request.headers.getlist("accept")).strip() or "*/*").split(","):
         kind, *rest = (piece.strip() for piece in part.split(";"))
@@ -70,18 +70,18 @@ def _parse_accept(request: Request) -> list[tuple[float, str, dict[str, str]]]:
 
 
 def choose_type(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> str:
-    """Return which of the offered types the client prefers.
+    """Return the offered type that the client prefers.
 
-    A type that the client names is preferred to one that only matches `*/*`. The first offered type is the
-    answer of a request without an Accept header.
+    A type that the client names is preferred to one that only matches `*/*`. Without an Accept header the
+    first offered type is returned.
 
     Raises:
-        Refusal: 406: none of them.
+        Refusal: 406: the client accepts none of the types.
     """
     wanted = _parse_accept(request)
 
     def rank(offer: str) -> tuple[float, int, int]:
-        """Return the quality of the most specific range that covers a type, how specific it is, its place."""
+        """Return the quality and the specificity of the best matching range, and the type's position."""
         ranges = (offer, offer.split("/")[0] + "/*", "*/*")
         for specific, name in zip((2, 1, 0), ranges, strict=True):
             for place, (quality, kind, _) in enumerate(wanted):
@@ -92,15 +92,15 @@ def choose_type(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> s
     best = max(offered, key=rank)
     if rank(best)[0] > 0:
         return best
-    raise Refusal(406, f"the answer is none of {request.headers.get('accept')!r}", kind="accept",
+    raise Refusal(406, f"the server cannot answer as {request.headers.get('accept')!r}", kind="accept",
                   hint=f"accept {' or '.join(offered)}")  # fmt: skip
 
 
 def compression_of(request: Request) -> str | None:
-    """Return how buffers of an Arrow answer are to be packed: `Accept: ...arrow.stream;compression=zstd`.
+    """Return the compression of an Arrow response: `Accept: ...arrow.stream;compression=zstd`, or None.
 
     Raises:
-        Refusal: 406: no such compression.
+        Refusal: 406: the compression is unknown.
     """
     for _, kind, params in _parse_accept(request):
         if kind == ARROW and "compression" in params:
@@ -115,7 +115,7 @@ def compression_of(request: Request) -> str | None:
 
 
 async def read_body(request: Request) -> bytearray:
-    """Return the whole body, which may be written to; `expstore.api.body_limits` has its limits."""
+    """Return the whole body as a writable buffer; `expstore.api.body_limits` limits its size."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -123,10 +123,10 @@ async def read_body(request: Request) -> bytearray:
 
 
 def load_json(body: bytes | bytearray) -> Any:
-    """Return what JSON says.
+    """Parse a body as JSON.
 
     Raises:
-        Refusal: 400: it is none.
+        Refusal: 400: the body is not JSON.
     """
     try:
         return json.loads(body) if body else {}
@@ -135,12 +135,12 @@ def load_json(body: bytes | bytearray) -> Any:
 
 
 def to_json(batch: Any) -> list[list[Any]]:
-    """Return the columns of a record batch as JSON has them; what is no number there is null."""
+    """Return the columns of a record batch as JSON values; NaN and infinities become null."""
     return [_finite(values) for values in plain_columns(batch)]
 
 
 def rows_to_json(batch: Any) -> dict[str, dict[str, list[Any]]]:
-    """Return rows as JSON has them: a list per column, a value per row."""
+    """Return rows as JSON values: a list per column, a value per row."""
     return {"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))}
 
 
@@ -157,10 +157,10 @@ def _finite(value: Any) -> Any:
 
 
 def arrow_answer(data: Any) -> Response:
-    """Return an Arrow stream as an answer."""
+    """Return a response with an Arrow stream."""
     return Response(memoryview(data), media_type=ARROW)
 
 
 def json_answer(data: Any) -> Response:
-    """Return facts as an answer."""
+    """Return a response with JSON."""
     return JSONResponse(data)

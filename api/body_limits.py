@@ -1,7 +1,7 @@
-"""Bodies on their way in: how long they may be, and how long they may take.
+"""Limit the size of request bodies, and the time in which they must arrive.
 
-Used by the application around every route, so that whoever reads a body, FastAPI too, obeys the same
-limits. It keeps no bytes.
+Used by the application around every route, so that all readers of a body, FastAPI too, obey the same limits.
+It keeps no bytes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from expstore.api.settings import Settings
 
 __all__ = ["JSON_BYTES", "Incoming"]
 
-#: Of a body that is parsed in the event loop, in which all others wait: a tenth of a second.
+#: Maximum size of a body that is parsed in the event loop, which blocks other requests for up to 0.1 s.
 JSON_BYTES = 16 << 20
 
 
 class Incoming:
-    """Let bodies through within their limits; answer 413, 408 or 400 where one breaks them.
+    """Pass bodies within their limits; respond with 413, 408 or 400 otherwise.
 
     Args:
-        app: What is behind it.
-        settings: The server's.
+        app: The application behind this middleware.
+        settings: The server's settings.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -32,7 +32,7 @@ class Incoming:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or have it answered."""
+        """Pass a request with a limited body to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +51,7 @@ class Incoming:
 
 
 class _Body:
-    """One request's body. What a route makes of a refusal is not sent: the refusal is."""
+    """The body of one request. After a refusal, the refusal is sent in place of the route's response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limit: int, seconds: float) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -62,7 +62,7 @@ class _Body:
         self.answered = False
 
     def check_length(self) -> None:
-        """Raise Refusal if more bytes are announced than may come."""
+        """Raise Refusal if the Content-Length header exceeds the limit."""
         for name, value in self._scope["headers"]:
             if name == b"content-length" and int(value) > self._limit:
                 raise self._note_refusal(_build_size_refusal(self._limit))
@@ -83,7 +83,7 @@ class _Body:
         return message
 
     async def _next(self) -> Message:
-        """Return the next part; the whole has its deadline, and each part a tenth of it."""
+        """Return the next part; the whole body has a deadline, and each part has a tenth of that time."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
             self._deadline = now + self._seconds

@@ -1,10 +1,10 @@
-"""Connections that end in time: what uvicorn's own lack.
+"""Connections with deadlines, which uvicorn's own connections lack.
 
-Used by the server. A connection on which no whole request comes is closed, as is one whose answer nobody
-takes; when there are too many, the one goes that has been idle for longest.
+Used by the server. A connection is closed if no complete request arrives on it, or if its client does not
+read the response. If there are too many connections, the one that was idle longest is closed.
 
-https://github.com/encode/uvicorn: `protocols/http/h11_impl.py`, whose connections wait for a head, for the
-rest of a body that nobody reads, and for the reader of an answer, without end.
+https://github.com/encode/uvicorn: `protocols/http/h11_impl.py`, whose connections wait without a limit for a
+head, for the rest of a body that is not read, and for the client to read a response.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from expstore.api.settings import Settings
 
 __all__ = ["connections_of"]
 
-#: How long the rest of a body is read and thrown away behind an answer: closing at once could cost the client
-#: the answer, as unread bytes have the kernel reset a connection.
+#: Seconds during which the rest of a body is read and dropped after the response. Closing the connection at
+#: once could lose the response, because unread bytes make the kernel reset the connection.
 _REST_SECONDS = 2.0
-#: An answer must have been taken after so many looks.
+#: A response must have been read after this many checks.
 _LOOKS = 16
 
 
 def connections_of(settings: Settings) -> type[asyncio.Protocol]:
-    """Return a class of connections that end as the settings say."""
+    """Return a connection class with the deadlines of the settings."""
     idle: dict[Connection, None] = {}
 
     class OfSettings(Connection):
@@ -47,8 +47,8 @@ class Connection(H11Protocol):
     Threads: the event loop's only.
 
     Args:
-        settings: The server's.
-        idle: The connections on which no request is being answered, the first of them for longest.
+        settings: The server's settings.
+        idle: The connections without a request in progress, the longest idle first.
     """
 
     def __init__(self, settings: Settings, idle: dict[Connection, None], *args: Any, **kwargs: Any) -> None:
@@ -60,36 +60,36 @@ class Connection(H11Protocol):
         self._unread = self._least = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
+        """Start the deadline of the first head."""
         super().connection_made(transport)
-        # Head and body of an answer are sent one after the other. For sockets whose protocol was not named
-        # asyncio leaves the wait in between: an answer would take 40 ms.
+        # Head and body of a response are sent separately. asyncio sets TCP_NODELAY only for sockets created
+        # with an explicit protocol; without it a response would take 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._enter("head")
         if len(self.connections) > self._settings.connections:
-            first = next(iter(self._idle))  # this one is the last of them
+            first = next(iter(self._idle))  # the new connection is the last of them
             first._enter("")
             first.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop all deadlines."""
         self._enter("")
         self._watch_stall(False)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; they put no deadline off."""
+        """Process bytes; they do not extend the deadline of the current phase."""
         super().data_received(data)
         self._enter(self._find_phase())
 
     def on_response_complete(self) -> None:
-        """Wait for the next head, or for the rest of a body that nobody wants."""
+        """Start the deadline of the next head, or of the rest of an unread body."""
         super().on_response_complete()
         self._enter(self._find_phase())
         self._watch_closing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection that nobody uses."""
+        """Close an idle connection."""
         super().timeout_keep_alive_handler()
         self._watch_closing()
 
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
         return "kept" if fresh else "head"
 
     def _enter(self, phase: str) -> None:
-        """Begin a phase; each has its deadline, but for that in which an answer is made."""
+        """Start a phase and its deadline; the phase in which a response is computed has none."""
         if phase == self._phase:
             return
         self._phase = phase
@@ -119,18 +119,18 @@ class Connection(H11Protocol):
             self._deadline = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """Begin to look whether the client takes its answer."""
+        """Start checking whether the client reads its response."""
         super().pause_writing()
         self._watch_stall(True)
 
     def resume_writing(self) -> None:
-        """Be content: it does."""
+        """Stop the stall timer: the client reads its response."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._watch_stall(False)
 
     def _watch_closing(self) -> None:
-        """Begin to look, if what is left of an answer keeps the connection from being closed."""
+        """Start checking if the unread rest of a response keeps the connection from closing."""
         if self.transport.is_closing():
             self._watch_stall(self.transport.get_write_buffer_size() > 0)
 
@@ -147,7 +147,7 @@ class Connection(H11Protocol):
         self._stall = self.loop.call_later(self._settings.answer_seconds, self._look)
 
     def _look(self) -> None:
-        """End the connection if too little was taken since the last look: the memory is wanted."""
+        """Close the connection if too little was read since the last check, to free the memory."""
         unread, self._unread = self._unread, self.transport.get_write_buffer_size()
         if unread - self._unread < min(self._least, unread):
             self.transport.abort()
@@ -155,7 +155,7 @@ class Connection(H11Protocol):
             self._look_later()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, in the form of all errors, unless another answer has begun."""
+        """Respond to invalid HTTP with an error in the usual format, unless a response has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -1,7 +1,7 @@
-"""Deletion of a store's folder: once it has its last name, no crash brings it back.
+"""Delete a store's folder so that a crash cannot bring the store back.
 
-Used by `expstore.api.stores`. A folder is first renamed to a name that no store has, and then removed. What a
-crash leaves of it is removed when a server of the same folder starts.
+Used by `expstore.api.stores`. A folder is first renamed to a name that no store has, and then removed. If a
+crash interrupts the removal, the next server of the same folder completes it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from expstore.storages.format.paths import LOCK
 __all__ = ["remove_folder", "remove_leftovers", "rename_for_deletion"]
 
 _log = logging.getLogger("expstore.api")
-#: Names of stores begin with a letter or a digit, so none of these is served.
+#: Names of stores begin with a letter or a digit, so a folder with such a name is never served.
 _DELETED = re.compile(r"\.expstore-deleted-[0-9a-f]{32}")
 
 
 def rename_for_deletion(disk: Disk, path: Path) -> Path:
-    """Rename a store's folder, so that it is gone for every process that opens it later.
+    """Rename a store's folder, so that no process can open the store any more.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         path: The folder.
 
     Returns:
-        Where its files are now: pass it to `remove_folder`.
+        The new path: pass it to `remove_folder`.
 
     Raises:
         LockedError: Another process writes to the store.
-        StorageError: It cannot be renamed.
+        StorageError: The folder cannot be renamed.
     """
     lock = WriterLock(disk, path / LOCK)
     try:
@@ -48,7 +48,7 @@ def rename_for_deletion(disk: Disk, path: Path) -> Path:
 
 
 def remove_folder(disk: Disk, deleted: Path) -> None:
-    """Remove what `rename_for_deletion` returned; a failure is logged, and the next start tries again."""
+    """Remove a folder that `rename_for_deletion` returned; log a failure, which the next start retries."""
     try:
         disk.remove_tree(deleted)
     except StorageError as exc:
@@ -56,7 +56,7 @@ def remove_folder(disk: Disk, deleted: Path) -> None:
 
 
 def remove_leftovers(disk: Disk, root: Path) -> None:
-    """Remove what deletions that a crash stopped have left in a folder of stores."""
+    """Remove folders of deleted stores whose removal a crash interrupted."""
     for name in disk.names(root):
         path = root / name
         if _DELETED.fullmatch(name) and disk.is_dir(path) and not disk.is_link(path):

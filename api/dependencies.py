@@ -1,4 +1,4 @@
-"""What routes have in common: the store of a request, and descriptions for the OpenAPI document.
+"""Shared parts of the routes: the store of a request, and descriptions for the OpenAPI document.
 
 Used by the routes.
 """
@@ -56,10 +56,10 @@ StoreName = Annotated[
 
 
 def _session(x_session: SessionId = None) -> str | None:
-    """Return the id of the session that a request belongs to; None: it names none.
+    """Return the id of the session that a request names, or None.
 
     Raises:
-        SchemaError: It is no id.
+        SchemaError: The header is not a valid id.
     """
     return None if x_session is None else remote_session(x_session).id
 
@@ -87,12 +87,12 @@ _COLUMNS = {
 
 
 def rows_body(count: int) -> dict[str, Any]:
-    """Return what the OpenAPI document says of a body of rows, with an example of so many rows."""
+    """Return the OpenAPI description of a body of rows, with an example of `count` rows."""
     json_rows = {name: values[:count] for name, values in examples.ROWS.items()}
     return {
         "requestBody": {
             "required": True,
-            "description": f"Rows, as `{ARROW}` or `application/json`. Fields without a fixed size, bfloat16 "
+            "description": f"Rows, as `{ARROW}` or `application/json`. Variable-length fields, bfloat16 "
             "and complex numbers need Arrow.",
             "content": {
                 ARROW: {
@@ -110,8 +110,8 @@ _ROWS = {
     "properties": {
         "rows": _COLUMNS
         | {
-            "description": "A list per field, a value per row; null for NaN and infinity. `id` names a "
-            "row for good, `index` is its place in the store."
+            "description": "A list per field, a value per row; null for NaN and infinity. `id` is the "
+            "permanent id of a row, `index` its position in the store.",
         }
     },
     "required": ["rows"],
@@ -135,8 +135,8 @@ def _two_formats(
 ) -> dict[int | str, dict[str, Any]]:
     return {
         200: {
-            "description": f"{description} `{json_type}` unless the Accept header asks for `{ARROW}`; "
-            "`;compression=lz4` or `zstd` behind that compresses rows.",
+            "description": f"{description} `{json_type}` unless the Accept header asks for `{ARROW}`; add "
+            "`;compression=lz4` or `;compression=zstd` to compress rows.",
             "headers": {
                 name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()
             },
@@ -151,17 +151,17 @@ def _two_formats(
     }
 
 
-#: Of routes that answer with rows of the store.
+#: For routes that return rows of the store.
 ROWS_ANSWER = _two_formats(
     "Rows.", "application/json", _ROWS, examples.BATCH, {"X-Rows": "Number of rows in the answer."}
 )
-#: Of the route that answers with batch after batch.
+#: For the route that returns a stream of batches.
 BATCHES_ANSWER = _two_formats(
     "Batches: a line of JSON or an Arrow record batch each.", NDJSON, _ROWS, examples.BATCH, {}
 )
-#: Of routes that answer with a table.
+#: For routes that return a table.
 TABLE_ANSWER = _two_formats("A table.", "application/json", _TABLE, examples.EPISODES, {})
-#: Of routes that answer SQL.
+#: For routes that run SQL.
 SQL_ANSWER = _two_formats(
     "The result.", "application/json", _TABLE, examples.EPISODES,
     {"X-Truncated": "`true` if the result was cut to its limits, otherwise `false`."},
@@ -187,17 +187,17 @@ _ERROR_EXAMPLE = {
 }
 _MEANINGS = {
     400: "The request cannot be read.",
-    401: "No token, or none that is known.",
+    401: "The token is missing or unknown.",
     403: "The token does not allow it, or the request comes from another site's page.",
-    404: "There is no such store, row, episode or version.",
-    406: "None of the types that are accepted.",
-    408: "The body did not come in time.",
+    404: "There is no such store, row, episode or snapshot.",
+    406: "The server offers none of the accepted types.",
+    408: "The body did not arrive in time.",
     409: "The store is not in a state for it; `kind` says why.",
     413: "Too large.",
-    415: "The body is of another type.",
-    422: "The body does not fit the store, or a parameter has no meaning.",
+    415: "The body has an unsupported type.",
+    422: "The body does not match the store, or a parameter is invalid.",
     423: "Another process writes to the store.",
-    429: "Too many requests of this client.",
+    429: "Too many requests from this client.",
     500: "The server failed.",
     503: "Too many requests.",
     504: "It took too long.",
@@ -207,11 +207,11 @@ _COMMON = (400, 401, 403, 404, 408, 409, 413, 422, 423, 429, 500, 503)
 
 
 def problems(*more: int, only: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return what the OpenAPI document says of a route's errors.
+    """Return the OpenAPI descriptions of a route's errors.
 
     Args:
-        more: Statuses beside those of every route that has to do with a store.
-        only: Leave those out.
+        more: Statuses in addition to those of every route of a store.
+        only: Return only the statuses in `more`.
     """
     content = {"application/json": {"schema": _ERROR, "example": _ERROR_EXAMPLE}}
     statuses = {*more} if only else {*_COMMON, *more}

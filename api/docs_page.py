@@ -1,7 +1,7 @@
-"""The page `/docs`, with all that it loads, and the headers by which browsers are told what answers may do.
+"""The page `/docs` with its assets, and the headers that restrict what browsers do with responses.
 
-Used by the application. The page is Swagger UI, which the package fastapi-offline brings: it is there without
-internet, and loads nothing from elsewhere.
+Used by the application. The page is Swagger UI from the package fastapi-offline: it works without internet
+access and loads nothing from other sites.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fastapi.staticfiles import StaticFiles
 __all__ = ["BROWSER_HEADERS", "install"]
 
 _CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-#: Headers of every answer: it is data, and no page that may load, send or be framed.
+#: Headers of every response: it is data, not a page that may load, send or be framed.
 BROWSER_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": _CLOSED,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-#: Beside the page, so that it is found behind a proxy that serves below a path, too.
+#: Relative to the page, so that it works behind a proxy that serves the application below a path.
 _ASSETS = "docs-assets"
 
 

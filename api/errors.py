@@ -1,6 +1,6 @@
-"""Errors as answers: one form, and a status for every class of the tree.
+"""Convert errors to responses: one JSON format, and a status for every class of the error tree.
 
-Used by the application. What went wrong inside stays in the log, under the request's id.
+Used by the application. Details of internal failures go to the log only, with the request's id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["KINDS", "STATUS", "Refusal", "answer", "body_of", "install", "refuse
 
 _log = logging.getLogger("expstore.api")
 
-#: The status of each class; subclasses not named here have their parent's.
+#: The status of each class; subclasses that are not listed have their parent's.
 STATUS: Mapping[type[errors.ExpStoreError], int] = {
     errors.ExpStoreError: 500,
     errors.ArgumentError: 422,
@@ -38,7 +38,7 @@ STATUS: Mapping[type[errors.ExpStoreError], int] = {
     errors.MigrationError: 409,
     errors.SnapshotError: 409,
 }
-#: Of some kinds of errors another one.
+#: Statuses for some kinds of errors, whatever their class.
 KINDS: Mapping[str, int] = {
     "too_large": 413,
     "disk_full": 507,
@@ -47,7 +47,7 @@ KINDS: Mapping[str, int] = {
     "sandbox": 500,
     "rate_limited": 429,
 }
-#: Statuses after which the same request may be sent again, and after how many seconds.
+#: Statuses after which the same request may be retried, and after how many seconds.
 _AGAIN = {409: 1, 429: 1, 503: 1}
 _WORDS = {
     400: "bad_request",
@@ -65,14 +65,14 @@ _WORDS = {
 
 
 class Refusal(errors.ExpStoreError):
-    """Answer with a status that no error of the library has.
+    """An error with an explicit HTTP status, for cases without an error class in the library.
 
     Args:
-        status: The status.
+        status: The HTTP status.
         message: What was asked and what was found.
         kind: Stable word for programs.
         hint: What to do about it.
-        headers: More headers of the answer.
+        headers: Additional headers of the response.
     """
 
     default_kind = "request"
@@ -101,7 +101,7 @@ def status_of(exc: errors.ExpStoreError) -> int:
 
 
 def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = None) -> Response:
-    """Return an error as an answer."""
+    """Return the response for an error."""
     more = dict(headers or {})
     if status in _AGAIN and kind in ("not_ready", "busy", "rate_limited", "too_many"):
         more.setdefault("Retry-After", str(_AGAIN[status]))
@@ -109,12 +109,12 @@ def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = 
 
 
 def body_of(kind: str, message: str, hint: str) -> dict[str, dict[str, str]]:
-    """Return the one form that all errors have."""
+    """Return the body of an error response, the same format for all errors."""
     return {"error": {"kind": kind, "message": message, "hint": hint}}
 
 
 def refuse(refusal: Refusal) -> Response:
-    """Return a refusal as an answer."""
+    """Return the response for a refusal."""
     return answer(refusal.status, refusal.kind, refusal.message, refusal.hint, refusal.headers)
 
 
@@ -131,7 +131,7 @@ def _of_tree(request: Request, exc: Exception) -> Response:
 
 
 def _remove_root(root: str, text: str) -> str:
-    """Return what the library says without where the stores lie, which is nobody's business outside."""
+    """Remove the path of the stores' folder from a message of the library: clients must not see it."""
     return text.replace(f"{root}/", "") if root != "." else text
 
 
@@ -147,12 +147,12 @@ def _of_request(request: Request, exc: Exception) -> Response:
 
 
 def _of_others(request: Request, exc: Exception) -> Response:
-    # Starlette raises it again behind this answer, and the server logs the traceback.
+    # Starlette raises the error again after this response, and the server logs the traceback.
     return answer(500, "internal", "the server failed; its log has the details")
 
 
 def install(app: FastAPI) -> None:
-    """Have an application answer with errors of the one form."""
+    """Install handlers so that an application returns all errors in this format."""
     app.add_exception_handler(errors.ExpStoreError, _of_tree)
     app.add_exception_handler(HTTPException, _of_framework)
     app.add_exception_handler(RequestValidationError, _of_request)

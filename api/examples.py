@@ -1,4 +1,4 @@
-"""Examples for the OpenAPI document: rows as requests send them and as answers have them.
+"""Examples for the OpenAPI document: rows as in requests and in responses.
 
 Used by the routes. `tests/api/test_openapi.py` sends the requests to a server.
 """
@@ -18,14 +18,14 @@ __all__ = ["ARROW_CODE", "BATCH", "EPISODES", "FIELDS", "ROWS", "arrow_examples"
 
 #: Fields of the store `demo`.
 FIELDS: dict[str, Any] = {"observation": ["float32", [2]], "action": "int64", "next.reward": ["float32", [1]]}
-#: Two rows for it, as JSON.
+#: Two rows of that store, as JSON.
 ROWS: dict[str, Any] = {"observation": [[0.0, 1.0], [0.5, 0.5]], "action": [0, 1], "next.reward": [1.0, 0.5]}
 #: A batch, as JSON.
 BATCH: dict[str, Any] = {"rows": ROWS | {"index": [0, 1], "id": [1, 2]}}
 #: A result of SQL, as JSON.
 EPISODES: dict[str, Any] = {"columns": ["episode_id", "length"], "rows": [[1, 200], [2, 187]]}
 
-#: How Python makes the Arrow stream of rows.
+#: Python code that makes the Arrow stream of rows.
 ARROW_CODE = """\
 import pyarrow as pa
 

@@ -1,6 +1,6 @@
-"""What the routes are, by the OpenAPI document: which path, which need of a token, which kind of body.
+"""Look up routes in the OpenAPI document: their path, the token that they need, the kind of body.
 
-Used by the middleware, which has to know all this before a route is called. It answers nothing itself.
+Used by the middleware, which needs this before a route is called. It sends no responses.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["ASKING", "SAFE", "TAGS", "Need", "RouteTable", "Routed", "add_securi
 
 #: Methods that change nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-#: Tags of routes that ask: the read token opens them, even if a long question has a body and is sent by POST.
-#: Other methods than these, and POST to other routes, change something; so may what has no tag.
+#: Tags of routes that only read: the read token suffices, also for POST, which long queries use. Other routes
+#: with other methods than SAFE, and routes without a tag, are taken to change something.
 ASKING = frozenset({"reading", "sampling", "asking"})
 #: Tag of routes that need no token.
 _OPEN = "open"
-#: Stands for paths that no route has: those of strangers must not fill the memory.
+#: Stands for all unknown paths: otherwise arbitrary paths from clients could fill the memory.
 _UNKNOWN = "(none)"
 
 
@@ -33,7 +33,7 @@ TAGS = [
     {"name": "asking", "description": "Query episodes and SQL. Needs the read token."},
     {
         "name": "versions",
-        "description": "List versions with the read token; make and restore them with the write token.",
+        "description": "List snapshots with the read token; make and restore them with the write token.",
     },
     {"name": "writing", "description": "Change stores. Needs the write token."},
     {"name": "open", "description": "Needs no token."},
@@ -41,18 +41,18 @@ TAGS = [
 _SCHEMES = {
     "read": {
         "type": "http", "scheme": "bearer",
-        "description": "Token of `--read-token-file`: reads and samples. A server that was started without "
-        "tokens answers its own machine only, and needs none.",
+        "description": "Token of `--read-token-file`: permits reading and sampling. A server without tokens "
+        "accepts requests from its own machine only, and needs none.",
     },
     "write": {
         "type": "http", "scheme": "bearer",
-        "description": "Token of `--token-file`: may do everything that the read token may, and write.",
+        "description": "Token of `--token-file`: permits writing, and everything the read token permits.",
     },
 }  # fmt: skip
 
 
 class Need:
-    """What a route asks of who calls it."""
+    """The permission that a route needs."""
 
     NOTHING = "nothing"
     READ = "read"
@@ -64,9 +64,9 @@ class Routed:
     """One route.
 
     Args:
-        path: With names in braces, as the OpenAPI document has it.
-        need: What a caller must be allowed to.
-        parsed: Whether its body is parsed before it is called, in the event loop.
+        path: The path with names in braces, as in the OpenAPI document.
+        need: The permission that a client needs.
+        parsed: Whether its body is parsed in the event loop before the route is called.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Routed:
 class RouteTable:
     """Find the route of a request.
 
-    The document is asked for with the first request, when all routes are there.
+    The document is read at the first request, when all routes are registered.
 
     Args:
         document: Returns the OpenAPI document.
@@ -88,11 +88,11 @@ class RouteTable:
         self._routes: list[tuple[re.Pattern[str], dict[str, Routed], Routed]] | None = None
 
     def find(self, method: str, path: str) -> Routed:
-        """Return the route of a request, or what stands for none.
+        """Return the route of a request; for an unknown path, a route that stands for all of these.
 
         Args:
-            method: Its method.
-            path: Its path, decoded.
+            method: The HTTP method.
+            path: The decoded path.
         """
         if self._routes is None:
             self._routes = [_read(path, acts) for path, acts in self._document()["paths"].items()]

@@ -1,6 +1,6 @@
-"""How many requests a client may make: a bucket per client, which fills steadily.
+"""Limit the requests of each client with a token bucket.
 
-Used by `expstore.api.auth`. It sleeps for nobody: who comes too early is told when to come again.
+Used by `expstore.api.auth`. It never blocks; it returns the delay after which a client may retry.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 __all__ = ["Rates"]
 
-#: Clients that are remembered; who has not come for longest is forgotten, and begins with a full bucket.
+#: Number of clients that are tracked; the least recent one is forgotten and starts again with a full bucket.
 _CLIENTS = 10_000
 
 
@@ -19,7 +19,7 @@ class Rates:
     Threads: the event loop's only.
 
     Args:
-        rate: Requests per second, on average; a second's worth, at least one, may come at once.
+        rate: Average requests per second; up to one second's worth, at least one, may arrive at once.
     """
 
     def __init__(self, rate: float) -> None:
@@ -27,11 +27,11 @@ class Rates:
         self._clients: OrderedDict[object, tuple[float, float]] = OrderedDict()
 
     def wait(self, client: object, now: float) -> float:
-        """Take one request in; return 0, or after how many seconds to come again.
+        """Count a request; return 0, or the number of seconds after which the client may retry.
 
         Args:
-            client: Whose request it is.
-            now: Seconds of a clock that never goes back.
+            client: Identifies the client.
+            now: Seconds of a monotonic clock.
         """
         filled, at = self._clients.pop(client, (self._burst, now))
         filled = min(self._burst, filled + (now - at) * self._rate)

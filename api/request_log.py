@@ -1,4 +1,4 @@
-"""What every request leaves behind: an id, a line of the access log, figures.
+"""Give each request an id, write the access log, and count requests for the metrics.
 
 Used by the application, around everything else. It never logs a token, a query string or a body.
 """
@@ -28,17 +28,17 @@ __all__ = ["Watch"]
 _log = logging.getLogger("expstore.api")
 _access = logging.getLogger("expstore.access")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-#: Methods by their names; whatever else a stranger sends is one of the others.
+#: Known methods; any other method is counted as "other".
 _METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 
 
 class Watch:
-    """Number requests, note how they end, and answer for what fails inside.
+    """Number requests, record how they end, and respond if the application fails.
 
     Args:
-        app: What is behind it.
-        routes: The application's.
-        metrics: Where requests are counted.
+        app: The application behind this middleware.
+        routes: The application's routes.
+        metrics: Counts the requests.
     """
 
     def __init__(self, app: ASGIApp, routes: RouteTable, metrics: Metrics) -> None:
@@ -47,7 +47,7 @@ class Watch:
         self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have a request answered."""
+        """Pass a request to the application and record its end."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -67,9 +67,9 @@ class Watch:
         scope = request.scope
         try:
             await self._app(scope, receive, request.send)
-        except asyncio.CancelledError:  # the server's patience at its end is over
+        except asyncio.CancelledError:  # the server shuts down and does not wait any longer
             if request.status:
-                return  # uvicorn closes the connection, so that the client sees that something is missing
+                return  # uvicorn closes the connection, so that the client notices the incomplete response
             await _build_stopped_answer(scope["expstore.body_whole"])(scope, receive, request.send)
         except Exception:
             _log.exception("request %s", scope["request_id"])
@@ -106,7 +106,7 @@ class Watch:
 
 
 class _Request:
-    """What is known of a request while it is being answered."""
+    """The state of a request while it is processed."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.scope = scope
@@ -128,8 +128,8 @@ class _Request:
 
 
 def _build_stopped_answer(whole: bool) -> ASGIApp:
-    """Return the answer to a request that the end of the server has overtaken."""
+    """Return the response to a request that the shutdown interrupted."""
     if whole:
-        message = "the server was stopped before the answer was there; whether it was done is not known"
-        return answer(500, "stopped", message, "ask again with the same idempotency key")
+        message = "the server was stopped during the request, which may have been executed or not"
+        return answer(500, "stopped", message, "retry with the same idempotency key")
     return refuse(Refusal(503, "the server is being shut down", headers={"Connection": "close"}))

@@ -1,6 +1,6 @@
-"""What requests may hold, and what is said of a request that holds something else.
+"""Base class of request bodies, and messages for invalid requests.
 
-`RequestModel` is the base of all bodies. Messages name the field, what was found and what is possible.
+`RequestModel` is the base of all bodies. Messages name the field, what was found and what is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expstore.core.nearest import suggest
 __all__ = ["RequestModel", "explain_request"]
 
 _FOUND_CHARACTERS = 80
-#: What a field takes, by the type of pydantic's error; the names in braces are the error's own facts.
+#: Allowed values by the type of pydantic's error; names in braces are details of the error.
 _POSSIBLE = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -48,7 +48,7 @@ _POSSIBLE = {
 
 
 class RequestModel(BaseModel):
-    """The body of a request, or a part of it: unknown fields are refused with the nearest one."""
+    """The body of a request, or a part of it: unknown fields are rejected, and the nearest field is named."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,14 +63,14 @@ class RequestModel(BaseModel):
 
 
 def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
-    """Return the message and the hint for a request that a model refuses.
+    """Return the message and the hint for a request that a model rejects.
 
     Args:
         errors: Pydantic's errors.
         body: The body as JSON, or None.
     """
     places = [_place_of(error, body) for error in errors]
-    deepest = max(places, key=len)  # of a union, the member that fits best
+    deepest = max(places, key=len)  # of a union, the member that matches best
     first, *others = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     kind, facts, name = first["type"], first.get("ctx", {}), ".".join(deepest)
     if kind == "json_invalid":
@@ -89,7 +89,7 @@ def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str
 
 
 def _place_of(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
-    """Return the path of a field as the client wrote it, without the names of the members of a union."""
+    """Return the path of a field as the client wrote it, without the names of members of a union."""
     where, *parts = error["loc"]
     if where != "body":
         return tuple(map(str, parts))

@@ -1,6 +1,6 @@
-"""Rows as requests bring them and answers take them away: Arrow streams or JSON, TensorDicts inside.
+"""Convert rows in requests and responses: Arrow streams or JSON, and TensorDicts in the library.
 
-Used by the routes, in threads of their own. A body is looked at whole before anything is written.
+Used by the routes, in worker threads. A body is checked completely before anything is written.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["answer_rows", "check_ids", "take_rows"]
 def take_rows(
     served: Served, kind: str, body: bytearray, *, rows: int
 ) -> tuple[TensorDictBase, dict[str, Any]]:
-    """Return the rows of a body, and what it says is to be done with them.
+    """Return the rows of a body, and the options in its metadata.
 
     Args:
-        served: The store they are for.
-        kind: The body's type.
+        served: The store that the rows are for.
+        kind: The media type of the body.
         body: The body.
-        rows: At most so many.
+        rows: Maximum number of rows.
 
     Raises:
-        SchemaError: They are not rows of this store.
-        Refusal: 400: it cannot be read at all.
+        SchemaError: The body does not contain rows of this store.
+        Refusal: 400: the body cannot be parsed.
     """
     if kind == ARROW:
         return _from_arrow(served, body, rows)
@@ -76,9 +76,7 @@ def _from_json(served: Served, data: Any, rows: int) -> TensorDictBase:
     codec = served.codec_of(data)
     unknown, missing = set(data) - set(codec.names), set(codec.names) - set(data)
     if unknown or missing:
-        trouble = (
-            f"misses {min(missing)!r}" if missing else f"has {min(unknown)!r}, which is none of the fields"
-        )
+        trouble = f"misses {min(missing)!r}" if missing else f"has {min(unknown)!r}, which is not a field"
         raise SchemaError(f"the body {trouble}", hint=f"send {', '.join(codec.names)}")
     columns = [
         _column_of(entry, data[name]) for name, entry in zip(codec.names, codec.schema.fields, strict=True)
@@ -92,16 +90,16 @@ def _from_json(served: Served, data: Any, rows: int) -> TensorDictBase:
 
 
 def _column_of(entry: Field, values: Any) -> Any:
-    """Return a column that JSON has; no value is changed by it.
+    """Convert a column of JSON values; raise an error rather than change a value.
 
     Raises:
-        SchemaError: They are not values of the field.
+        SchemaError: The values are not values of the field.
     """
     name = key_name(entry.key)
     if not isinstance(values, list):
         raise SchemaError(f"column {name!r} is not a list", hint="send one value per row")
     if entry.variable:
-        raise SchemaError(f"field {name!r} has no fixed size", hint="send an Arrow stream")
+        raise SchemaError(f"field {name!r} has variable length", hint="send an Arrow stream")
     if entry.dtype in ("bfloat16", "complex64"):
         raise SchemaError(
             f"field {name!r} is {entry}, which JSON cannot contain", hint="send an Arrow stream"
@@ -123,7 +121,7 @@ def _column_of(entry: Field, values: Any) -> Any:
         raise SchemaError(f"column {name!r} contains fractions", hint=f"the field is {entry}")
     with np.errstate(over="ignore", invalid="ignore"):
         column = found.astype(wanted)
-    # A float may be rounded, as it is everywhere; out of range is another value.
+    # Floats are rounded as everywhere, but a value out of range would become another value.
     same = np.isfinite(column) == np.isfinite(found) if wanted.kind == "f" else column == found
     if not np.all(same):
         raise SchemaError(f"column {name!r} has values out of the range of {entry.dtype}")
@@ -139,7 +137,7 @@ def _column_of(entry: Field, values: Any) -> Any:
 def answer_rows(
     data: TensorDictBase, kind: str, compression: str | None = None, encoder: Encoder | None = None
 ) -> Response:
-    """Return rows as an answer of the type that the client wants."""
+    """Return a response with rows, of the media type that the client wants."""
     encoder = encoder or Encoder()
     if kind != ARROW:
         response = json_answer(rows_to_json(encoder.encode(data)))
@@ -155,10 +153,10 @@ def answer_rows(
 
 
 def check_ids(ids: Any) -> torch.Tensor:
-    """Return ids as a request has them. Shape `(n,)`, int64.
+    """Return the ids in a request as a tensor. Shape `(n,)`, int64.
 
     Raises:
-        Refusal: 422: they are none.
+        Refusal: 422: a value is not an id.
     """
     values = np.asarray(ids)
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):

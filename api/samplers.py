@@ -1,7 +1,7 @@
-"""Samplers as requests describe them: a kind and its parameters, checked before one is made.
+"""Samplers in requests: a kind and its parameters, validated before a sampler is made.
 
-Used by the sampling routes, which keep what was made. A sampler that keeps something from draw to draw has a
-name, and is shared by all who use it.
+Used by the sampling routes, which keep the samplers. A sampler with state from draw to draw has a name and is
+shared by all clients that use it.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ Rows = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class _Described(RequestModel):
-    """A sampler as a request describes it."""
+    """A sampler described in a request."""
 
-    kind: str = Field(description="Which sampler this is.")
+    kind: str = Field(description="Kind of the sampler.")
 
     def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
+        """Return a new sampler."""
         return make_sampler(self.kind, **self.model_dump(exclude={"kind"}), where=where)
 
 
 class _Sliced(_Described):
-    """Slices of a length, or so many of them in a batch."""
+    """Samplers of slices: consecutive steps of one episode."""
 
     slice_len: Rows | None = Field(None, description="Steps of a slice; or give `num_slices`.")
     num_slices: Rows | None = Field(None, description="Slices of a batch; or give `slice_len`.")
-    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
+    strict_length: bool = Field(True, description="Whether to skip shorter episodes.")
 
     def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
+        """Return a new sampler."""
         if (self.slice_len is None) == (self.num_slices is None):
             raise Refusal(422, f"sampler {self.kind!r} takes either slice_len or num_slices")
         return super().make(where)
 
 
 class _ByPriority(_Described):
-    """Chances that follow priorities."""
+    """Samplers with probabilities that follow priorities."""
 
     alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
     beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
@@ -63,89 +63,89 @@ class _ByPriority(_Described):
 
 
 class _InPasses(_Described):
-    """Everything once per pass."""
+    """Samplers that draw everything once per pass."""
 
     shuffle: bool = Field(True, description="Whether the order is random.")
-    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
+    drop_last: bool = Field(False, description="Whether to skip a smaller last batch.")
 
 
 class Uniform(_Described):
-    """Every row has the same chance."""
+    """Draw every row with the same probability."""
 
-    kind: Literal["uniform"] = Field(default="uniform", description="Which sampler this is.")
+    kind: Literal["uniform"] = Field(default="uniform", description="Kind of the sampler.")
 
 
 class Prioritized(_ByPriority):
-    """Chances follow priorities (Schaul et al. 2016)."""
+    """Draw rows with probabilities that follow priorities (Schaul et al. 2016)."""
 
-    kind: Literal["prioritized"] = Field(description="Which sampler this is.")
+    kind: Literal["prioritized"] = Field(description="Kind of the sampler.")
 
 
 class Slices(_Sliced):
-    """Stretches of steps of one episode each."""
+    """Draw slices: consecutive steps of one episode each."""
 
-    kind: Literal["slices"] = Field(description="Which sampler this is.")
+    kind: Literal["slices"] = Field(description="Kind of the sampler.")
     by: Literal["trajectory", "start"] = Field(
-        "trajectory", description="What has equal chances: every episode, or every start of a slice."
+        "trajectory", description="What has equal probability: every episode, or every start of a slice."
     )
 
 
 class PrioritizedSlices(_Sliced, _ByPriority):
-    """Such stretches, whose first steps' chances follow priorities."""
+    """Draw slices; the probability of their first steps follows priorities."""
 
-    kind: Literal["prioritized_slices"] = Field(description="Which sampler this is.")
+    kind: Literal["prioritized_slices"] = Field(description="Kind of the sampler.")
 
 
 class Recent(_Described):
-    """Newer rows have better chances."""
+    """Draw newer rows with a higher probability."""
 
-    kind: Literal["recency"] = Field(description="Which sampler this is.")
+    kind: Literal["recency"] = Field(description="Kind of the sampler.")
     half_life: float | None = Field(None, gt=0, le=1e15, description="Rows after which the chance is halved.")
-    newest: int | None = Field(None, ge=1, le=1 << 62, description="Draw only so many of the newest rows.")
+    newest: int | None = Field(None, ge=1, le=1 << 62, description="Draw only from this many newest rows.")
 
 
 class WithoutReplacement(_InPasses):
-    """Every row once per pass."""
+    """Draw every row once per pass."""
 
-    kind: Literal["without_replacement"] = Field(description="Which sampler this is.")
+    kind: Literal["without_replacement"] = Field(description="Kind of the sampler.")
 
 
 class SlicesWithoutReplacement(_Sliced, _InPasses):
-    """A stretch of every trajectory per pass."""
+    """Draw one slice of every trajectory per pass."""
 
-    kind: Literal["slices_without_replacement"] = Field(description="Which sampler this is.")
+    kind: Literal["slices_without_replacement"] = Field(description="Kind of the sampler.")
 
 
 class StreamingSlices(_Described):
-    """New stretches first, each once."""
+    """Draw each slice once, the new ones first."""
 
-    kind: Literal["streaming_slices"] = Field(description="Which sampler this is.")
+    kind: Literal["streaming_slices"] = Field(description="Kind of the sampler.")
     slice_len: Rows = Field(description="Steps of a slice.")
-    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
+    strict_length: bool = Field(True, description="Whether to skip shorter episodes.")
 
     def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
+        """Return a new sampler."""
         if where is not None:
             raise Refusal(422, "streaming_slices does not take where: leave it out")
         return make_sampler(self.kind, **self.model_dump(exclude={"kind"}))
 
 
 class Consuming(_Described):
-    """Every row so many times, over all clients; the store counts."""
+    """Draw every row `max_sample_count` times, counted by the store over all clients."""
 
-    kind: Literal["consuming"] = Field(description="Which sampler this is.")
+    kind: Literal["consuming"] = Field(description="Kind of the sampler.")
     max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")
 
 
-#: A sampler that keeps nothing from draw to draw.
+#: Samplers without state from draw to draw.
 Spec = Annotated[Uniform | Prioritized | Slices | PrioritizedSlices | Recent, Field(discriminator="kind")]
-#: Any sampler.
+#: All samplers.
 AnySpec = Annotated[
     Uniform | Prioritized | Slices | PrioritizedSlices | Recent
     | WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming,
     Field(discriminator="kind"),
 ]  # fmt: skip
-#: Samplers that a request may name instead of describing them: with their defaults.
+#: Samplers that a request may give by name only, with default parameters.
 _PLAIN: dict[str, type[_Described]] = {
     "uniform": Uniform,
     "prioritized": Prioritized,
@@ -154,21 +154,21 @@ _PLAIN: dict[str, type[_Described]] = {
     "recency": Recent,
 }
 _KEPT = 32
-#: What draws for requests.
+#: A buffer that draws batches for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
 _NO_IDS = np.zeros(0, np.int64)
 
 
 class Drawers:
-    """Keep what draws from one store, as requests ask for it.
+    """Keep the samplers of one store, and draw batches with them.
 
-    Threads: any number may ask. Crashes: names are the server's, and go with it.
+    Threads: any number may use it. Crashes: named samplers are kept in memory only.
 
     Args:
-        path: Where the store lies.
-        rb: It, opened.
-        limiter: How fast rows come and go, which `rb` knows, too; None: as fast as they can.
-        seconds: How long one query of a condition may take.
+        path: The store's folder.
+        rb: The opened store.
+        limiter: The rate limiter that `rb` also uses; None: there is no limit.
+        seconds: Maximum duration of a query of a condition in seconds.
     """
 
     def __init__(
@@ -185,15 +185,16 @@ class Drawers:
         """Return a batch.
 
         Args:
-            spec: Of a sampler, or its name; None: uniform.
-            where: Which rows are drawn.
-            seed: Of draws apart from the store's.
-            number: Which of these; None: the next one of this seed and sampler.
-            batch_size: How many rows.
+            spec: A sampler's description or name; None: uniform.
+            where: Condition on the rows; None: all rows.
+            seed: Seed of draws that are independent of the store's; None: the store's draws.
+            number: Number of the draw of this seed; None: the next one of this seed and sampler.
+            batch_size: Number of rows.
 
         Raises:
             NotFoundError: There is no sampler of this name.
-            NotReadyError: There are no rows that may be drawn; or others have to write or sample first.
+            NotReadyError: There are too few rows that may be drawn, or other clients must write or sample
+                first.
         """
         if spec is None and where is None and seed is None:
             return self._rb.sample(batch_size)
@@ -216,7 +217,7 @@ class Drawers:
                 )
             named, storage = self.find(spec), self._rb.storage
             if named.storage is not storage:
-                storage.drain()  # else small batches would show a moment later
+                storage.drain()  # otherwise small batches would become visible a moment later
             return named.sample(batch_size)
         buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
         if isinstance(buffer, SeededReplayBuffer):
@@ -246,13 +247,14 @@ class Drawers:
         limit_condition(sampler, self._seconds)
         return sampler
 
-    # -- with names ------------------------------------------------------------------------------
+    # -- named samplers --------------------------------------------------------------------------
 
     def name(self, name: str, spec: Any, where: str | None, seed: int | None) -> None:
-        """Make a sampler that all who know its name share.
+        """Make a sampler that all clients share by its name.
 
         Raises:
-            StateError: There is another one of this name, or it cannot be had here.
+            StateError: There is a different sampler of this name, there are too many named samplers, or a
+                read-only server cannot use this kind.
         """
         wanted = spec.model_dump_json(), where, seed
         with self._lock:
@@ -283,14 +285,14 @@ class Drawers:
             if seed is not None:
                 raise Refusal(422, "sampler 'consuming' does not take a seed: leave it out")
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-        # Passes are this sampler's own: it follows the store as another process would.
+        # Passes belong to this sampler alone: it opens the store as another process would.
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
 
     def find(self, name: str) -> TensorDictReplayBuffer:
-        """Return what a named sampler draws by.
+        """Return the buffer that draws with a named sampler.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: There is no sampler of this name.
         """
         known = self._named.get(name)
         if known is None:
@@ -303,10 +305,10 @@ class Drawers:
         return known[1]
 
     def forget(self, name: str) -> None:
-        """Let go of a named sampler.
+        """Delete a named sampler.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: There is no sampler of this name.
         """
         buffer = self.find(name)
         with self._lock:
@@ -317,16 +319,16 @@ class Drawers:
             buffer.close()
 
     def describe(self) -> dict[str, str]:
-        """Return the named samplers: what each is, as JSON."""
+        """Return the named samplers: name -> description as JSON."""
         return {name: wanted[0] for name, (wanted, _) in sorted(self._named.items())}
 
     def note_write(self) -> None:
-        """Be told that rows were written."""
+        """Notify the samplers that draw from the same storage that rows were written."""
         for _, buffer in list(self._named.values()):
             if buffer.storage is self._rb.storage:
                 buffer.sampler.on_write(_NO_IDS)
 
     def close(self) -> None:
-        """Close what follows the store."""
+        """Close the readers of the store."""
         for name in list(self._named):
             self.forget(name)

@@ -1,4 +1,4 @@
-"""A server: an application behind uvicorn, from the first socket to the last flush.
+"""Run the application in uvicorn, from opening the socket to closing the stores.
 
 Used by `expstore serve`. It reads no command line and prints nothing.
 """
@@ -28,13 +28,13 @@ from expstore.errors import NotFoundError, StateError
 
 __all__ = ["Listening", "configure", "serve"]
 
-#: After so long a thread of Python lets another one run.
+#: Python's thread switch interval.
 _SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a server listens, and what for."""
+    """The address and the stores of a running server."""
 
     url: str
     stores: list[str]
@@ -48,23 +48,24 @@ def serve(
     ready: Callable[[Listening], None] = lambda listening: None,
     stopping: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve stores until a signal comes.
+    """Serve stores until a signal arrives.
 
-    SIGTERM or SIGINT ends the work: no more requests are taken, those that are being answered have
-    `settings.shutdown_seconds`, then stores are flushed and closed. A second signal ends the process at once,
-    which loses nothing that was acknowledged. Run it in the main thread, which alone is told of signals.
+    SIGTERM or SIGINT shuts the server down: it accepts no more requests, running requests have
+    `settings.shutdown_seconds` to finish, then stores are flushed and closed. A second signal ends the
+    process at once, without losing an acknowledged write. Call it in the main thread, because only that
+    thread receives signals.
 
     Args:
         settings: What is served.
         host: A name or an address of this machine.
-        port: 0: a free one.
-        ready: Called when requests are taken.
-        stopping: Called when the work is being ended.
+        port: The port; 0: a free one.
+        ready: Called when the server accepts requests.
+        stopping: Called when the shutdown begins.
 
     Raises:
-        StateError: Others could reach the address, and there is no token; or it cannot be had.
-        NotFoundError: There is no store, and no folder of stores.
-        LockedError: Another process writes to the one store that is to be served.
+        StateError: Other machines could reach the address and there is no token, or the address is in use.
+        NotFoundError: There is neither a store nor a folder of stores.
+        LockedError: Another process writes to the store, if a single store is served.
     """
     disk = ReadingDisk()
     if not disk.is_dir(settings.path):
@@ -85,10 +86,10 @@ def serve(
 
 @contextlib.contextmanager
 def _use_one_thread() -> Iterator[None]:
-    """Have a request computed by one thread: requests run side by side, and teams would wait for one another.
+    """Use one thread per request: requests run in parallel, and thread pools would wait for one another.
 
-    Batches of images are drawn four times as fast by that on two busy cores. Python's threads take turns more
-    often than its 5 ms: what sends an answer would wait as long for what computes the next one.
+    This draws batches of images four times as fast on two busy cores. Python's thread switch interval is
+    shortened from 5 ms: a thread that sends a response would wait that long for one that computes the next.
     """
     former = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
@@ -101,7 +102,7 @@ def _use_one_thread() -> Iterator[None]:
 
 
 def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """Return how uvicorn is to run an application."""
+    """Return the configuration of uvicorn for an application."""
     return uvicorn.Config(
         app,
         http=connections_of(settings),
@@ -109,7 +110,7 @@ def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
         loop="asyncio",
         lifespan="on",
         log_config=None,
-        log_level="error",  # what clients do wrong is in their answers
+        log_level="error",  # errors of clients are in their responses
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -119,7 +120,7 @@ def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """A server that a second signal ends at once, and that the first one does not fail."""
+    """A uvicorn server that ends at once at a second signal, and exits normally after the first."""
 
     def __init__(
         self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None], stopping: Callable[[], None]
@@ -147,7 +148,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals meanwhile; uvicorn's own would raise the first one again at the end."""
+        """Handle signals in the block; uvicorn's handler would raise the first signal again at its end."""
         signals = (signal.SIGINT, signal.SIGTERM)
         former = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
@@ -189,8 +190,8 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
 
 
 def _allow_many_files() -> None:
-    """Let connections and stores have as many descriptors as this process may have at all."""
+    """Raise the limit of open files to the maximum, for connections and stores."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS names a limit that it does not grant
+        with contextlib.suppress(ValueError, OSError):  # macOS reports a limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""Which remote sessions are heard of: one that is silent for long enough is over.
+"""Track when remote sessions last sent a request; a session that is silent for too long is ended.
 
-Used by `expstore.api.stores`. It knows ids and times, never rows.
+Used by `expstore.api.stores`. It knows session ids and times, never rows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ __all__ = ["Heard"]
 
 
 class Heard:
-    """Note when each live session of a store was heard of.
+    """Record when each live session of a store last sent a request.
 
-    Sessions that were live when the server opened the store count from that moment: their clients have time
-    to come back. Ids that have written nothing are not kept, however many come.
+    For sessions that were live when the server opened the store, the time counts from that moment, so that
+    their clients can reconnect. Ids of sessions that have written nothing are not kept, so their number does
+    not matter.
 
-    Threads: any number may.
+    Threads: any number may use it.
 
     Args:
-        clock: Seconds on a clock that never goes back.
-        sessions: Those that are live now.
+        clock: Returns seconds of a monotonic clock.
+        sessions: Ids of the sessions that are live now.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, sessions: Iterable[str] = ()) -> None:
@@ -30,25 +31,25 @@ class Heard:
         self._last = dict.fromkeys(sessions, clock())
 
     def note(self, session: str, *, has_written: bool = False) -> None:
-        """Note that a session was heard of.
+        """Record a request of a session.
 
         Args:
             session: Its id.
-            has_written: It is live, if it was not before.
+            has_written: Whether it has written rows and is therefore live.
         """
         with self._lock:
             if has_written or session in self._last:
                 self._last[session] = self._clock()
 
     def silent(self, sessions: Iterable[str], seconds: float) -> list[str]:
-        """Return the sessions that were not heard of for so long.
+        """Return the sessions that have been silent for at least some time.
 
         Args:
-            sessions: Those that are live; others are forgotten.
-            seconds: How long.
+            sessions: Ids of the live sessions; other sessions are forgotten.
+            seconds: The time in seconds.
         """
         with self._lock:
             now = self._clock()
-            # One that writes at this moment counts from now.
+            # The time of a session that writes for the first time now counts from now.
             self._last = {name: self._last.get(name, now) for name in sessions}
             return [name for name, last in self._last.items() if now - last >= seconds]

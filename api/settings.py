@@ -1,4 +1,4 @@
-"""What a server is told when it is made: frozen, and read from nowhere but its arguments.
+"""The settings of a server: immutable, and read only from the arguments.
 
 Used by everything in the package.
 """
@@ -21,37 +21,38 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Say what is served, to whom, and within which limits.
+    """What a server serves, to whom, and within which limits.
 
     Args:
-        path: A store, or a folder of stores; a store's name is its folder's, without `.exp`.
-        read_only: Stores are followed, and nothing is written.
-        token: Who bears it may read and write; None: anybody may, which only a loopback address allows.
-        read_token: Who bears it may read.
-        hosts: Names by which the server may be called, beside those of the loopback.
-        sql: Whether SQL may be asked.
-        max_body: Bytes of a request's body.
-        max_rows: Rows of a request, and of an answer that is no stream.
-        max_answer: Bytes of an answer, and of a batch of a stream; rows are counted before they are read, as
-            JSON by the most that their values may take.
-        body_seconds: How long a body may take to come, and each part of it a tenth of that.
-        head_seconds: How long the head of a request may take to come.
-        idle_seconds: How long a connection may lie between two requests.
-        answer_seconds: How long a client may take nothing of its answer.
-        connections: Most connections; when one more comes, the one goes that has been idle for longest.
-        concurrency: How many requests are worked on at once, for each store; as many may wait.
-        rate: Requests per second of one client, on average; None: any number.
-        sql_seconds: How long a statement may run.
-        sql_rows: Rows of its answer.
-        min_size: So many rows must be there before any is sampled.
-        samples_per_insert: How often each row is to be sampled, all clients together; None: as often as they
-            like. Who is too fast, sampling or extending, waits as long as its request says.
-        error_buffer: By how many samples that may be missed, either way.
-        wait_seconds: The longest that a request waits for rows, or for others to sample.
-        shutdown_seconds: How long requests may take to end after the server was told to.
+        path: A store, or a folder of stores; a store's name is its folder's name without `.exp`.
+        read_only: Open stores as a reader and reject all writes.
+        token: Token that permits reading and writing; None: no token is needed, which is only allowed on a
+            loopback address.
+        read_token: Token that permits reading.
+        hosts: Host names that clients may use for the server, in addition to loopback names.
+        sql: Whether SQL queries are allowed.
+        max_body: Maximum size of a request body in bytes.
+        max_rows: Maximum number of rows of a request, and of a response that is not a stream.
+        max_answer: Maximum size in bytes of a response, and of a batch of a stream. Rows are counted before
+            they are read, for JSON with the longest text that their values may have.
+        body_seconds: Maximum seconds in which a body must arrive; each part must arrive in a tenth of that.
+        head_seconds: Maximum seconds in which the head of a request must arrive.
+        idle_seconds: Maximum seconds between two requests on a connection.
+        answer_seconds: Maximum seconds during which a client may read nothing of its response.
+        connections: Maximum number of connections; a further one closes the connection that was idle longest.
+        concurrency: Number of requests that are processed at once, per store; as many may wait.
+        rate: Average requests per second of one client; None: unlimited.
+        sql_seconds: Maximum duration of a statement in seconds.
+        sql_rows: Maximum number of rows of its result.
+        min_size: Number of rows a store needs before it can be sampled.
+        samples_per_insert: Average number of samples per row, over all clients; None: unlimited. A request
+            that samples or extends too fast waits as long as it allows.
+        error_buffer: Permitted deviation from `samples_per_insert`, in samples, in either direction.
+        wait_seconds: Maximum seconds that a request waits for rows, or for other clients to sample.
+        shutdown_seconds: Seconds that running requests have to finish at shutdown.
         session_timeout: Seconds without a request or heartbeat after which a client's session ends, counted
             from the start of the server at the earliest: its open episodes are cut.
-        clock: Seconds on a clock that never goes back, by which sessions are timed.
+        clock: Returns seconds of a monotonic clock, used for session timeouts.
     """
 
     path: Path
@@ -81,11 +82,11 @@ class Settings:
     clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
-        """Look whether the tokens protect what they seem to, and the numbers go together.
+        """Check the tokens and the numbers.
 
         Raises:
-            StateError: The tokens do not, or the path is a URL.
-            ValueError: The numbers do not.
+            StateError: A token is empty, both are equal, or only readers have one; or the path is a URL.
+            ValueError: A number is out of range, or the rate limits contradict each other.
         """
         object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
@@ -104,10 +105,10 @@ class Settings:
             )  # fmt: skip
 
     def limiter(self) -> RateLimiter | None:
-        """Return what limits one store; None: nothing does.
+        """Return the rate limiter of one store, or None if there is no limit.
 
         Raises:
-            ValueError: The numbers could keep both sides waiting for ever.
+            ValueError: With these numbers both readers and writers could wait forever.
         """
         if self.read_only or (self.min_size == 1 and self.samples_per_insert is None):
             return None

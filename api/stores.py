@@ -1,7 +1,6 @@
-"""The stores that a server has: found by name below one folder, opened once, closed with it.
+"""The stores of a server: found by name below one folder, opened once, closed with the server.
 
-Used by the routes, through `get`. Names never lead out of the folder; files are touched by the library
-alone.
+Used by the routes, through `get`. Names never lead out of the folder. Only the library accesses files.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ __all__ = ["Served", "Stores"]
 _log = logging.getLogger("expstore.api")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".exp"
-#: Names that are devices on Windows, where a folder of stores may be copied to.
+#: Device names of Windows, to which a folder of stores may be copied.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 _Answer = TypeVar("_Answer")
-#: Seconds between two looks of a request that waits for rows.
+#: Seconds between two attempts of a request that waits for rows.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
 class Served:
-    """One open store, and how many requests are at it.
+    """One open store, and the number of its requests.
 
-    Threads: routes run what they do in threads of their own, by `run`.
+    Threads: routes call `run` to work in worker threads.
 
     Args:
-        name: Its name.
-        path: Where it lies.
+        name: Name of the store.
+        path: Path of the store.
         rb: The buffer.
-        settings: The server's.
-        limiter: How fast rows come and go; None: as fast as they can.
+        settings: The server's settings.
+        limiter: The rate limiter; None: there is no limit.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Served:
         self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
-        #: Whether the server is being shut down: nothing that has no end of its own goes on.
+        #: Whether the server is shutting down: endless streams must stop.
         self.ending = False
         self._settings = settings
         self._workers = CapacityLimiter(settings.concurrency)
@@ -81,7 +80,7 @@ class Served:
         self._codec: Codec | None = None
 
     async def run(self, act: Callable[[], _Answer]) -> _Answer:
-        """Run what takes a while in a thread; who comes when too many wait already is refused.
+        """Run a slow function in a thread; raise Refusal if too many requests are waiting already.
 
         Raises:
             Refusal: 503.
@@ -104,12 +103,12 @@ class Served:
             self._requests -= 1
 
     async def run_patiently(self, act: Callable[[], _Answer], seconds: float) -> _Answer:
-        """Run what may find too few rows, again and again until there are enough or the time is over.
+        """Run a function that may find too few rows; repeat it until there are enough or the time is over.
 
-        The time is over, too, when the server is being shut down.
+        It also stops when the server shuts down.
 
         Raises:
-            NotReadyError: There still are too few.
+            NotReadyError: There still are too few rows.
             Refusal: 503.
         """
         until, pause = anyio.current_time() + seconds, _FIRST_PAUSE
@@ -125,9 +124,10 @@ class Served:
                     pause = min(2 * pause, _LONGEST_PAUSE)
 
     def retire(self) -> None:
-        """Take no more requests, as the store is to be deleted.
+        """Accept no more requests, because the store will be deleted.
 
-        Call it in the event loop, in which requests begin: none can begin between the check and the end.
+        Call it in the event loop, where requests begin. Then no request can begin between the check and the
+        end of this method.
 
         Raises:
             StateError: Requests or streams use the store (kind `in_use`).
@@ -141,7 +141,7 @@ class Served:
         self._retired = True
 
     def check_sessions(self) -> None:
-        """Raise StateError (kind `in_use`) and take requests again if a client's session is open."""
+        """If a client's session is open, accept requests again and raise StateError (kind `in_use`)."""
         sessions = self.rb.episodes.remote_sessions()
         if sessions:
             self._retired = False
@@ -149,7 +149,7 @@ class Served:
 
     @property
     def sql(self) -> SqlWorker:
-        """What answers SQL; its processes are started when it is first asked for."""
+        """The SQL worker; its processes are started at the first use."""
         with self._sql_lock:
             if self._sql is None:
                 storage, settings = self.rb.storage, self._settings
@@ -158,15 +158,15 @@ class Served:
             return self._sql
 
     def end_silent(self) -> None:
-        """End the remote sessions that were not heard of for as long as the settings say."""
+        """End the remote sessions that have been silent for `session_timeout` seconds."""
         episodes = self.rb.episodes
         silent = self.heard.silent(episodes.remote_sessions(), self._settings.session_timeout)
         if silent:
-            _log.info("store %s: %d sessions were not heard of and are over", self.name, len(silent))
+            _log.info("store %s: %d silent sessions were ended", self.name, len(silent))
             episodes.end_session(silent)
 
     def close(self) -> None:
-        """Close the store, and what draws from it."""
+        """Close the store, its named samplers and its SQL worker."""
         if self._sql is not None:
             self._sql.close()
         self.drawers.close()
@@ -174,17 +174,17 @@ class Served:
 
     @property
     def generation(self) -> int:
-        """How often the store has been opened for writing: ids are one row's for ever within one."""
+        """Number of times the store was opened for writing: within one generation an id is never reused."""
         manifest = self.rb.storage.manifest
         assert manifest is not None, "a served store has a folder"
         return manifest.generation
 
     @property
     def codec(self) -> Codec:
-        """How its rows are sent.
+        """The codec for the store's rows.
 
         Raises:
-            StateError: No rows have come yet, so there are no fields.
+            StateError: The store has no fields yet, because nothing was written.
         """
         schema = self.rb.schema
         if schema is None:
@@ -195,21 +195,21 @@ class Served:
         return known
 
     def codec_of(self, names: Collection[str]) -> Codec:
-        """Return how rows with columns of these names are sent: fields that came late may be missing.
+        """Return the codec for rows with columns of these names: fields added later may be missing.
 
         Raises:
-            StateError: No rows have come yet, so there are no fields.
+            StateError: The store has no fields yet, because nothing was written.
         """
         return self.codec.with_fields(names)
 
 
 class Stores:
-    """Open stores when they are first asked for.
+    """Open stores at their first request.
 
-    Threads: any number may ask.
+    Threads: any number may use it.
 
     Args:
-        settings: The server's.
+        settings: The server's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -222,12 +222,12 @@ class Stores:
 
     @property
     def root(self) -> Path:
-        """The folder in which stores lie."""
+        """The folder that contains the stores."""
         path = self._settings.path
         return path.parent if self.single else path
 
     def names(self) -> list[str]:
-        """Return the names of all stores that are there."""
+        """Return the names of all existing stores."""
         if self.single:
             return [_name_of(self._settings.path)]
         found = [self.root / name for name in self._disk.names(self.root)]
@@ -236,15 +236,15 @@ class Stores:
         )
 
     def find_open(self, name: str) -> Served | None:
-        """Return a store that is open; None: it has to be opened first, or there is none."""
+        """Return a store if it is open, otherwise None."""
         return self._open.get(name)
 
     def get(self, name: str) -> Served:
-        """Return a store, opened.
+        """Return a store; open it if necessary.
 
         Raises:
-            NotFoundError: There is none of this name.
-            LockedError: Another process writes to it.
+            NotFoundError: There is no store of this name.
+            LockedError: Another process writes to the store.
         """
         with self._lock:
             if name not in self._open:
@@ -253,11 +253,11 @@ class Stores:
             return self._open[name]
 
     def create(self, name: str, options: dict[str, Any]) -> Served:
-        """Make a store, and open it.
+        """Create a store, and open it.
 
         Raises:
-            StateError: There is one of this name, or none can be made here.
-            Refusal: 400: that is no name.
+            StateError: A store of this name exists, or the server serves a single store.
+            Refusal: 400: the name is invalid.
         """
         if self.single:
             raise StateError("this server has one store", hint="serve a folder to make more")
@@ -269,7 +269,7 @@ class Stores:
             if name in self._open or self._find(name) is not None:
                 raise StateError(f"there is already a store {name!r}", kind="exists", hint="use another name")
             path = self.root / f"{name}{_SUFFIX}"
-            if self._disk.is_link(path):  # it could lead anywhere
+            if self._disk.is_link(path):  # a link could lead anywhere
                 raise StateError(
                     f"{path.name!r} is a link, not a store", kind="exists", hint="use another name"
                 )
@@ -279,7 +279,8 @@ class Stores:
     async def delete(self, name: str) -> None:
         """Close a store and remove its folder.
 
-        A crash before the answer leaves the store, or removes it with the next start; never a part of it.
+        If the server crashes before the answer, the store remains or the next start removes it; never a part
+        of it.
 
         Raises:
             NotFoundError: There is no store of this name.
@@ -310,13 +311,13 @@ class Stores:
     def _close_deleted(self, served: Served) -> None:
         try:
             served.close()
-        except ExpStoreError as exc:  # its rows are not wanted any more
+        except ExpStoreError as exc:  # the store is deleted anyway
             _log.error("store %s: %s", served.name, exc)
         finally:
             del self._open[served.name]
 
     def remove_leftovers(self) -> None:
-        """Remove files of stores whose deletion a crash has stopped; a failure is logged."""
+        """Remove files of stores whose deletion a crash interrupted; a failure is logged."""
         if self.single:
             return
         try:
@@ -325,11 +326,11 @@ class Stores:
             _log.error("files of deleted stores could not be removed: %s", exc)
 
     def open_now(self) -> list[Served]:
-        """Return the stores that are open."""
+        """Return the open stores."""
         return list(self._open.values())
 
     def end_silent(self) -> None:
-        """End the sessions of all open stores that were not heard of for long; a failure is logged."""
+        """End silent sessions of all open stores; a failure is logged."""
         for served in self.open_now():
             try:
                 served.end_silent()
@@ -337,13 +338,13 @@ class Stores:
                 _log.error("store %s: sessions could not be ended: %s", served.name, exc)
 
     def end(self) -> None:
-        """Open no more stores, and let what goes on without an end come to one."""
+        """Open no more stores, and stop endless streams."""
         self._ending = True
         for served in self.open_now():
             served.ending = True
 
     def close(self) -> None:
-        """Flush and close all of them; a failure of one is logged, and keeps no other from it."""
+        """Flush and close all stores; a failure is logged and does not affect the other stores."""
         self.end()
         with self._lock:
             for served in self._open.values():
@@ -377,7 +378,7 @@ class Stores:
         return None
 
     def _is_store(self, path: Path) -> bool:
-        """Return whether a store lies there, and not behind a link, which could lead anywhere."""
+        """Return whether a path is a store and not a link, which could lead anywhere."""
         return not self._disk.is_link(path) and self._disk.exists(path / MANIFEST)
 
 

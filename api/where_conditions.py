@@ -1,8 +1,8 @@
-"""Conditions of clients: what `where=` may say over HTTP, a small part of SQL without functions.
+"""Check `where=` conditions in requests: a small part of SQL, without functions.
 
 Used by the sampling routes. The library evaluates conditions in the server's own process, so they are
 checked against an allow-list: DuckDB parses the text, without executing it, and every node of the parsed tree
-must be one that takes time and memory in proportion to the rows it looks at.
+must be one that takes time and memory in proportion to the rows it reads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from expstore.sql.expressions import ConditionLimits, parse_expression
 __all__ = ["check_condition", "limit_condition"]
 
 _LENGTH = 1000
-#: Brackets within brackets, and nodes of the tree within nodes.
+#: Maximum nesting of brackets, and of nodes of the tree.
 _DEPTH = 50
-#: What a query of a condition may take; a batch of rows to look at is 32 MiB.
+#: Maximum memory of a condition's query in bytes; it reads batches of rows of 32 MiB.
 _MEMORY = 256 << 20
 _ARITHMETIC = frozenset({"+", "-", "*", "/", "%"})
 _WHOLE = frozenset({"TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT"})
-#: Types of which SQL writes literals as casts of a text: DATE '2026-01-31'.
+#: Types whose literals SQL writes as casts of text: DATE '2026-01-31'.
 _TIMES = frozenset({"DATE", "TIME", "TIMESTAMP"})
-#: Types of nodes whose children may be any expression, and where the children are.
+#: Types of nodes whose children may be any expression, and the keys of the children.
 _ANY = {
     "COMPARE_EQUAL": ("left", "right"),
     "COMPARE_NOTEQUAL": ("left", "right"),
@@ -50,16 +50,16 @@ _HINT = (
 
 
 def check_condition(text: str) -> str:
-    """Return a condition that may be evaluated.
+    """Return a condition if it is allowed.
 
     Raises:
         Refusal: 422: it is too long, nested too deeply, or has a part that is not allowed, which is named.
-        QueryError: It is not one SQL expression.
+        QueryError: It is not a single SQL expression.
     """
     if len(text) > _LENGTH:
         raise Refusal(422, f"the condition has more than {_LENGTH} characters", kind="query")
     depth = 0
-    for character in text:  # the parser drops brackets without a meaning, but descends into them
+    for character in text:  # the parser drops redundant brackets, but recurses into them
         depth += (character in "([{") - (character in ")]}")
         if depth > _DEPTH:
             raise _build_depth_refusal()
@@ -73,13 +73,13 @@ def check_condition(text: str) -> str:
 
 
 def limit_condition(sampler: Sampler, seconds: float) -> None:
-    """Bound the time and memory of each query by which a sampler evaluates its condition."""
+    """Limit the time and memory of each query with which a sampler evaluates its condition."""
     if sampler.filter is not None:
         sampler.filter.limit(ConditionLimits(seconds=seconds, memory=_MEMORY))
 
 
 def _children(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a node that are still to be checked.
+    """Return the children of a node that must be checked too.
 
     Raises:
         Refusal: 422: the node is not allowed.
@@ -114,7 +114,7 @@ def _is_whole(node: dict[str, Any]) -> bool:
 
 
 def _name_of(node: dict[str, Any]) -> str:
-    """Return what a node is called in messages."""
+    """Return a description of a node for messages."""
     kind = node["type"]
     if kind == "FUNCTION":
         name = str(node["function_name"])[:50]
@@ -123,7 +123,7 @@ def _name_of(node: dict[str, Any]) -> str:
         "ARRAY_EXTRACT": "a subscript that is not an integer, or does not follow a field",
         "ARRAY_SLICE": "a slice",
         "CASE_EXPR": "CASE",
-        "COMPARE_IN": "IN with other values than literals",
+        "COMPARE_IN": "IN with values other than literals",
         "LAMBDA": "a lambda",
         "OPERATOR_CAST": "a cast (IS TRUE is one)",
         "SUBQUERY": "a subquery",

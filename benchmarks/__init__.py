@@ -1,4 +1,4 @@
 """Benchmarks of expstore and other replay buffers; see README.md.
 
-Run as scripts. The library does not import them, and they write only to their own scratch folder.
+Run them as scripts. The library does not import them, and they write only to their own scratch folders.
 """

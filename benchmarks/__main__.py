@@ -1,9 +1,9 @@
 """Run all benchmarks and write their figures, table and plots; embed or check the results of a run.
 
 `python -m benchmarks` runs all parts, each in its own process and with a time limit. A part that fails is
-reported and does not stop the others. `--resume` continues the newest run that was interrupted. `embed`
-copies the newest complete run to `benchmarks/results` and the documents; `check` compares its ratios with
-those in `benchmarks/results`.
+reported and does not stop the others. `--resume` continues the newest interrupted run. `embed` copies the
+newest complete run to `benchmarks/results` and the documents; `check` compares its ratios with those in
+`benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.tables import DOCUMENTS, embed, whole_table  # noqa: E402
 
 
 def chosen(only: str) -> list[Part]:
-    """Return the parts that are asked for."""
+    """Return the parts that `--only` selects."""
     names = [name for name in only.split(",") if name]
     if unknown := set(names) - {part.name for part in PARTS}:
         raise SystemExit(
@@ -43,7 +43,7 @@ def chosen(only: str) -> list[Part]:
 
 
 def run_parts(run: Run, parts: Sequence[Part], wanted: argparse.Namespace) -> None:
-    """Run what has not been run, one part after the other."""
+    """Run the parts that have not run yet, one after the other."""
     for number, part in enumerate(parts, 1):
         if (known := run.outcome(part)) is not None and known.state == "done":
             print(f"[{number}/{len(parts)}] {part.name}: done before", flush=True)
@@ -59,7 +59,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
-    """Run one part; stores lie in a folder that is removed after it, however it ends."""
+    """Run one part; its stores are in a folder that is removed afterwards in any case."""
     run.figures(part).unlink(missing_ok=True)
     stores = Path(tempfile.mkdtemp(prefix="stores-", dir=run.folder))
     given = [*part.arguments, "--json", str(run.figures(part)), "--folder", str(stores)]
@@ -84,13 +84,13 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
 
 
 def _cpu() -> float:
-    """Return what processes took that were waited for."""
+    """Return the CPU seconds of finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def made_up_games(folder: Path) -> Path:
-    """Keep frames of no game where `images.py` looks for games."""
+    """Write synthetic frames to the folder in which `images.py` looks for games."""
     from benchmarks.atari import GAMES, keep, made_up
     from benchmarks.images import SMOKE
 
@@ -100,13 +100,13 @@ def made_up_games(folder: Path) -> Path:
 
 
 def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
-    """Write figures, table and pictures; return 1 if a bar was missed, 2 if a part is not whole."""
+    """Write figures, table and plots; return 1 if a bar was missed, 2 if a part is incomplete."""
     told = run.gather(parts, effort=effort)
     (run.folder / "table.md").write_text(whole_table(told))
     try:
         draw(told, run.folder)
     except ImportError as exc:
-        print(f"pictures are left out: {exc}; pip install 'expstore[bench]'")
+        print(f"plots are left out: {exc}; pip install 'expstore[bench]'")
     run.write(told)
     for name, why in told["skipped"].items():
         print(f"left out: {name}: {why}")
@@ -115,17 +115,17 @@ def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
             print(f"missed: {row['part']}: {row['name']}: {row['value']} (bar {row['bar']})")
     unfinished = [part for part in told["parts"] if part["state"] != "done"]
     for part in unfinished:
-        print(f"not whole: {part['name']}: {part['state']} {part['message']}; see {run.folder}/parts")
+        print(f"incomplete: {part['name']}: {part['state']} {part['message']}; see {run.folder}/parts")
     print(f"{len(told['results'])} results in {told['seconds'] / 60:.1f} minutes: {run.file}")
     return 2 if unfinished else 1 if told["missed"] else 0
 
 
 def measure(wanted: argparse.Namespace) -> int:
-    """Run parts: begin a run, or continue one that was interrupted."""
+    """Run parts: start a run, or continue an interrupted one."""
     parts = [part for part in chosen(wanted.only) if wanted.effort != "smoke" or part.smoke is not None]
     run = Run.last(wanted.out, whole=False) if wanted.resume else None
     if wanted.resume and run is None:
-        raise SystemExit(f"{wanted.out} has no run that was cut off")
+        raise SystemExit(f"{wanted.out} has no interrupted run")
     run = run or Run.new(wanted.out)
     if wanted.effort == "smoke":
         _import_once()
@@ -134,7 +134,7 @@ def measure(wanted: argparse.Namespace) -> int:
 
 
 def _import_once() -> None:
-    """Import what parts import, so that their forks need not. Lance is not among it: it starts threads."""
+    """Import the modules that parts need, so that forks do not. Lance is excluded: it starts threads."""
     import torchrl.data  # noqa: F401
 
     import expstore
@@ -148,19 +148,19 @@ def _import_once() -> None:
 
 
 def newest(wanted: argparse.Namespace) -> Run:
-    """Return the run that is named, or the newest whole one."""
+    """Return the given run, or the newest complete one."""
     run = Run(wanted.run) if wanted.run else Run.last(wanted.out, whole=True)
     if run is None or not run.file.exists():
-        raise SystemExit(f"{wanted.run or wanted.out} has no whole run: make bench")
+        raise SystemExit(f"{wanted.run or wanted.out} has no complete run: run make bench")
     return run
 
 
 def put(wanted: argparse.Namespace) -> int:
-    """Put a run into `benchmarks/results` and the documents."""
+    """Copy a run to `benchmarks/results` and the documents."""
     run = newest(wanted)
     told = load(run.file)
     if told["effort"] == "smoke":
-        raise SystemExit("figures of a smoke run mean nothing: they are not put into documents")
+        raise SystemExit("figures of a smoke run are meaningless and cannot be embedded")
     files = ("run.json", "table.md", "ratios.png", "growth.png")
     if missing := [name for name in files if not (run.folder / name).exists()]:
         raise SystemExit(f"{run.folder} has no {', '.join(missing)}: matplotlib was not installed")
@@ -170,12 +170,12 @@ def put(wanted: argparse.Namespace) -> int:
         shutil.copyfile(run.folder / name, RESULTS / name)
     for name, text in texts.items():
         (ROOT / name).write_text(text)
-    print(f"{', '.join(texts)} and benchmarks/results are those of {run.folder}")
+    print(f"{', '.join(texts)} and benchmarks/results now have the figures of {run.folder}")
     return 0
 
 
 def check(wanted: argparse.Namespace) -> int:
-    """Hold the ratios of a run against those in `benchmarks/results`."""
+    """Compare the ratios of a run with those in `benchmarks/results`."""
     told: dict[str, Any] = load(newest(wanted).file)
     worse = list(broken(told, load(RESULTS / "run.json"), wanted.slack))
     for line in worse:
@@ -194,23 +194,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(effort="full")
     parser.add_argument("--resume", action="store_true", help="continue the newest interrupted run")
     parser.add_argument("--out", type=Path, default=OUT, help="where runs lie")
-    parser.add_argument("--patience", type=float, default=1.0, help="times which parts may take as long")
-    parser.add_argument("--frames", type=Path, default=OUT / "frames", help="where frames of games are kept")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for the time limits of parts")
+    parser.add_argument("--frames", type=Path, default=OUT / "frames", help="folder for frames of games")
     parser.add_argument(
         "--reverb",
         metavar="PYTHON",
         default=os.environ.get("REVERB_PYTHON"),
         help="an interpreter with dm-reverb",
     )
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="embed, check: this one, not the newest")
-    parser.add_argument("--slack", type=float, default=0.3, help="check: by how much a ratio may be lower")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="embed, check: this run, not the newest")
+    parser.add_argument("--slack", type=float, default=0.3, help="check: accepted decrease of a ratio")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what is asked; return the exit code."""
+    """Run the chosen command; return the exit code."""
     wanted = _arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are stopped
     return {"run": measure, "embed": put, "check": check}[wanted.do](wanted)
 
 

@@ -1,7 +1,7 @@
-"""Give other replay buffers, and ours, the same few methods; each is used as its documentation says.
+"""A common interface for expstore and other replay buffers; each is used as its documentation recommends.
 
-Used by `peers.py` and `samplers.py`. The rows of each side are made beforehand, in the format that it takes.
-Callers leave out a side whose package is not installed; a package is imported only when its side is used.
+Used by `peers.py` and `samplers.py`. Rows are prepared beforehand in the format of each side. Callers leave
+out sides whose packages are not installed; a package is imported when its side is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH = 256
 
 
 class Missing(Exception):
-    """Say what a side needs that is not here."""
+    """Raised if a package or program that a side needs is missing."""
 
 
 def need(package: str) -> None:
@@ -45,13 +45,13 @@ def need(package: str) -> None:
 
 
 def columns_of(batch: TensorDict) -> dict[str, Any]:
-    """Return a batch's leaves as arrays, by names like `next.reward`."""
+    """Return a batch's leaves as arrays, with names like `next.reward`."""
     leaves = batch.items(include_nested=True, leaves_only=True)
     return {key if isinstance(key, str) else ".".join(key): value.numpy() for key, value in leaves}
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return what all files below a folder take on the disk."""
+    """Return the disk space of all files below a folder in bytes."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
@@ -59,25 +59,25 @@ class Side:
     """Hold rows of one kind in one buffer.
 
     Args:
-        folder: Where it may keep files.
-        capacity: Most rows.
-        sample: A batch of the rows, from which it may see what they are.
+        folder: Folder for files.
+        capacity: Maximum number of rows.
+        sample: An example batch, which shows the fields.
     """
 
-    #: Whether calls take so long that fewer are made.
+    #: Whether calls are so slow that fewer are made.
     slow = False
-    #: Most rows that it is asked to keep; what it costs per row forbids more.
+    #: Maximum number of rows; rows of this side are too expensive for more.
     most = 1 << 62
-    #: What is measured of it.
+    #: The calls that are measured.
     acts = ("sample", "extend", "add")
-    #: Whether it keeps the very tensors that it is given.
+    #: Whether the buffer keeps references to its input tensors.
     keeps_inputs = False
 
     def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
         self.folder, self.capacity = folder, capacity
 
     def take(self, batch: TensorDict) -> Any:
-        """Return rows in the form in which this side takes them. It may write into them."""
+        """Return rows in the format of this side. It may modify them."""
         return batch.clone()
 
     def extend(self, rows: Any) -> None:
@@ -93,11 +93,11 @@ class Side:
         """Finish work in the background."""
 
     def elsewhere(self) -> int:
-        """Return the bytes of memory that its rows take in other processes."""
+        """Return the memory of the rows in other processes in bytes."""
         return 0
 
     def close(self) -> None:
-        """Give up everything."""
+        """Release all resources."""
 
 
 class _Buffer(Side):
@@ -139,7 +139,7 @@ class OursFlat(Ours):
 
 
 class OursNumpy(Ours):
-    """Nested dicts of arrays in, and out."""
+    """Nested dicts of arrays as input and output."""
 
     def take(self, batch: TensorDict) -> Any:
         return _arrays(batch)
@@ -149,7 +149,7 @@ class OursNumpy(Ours):
 
 
 def _arrays(batch: TensorDict) -> dict[str, Any]:
-    """Return copies of a batch's leaves as nested dicts of arrays; numbers where a row has just one."""
+    """Return copies of a batch's leaves as nested dicts of arrays; as numbers for single values."""
     return {
         name: _arrays(value) if is_tensor_collection(value) else value.clone().numpy()[()]
         for name, value in batch.items()
@@ -195,7 +195,7 @@ class TorchRLMemmap(_TorchRL):
 
 @contextmanager
 def redis(folder: Path) -> Iterator[tuple[int, int]]:
-    """Run a Redis server that keeps nothing on disk; yield its process id and port."""
+    """Run a Redis server without persistence; yield its process id and port."""
     need("redis")
     program = shutil.which("redis-server")
     if program is None:
@@ -247,7 +247,7 @@ class TorchRLStore(_TorchRL):
 
 
 class StableBaselines(Side):
-    """stable-baselines3's ReplayBuffer: one step of one environment per call, there is no other."""
+    """stable-baselines3's ReplayBuffer, which takes one step of one environment per call."""
 
     most = 200_000
 
@@ -259,7 +259,7 @@ class StableBaselines(Side):
 
         row = columns_of(sample[:1])
         if not {"observation", "action", "next.observation", "next.reward", "next.done"} <= row.keys():
-            raise Missing("its rows have observation, action, reward and done, no others")
+            raise Missing("its rows have only observation, action, reward and done")
         seen, done = row["observation"][0], row["action"][0]
         images = seen.dtype == np.uint8
         space = gymnasium.spaces.Box(*((0, 255) if images else (-np.inf, np.inf)), seen.shape, seen.dtype)
@@ -297,7 +297,7 @@ class StableBaselines(Side):
 
 
 class Cpprb(Side):
-    """cpprb's ReplayBuffer; with `priorities` its prioritized one."""
+    """cpprb's ReplayBuffer, or with `priorities` its prioritized buffer."""
 
     priorities: dict[str, float] = {}  # noqa: RUF012 - never changed
 
@@ -330,7 +330,7 @@ class Cpprb(Side):
 
 
 class Lance(Side):
-    """A Lance data set: rows by `take`, a version for each call that writes."""
+    """A Lance dataset: reads with `take`, one version per write call."""
 
     slow, most = True, 200_000
 
@@ -370,7 +370,7 @@ class Lance(Side):
 
 
 class _Tensors(Side):
-    """Rows in torch tensors in memory, one per field: what the limits are measured on."""
+    """Rows in torch tensors in memory, one per field. Lower bounds are measured with them."""
 
     def __init__(self, folder: Path, capacity: int, sample: TensorDict) -> None:
         super().__init__(folder, capacity, sample)
@@ -403,7 +403,7 @@ class _Tensors(Side):
 
 
 class IndexSelect(_Tensors):
-    """`index_select` of every field, with an index that is known: rows cannot come faster out of torch."""
+    """`index_select` of every field with a known index: the fastest way to read rows with torch."""
 
     acts = ("sample",)
 
@@ -422,7 +422,7 @@ class IndexSelect(_Tensors):
 
 
 class Memcpy(_Tensors):
-    """A copy of as many bytes that lie side by side."""
+    """A copy of as many contiguous bytes."""
 
     acts = ("sample", "extend")
 
@@ -435,7 +435,7 @@ class Memcpy(_Tensors):
         return [column[self._first : self._first + BATCH].clone() for column in self.columns]
 
 
-#: Whom rows are given to, in the order of the table; the first three are ours.
+#: The sides in the order of the table; the first three are expstore.
 SIDES: dict[str, Callable[[Path, int, TensorDict], Side]] = {
     "expstore-default": Ours,
     "expstore-flat": OursFlat,

@@ -1,7 +1,7 @@
-"""Frames of real Atari games, and rows made of them: single frames or stacks, one lane or many.
+"""Frames of real Atari games, and rows built from them: single frames or stacks, with one lane or several.
 
-Used by `images.py` and `peers.py`. A game is played by a random policy; each frame that it showed is kept
-once, and rows are put together when they are asked for. It measures nothing. Playing needs the extra `bench`.
+Used by `images.py` and `peers.py`. A random policy plays a game; each frame is kept once, and rows are built
+on demand. This module measures nothing. Playing needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ STACK = 4
 
 @dataclass(frozen=True)
 class Play:
-    """Hold what a game showed, lane behind lane, and in a lane episode behind episode.
+    """Hold the frames of a game, lane by lane, and within a lane episode by episode.
 
     Args:
         frames: Shape `(f, 84, 84)`, uint8.
-        last: Frames from which no step leads on. Shape `(f,)`, bool.
-        action: What was done when a frame was seen. Shape `(f,)`, int64.
-        reward: What that brought. Shape `(f,)`, float32.
-        terminated: Whether the game was over then. Shape `(f,)`, bool.
-        lane: Which lane saw a frame. Shape `(f,)`, int64.
+        last: Whether a frame is the last of its episode, with no step after it. Shape `(f,)`, bool.
+        action: Action taken at a frame. Shape `(f,)`, int64.
+        reward: Reward of that action. Shape `(f,)`, float32.
+        terminated: Whether that action ended the game. Shape `(f,)`, bool.
+        lane: Lane of a frame. Shape `(f,)`, int64.
     """
 
     frames: NDArray[np.uint8]
@@ -48,19 +48,19 @@ class Play:
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """The first frame of each frame's episode. Shape `(f,)`."""
+        """First frame of each frame's episode. Shape `(f,)`."""
         starts = np.flatnonzero(np.concatenate([[True], self.last[:-1]]))
         return starts[self.episode]
 
     @cached_property
     def episode(self) -> NDArray[np.int64]:
-        """The episode of each frame. Shape `(f,)`."""
+        """Episode of each frame. Shape `(f,)`."""
         return np.cumsum(np.concatenate([[0], self.last[:-1]]))
 
     def steps(self, lanes: int) -> NDArray[np.int64]:
-        """Return the frames at which steps begin, in the order of rows: steps of lanes in turn. Shape `(n,)`.
+        """Return the frames at which steps begin: one step of each lane in turn. Shape `(n,)`.
 
-        With one lane they come lane behind lane, as if one had played them all.
+        With one lane the lanes follow one another, as if a single lane had played them all.
         """
         at = np.flatnonzero(~self.last)
         if lanes == 1:
@@ -71,12 +71,12 @@ class Play:
 
 
 class Rows:
-    """Make transitions of a game's frames.
+    """Build transitions from a game's frames.
 
     Args:
-        game: What was played.
-        stack: How many frames an observation has; 1: it is the frame.
-        lanes: How many environments give rows in turn, a step each: 1 or 8.
+        game: The recorded game.
+        stack: Number of frames per observation; with 1 an observation is a frame.
+        lanes: Number of environments whose steps alternate: 1 or 8.
     """
 
     def __init__(self, game: Play, *, stack: int, lanes: int) -> None:
@@ -93,7 +93,7 @@ class Rows:
         return images
 
     def batch(self, first: int, count: int) -> TensorDict:
-        """Return rows, counted anew from 0 after the last one. Batch size `[count]`."""
+        """Return rows; after the last row counting starts again at 0. Batch size `[count]`."""
         import torch
         from tensordict import TensorDict
 
@@ -136,9 +136,9 @@ def play(name: str, steps: int, *, seed: int = 0) -> Play:
     """Play a game with a random policy in 8 lanes, `steps` steps each.
 
     Args:
-        name: Of the game, as in `GAMES`.
-        steps: Of each lane; its last episode is cut off there.
-        seed: Of the games and of the policies.
+        name: Name of the game, as in `GAMES`.
+        steps: Number of steps per lane; the last episode is cut off.
+        seed: Seed of games and policies.
     """
     import ale_py
     import gymnasium
@@ -158,7 +158,7 @@ def play(name: str, steps: int, *, seed: int = 0) -> Play:
 
 
 def made_up(steps: int) -> Play:
-    """Return frames of no game: a dot that moves, two episodes a lane. It takes no package."""
+    """Return synthetic frames: a moving dot, two episodes per lane. No package is needed."""
     each = steps + 2
     number = np.arange(LANES * each)
     frames = np.zeros((number.size, SIZE, SIZE), np.uint8)
@@ -175,7 +175,7 @@ def made_up(steps: int) -> Play:
 
 
 def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, float, bool]]:
-    """Yield frames of one environment, and what was done when they were seen."""
+    """Yield frames of one environment, with the actions taken at them."""
     frame, _ = env.reset(seed=seed)
     for number in range(steps):
         action = env.action_space.sample()
@@ -188,7 +188,7 @@ def _lane(env: Any, steps: int, seed: int) -> Iterator[tuple[Any, bool, int, flo
 
 
 def prepared(name: str, steps: int, folder: Path | None) -> Play:
-    """Return a game's frames out of a folder, or play it, and keep them there for the next time."""
+    """Load a game's frames from a folder, or play the game and save the frames there."""
     path = None if folder is None else folder / f"{name}-{steps}.npz"
     if path is not None and path.exists():
         with np.load(path) as found:
@@ -200,7 +200,7 @@ def prepared(name: str, steps: int, folder: Path | None) -> Play:
 
 
 def keep(game: Play, name: str, steps: int, folder: Path) -> None:
-    """Keep a game's frames in a folder, where `prepared` finds them."""
+    """Save a game's frames to a folder, where `prepared` finds them."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{name}-{steps}.part.npz"
     np.savez(temporary, **{key: getattr(game, key) for key in Play.__dataclass_fields__})

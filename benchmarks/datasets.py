@@ -1,7 +1,7 @@
-"""Import the Atari DQN data set, and compare the store with the memory maps that TorchRL makes of it.
+"""Import the Atari DQN data set, and compare the store with TorchRL's memory maps of the same data.
 
-Run as `python benchmarks/datasets.py`; exits 1 below a bar. The files are as Dopamine wrote them, with frames
-of real Atari games under a random policy. It needs the extra `bench`.
+Run as `python benchmarks/datasets.py`; exits 1 below a bar. The files have Dopamine's format, with frames of
+real Atari games under a random policy. It needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from benchmarks.timing import Case, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 
 BATCH = 256
-#: How many times as many bytes a row takes in TorchRL's layout, by game.
+#: Required ratio of the sizes of a row in TorchRL's layout and in the store, by game.
 SIZES = {"Breakout": 45, "Pong": 45, "MsPacman": 17}
-#: Rows that are compressed at a time.
+#: Rows that are compressed together.
 SLAB = 1000
-#: Dopamine used 9: two to three times as long to write, about as long to read.
+#: Dopamine used 9, which takes two to three times as long to write, and about as long to read.
 LEVEL = 6
 
-#: The importing process: it prints the seconds of the import alone.
+#: The importing process, which prints the seconds of the import alone.
 IMPORT = """
 import json, sys, time
 from expstore.datasets import AtariDQNReader, import_dataset
@@ -73,24 +73,24 @@ class Effort:
         checkpoints: Number of checkpoints of the run that hold these rows.
         steps: Steps that are played in each of the 8 lanes of a game; they are repeated until there are
             enough rows. The default is that of `images.py`, which keeps the same frames.
-        beside: Rows of TorchRL's memory maps.
+        torchrl_rows: Rows of TorchRL's memory maps.
         calls: Samples in a block.
         rounds: Blocks of each side.
-        smoke: Whether frames may be made up.
+        smoke: Whether frames may be synthetic.
     """
 
     rows: int = 1_000_000
     checkpoints: int = 2
     steps: int = 12_500
-    beside: int = 20_000
+    torchrl_rows: int = 20_000
     calls: int = 60
     rounds: int = 5
     smoke: bool = False
 
 
 FULL = Effort()
-QUICK = Effort(rows=100_000, beside=10_000, calls=20, rounds=3)
-SMOKE = Effort(rows=600, steps=80, beside=300, calls=1, rounds=1, smoke=True)
+QUICK = Effort(rows=100_000, torchrl_rows=10_000, calls=20, rounds=3)
+SMOKE = Effort(rows=600, steps=80, torchrl_rows=300, calls=1, rounds=1, smoke=True)
 
 
 # -- files of Dopamine --------------------------------------------------------------------------------
@@ -99,18 +99,18 @@ SMOKE = Effort(rows=600, steps=80, beside=300, calls=1, rounds=1, smoke=True)
 def write_run(game: Play, folder: Path, *, rows: int, checkpoints: int) -> None:
     """Write a run of a ring buffer as Dopamine logged it: six .gz files for each dump of the ring.
 
-    Dopamine dumps the ring before it writes the last slot, which still has the row of the round before.
+    Dopamine dumps the ring before it writes the last slot, so the slot still has the row of the previous lap.
 
     Args:
-        game: What the agent saw and did; repeated until there are enough rows.
-        folder: Where the files go.
+        game: The recorded game; repeated until there are enough rows.
+        folder: Target folder.
         rows: Slots of the ring times the number of dumps.
-        checkpoints: How many dumps.
+        checkpoints: Number of dumps.
     """
     folder.mkdir(parents=True)
     log = np.resize(_log(game), rows)
     slots = rows // checkpoints
-    # A dump is missed if the rows of zeros before an episode pass the slot at which it is due.
+    # A dump is missed if the zero rows before an episode pass the slot at which it is due.
     while any(log[(number + 1) * slots - 2] < 0 for number in range(checkpoints)):
         slots -= 1
     for number in range(checkpoints):
@@ -120,7 +120,7 @@ def write_run(game: Play, folder: Path, *, rows: int, checkpoints: int) -> None:
 
 
 def _log(game: Play) -> NDArray[np.int64]:
-    """Return the frame of each row in the order of writing; -1: the zeros before an episode."""
+    """Return the frame of each row in the order of writing; -1 for the zero rows before an episode."""
     steps = game.steps(1)
     begins = np.flatnonzero(game.first[steps] == steps)
     return np.insert(steps, np.repeat(begins, STACK - 1), -1)
@@ -150,7 +150,7 @@ def _write_checkpoint(game: Play, folder: Path, number: int, ring: NDArray[np.in
 
 
 def _save(path: Path, slabs: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> None:
-    """Write an array, slab by slab, as `numpy.save` into a gzip file does."""
+    """Write an array in pieces to a gzip file, in the format of `numpy.save`."""
     with gzip.open(path, "wb", compresslevel=LEVEL) as stream:
         for number, slab in enumerate(slabs):
             if not number:
@@ -163,13 +163,13 @@ def _save(path: Path, slabs: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> 
 
 
 def import_run(source: Path, target: Path) -> tuple[dict[str, Any], int]:
-    """Import a run in a process of its own; return what it says, and its peak RssAnon in bytes."""
+    """Import a run in a separate process; return its output, and its peak RssAnon in bytes."""
     target.parent.mkdir(parents=True)
     command = [sys.executable, "-c", IMPORT, str(source), str(target)]
     peak = 0
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 peak = max(peak, rss_anon(process.pid))
             time.sleep(0.01)
         told, _ = process.communicate()
@@ -180,7 +180,7 @@ def import_run(source: Path, target: Path) -> tuple[dict[str, Any], int]:
 
 
 def torchrl_folder(source: Path, folder: Path) -> None:
-    """Have TorchRL's class make its memory maps of a run, as it does after a download."""
+    """Let TorchRL's class build its memory maps of a run, as it does after a download."""
     theirs = _torchrl_class()
     files = theirs._list_runs(source)
     for number in files:
@@ -190,14 +190,14 @@ def torchrl_folder(source: Path, folder: Path) -> None:
 
 def _torchrl_class() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of importing its collectors
+        warnings.simplefilter("ignore")  # from importing its collectors
         from torchrl.data.datasets.atari_dqn import AtariDQNExperienceReplay
     return AtariDQNExperienceReplay
 
 
 def _opened(kind: Any, dataset_id: str, root: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRL's says that its bucket is gone
+        warnings.simplefilter("ignore")  # TorchRL's class warns that its bucket no longer exists
         return kind(dataset_id, BATCH, root=root, download=False)
 
 
@@ -220,10 +220,10 @@ def measure(game: str, play: Play, folder: Path, effort: Effort) -> Iterator[Res
     size = peak / 1e6
     yield Result(f"{game}/memory", size, f"{size:.0f} MB", note="peak RssAnon of the importing process")
 
-    write_run(play, part, rows=effort.beside, checkpoints=1)
+    write_run(play, part, rows=effort.torchrl_rows, checkpoints=1)
     torchrl_folder(part, maps)
-    mine, other = disk_bytes(store) / rows, disk_bytes(maps) / effort.beside
-    note = f"bytes per row of {rows:,}, of {effort.beside:,} of TorchRL's"
+    mine, other = disk_bytes(store) / rows, disk_bytes(maps) / effort.torchrl_rows
+    note = f"bytes per row of {rows:,}, of {effort.torchrl_rows:,} of TorchRL's"
     data = {"expstore": mine, "torchrl": other}
     ratio = other / mine
     yield Result(f"{game}/size", ratio, f"{mine:.0f} B", f"{other:.0f} B", f"{ratio:.0f}x", note, data)
@@ -236,7 +236,7 @@ def measure(game: str, play: Play, folder: Path, effort: Effort) -> Iterator[Res
     ours, theirs = alternate(cases, rounds=effort.rounds, warm=20)
     sides[0].close()
     ratio = theirs.median / ours.median
-    note = f"sample({BATCH}) out of {rows:,} rows, out of {effort.beside:,} of TorchRL's"
+    note = f"sample({BATCH}) out of {rows:,} rows, out of {effort.torchrl_rows:,} of TorchRL's"
     data = {"expstore": ours.to_json(), "torchrl": theirs.to_json()}
     yield Result(f"{game}/sample", ratio, span(ours), span(theirs), f"{ratio:.2f}x", note, data)
 
@@ -247,10 +247,10 @@ def _sample(rb: Any) -> Callable[[Any], object]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, quick="a tenth of the rows, few calls", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--only", default=",".join(SIZES), metavar="GAME,...", help="some of the games")
-    parser.add_argument("--rows", type=int, help="import so many rows, 1,000,000 by default")
+    parser.add_argument("--only", default=",".join(SIZES), metavar="GAME,...", help="only these games")
+    parser.add_argument("--rows", type=int, help="number of rows to import (1,000,000)")
     parser.add_argument(
-        "--frames", type=Path, metavar="FOLDER", help="keep the games' frames there, or take them"
+        "--frames", type=Path, metavar="FOLDER", help="folder for the games' frames; existing ones are used"
     )
     return parser.parse_args(argv)
 
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     effort = replace(effort, rows=wanted.rows or effort.rows)
     report = Report({} if wanted.smoke else BARS, out, other="TorchRL", file=wanted.json)
     for game in wanted.only.split(","):
-        with scratch(wanted.folder, 3000 * effort.rows + 2 * SIZE**2 * effort.beside) as folder:
+        with scratch(wanted.folder, 3000 * effort.rows + 2 * SIZE**2 * effort.torchrl_rows) as folder:
             frames = wanted.frames or folder / "frames"
             play = made_up(effort.steps) if effort.smoke else prepared(game, effort.steps, frames)
             for result in measure(game, play, folder, effort):

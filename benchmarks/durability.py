@@ -1,10 +1,10 @@
-"""What it costs to be sure: flush, close, reopen, and extend and add in sync mode, with the fsyncs of each.
+"""The cost of durability: flush, close, reopen, and extend and add in sync mode, with their fsyncs.
 
-Run as `python benchmarks/durability.py`. It has no bars: the time of an fsync is the disk's. The last rows
-are what one costs here, by itself. Rings are full: rows take the places of older ones. Of `extend` and `add`
-those fsyncs and fdatasyncs of the store's files and folders are counted that the calling thread asks for;
-of `flush`, `close` and `reopen` all, also those of the background thread since the rows came. Those of
-DuckDB, which syncs the index at `close`, are not.
+Run as `python benchmarks/durability.py`. It has no bars, because the time of an fsync depends on the disk.
+The last rows show the cost of a single fsync here. The rings are full: rows overwrite older ones. For
+`extend` and `add`, the fsyncs and fdatasyncs of the store's files and folders by the calling thread are
+counted; for `flush`, `close` and `reopen` all of them, including those of the background thread since the
+rows were written. The fsyncs of DuckDB, which syncs the index at `close`, are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = (1, 10, 100, 1000)
 
 
 class Counted:
-    """Time calls one by one, and count the fsyncs that each causes."""
+    """Time single calls, and count the fsyncs of each."""
 
     def __init__(self, name: str, note: str = "") -> None:
         self.name, self.note = name, note
@@ -39,9 +39,9 @@ class Counted:
         self.syncs: list[int] = []
 
     def call(self, disk: Disk, act: Callable[[], Any], *, since: int | None = None) -> Any:
-        """Run `act` with the garbage collector standing still.
+        """Run `act` without garbage collection.
 
-        Counted are the syncs that this thread asks for, or all since there had been `since`.
+        Counts the syncs of this thread, or all syncs since the counter was `since`.
         """
         gc.disable()
         me = threading.get_ident()
@@ -68,7 +68,7 @@ class Durability:
         self.folder, self.workload, self.calls = folder, workload, calls
 
     def run(self) -> Iterator[Result]:
-        """Measure everything, one after the other."""
+        """Run all measurements one after the other."""
         for mode in ("sync", "process"):
             yield from self._mode(mode)
         yield from self._flushing()
@@ -79,7 +79,7 @@ class Durability:
         return expstore.open(self.folder / "run.exp", capacity=self.workload.rows, seed=0, **more)
 
     def _mode(self, mode: str) -> Iterator[Result]:
-        """Measure extend and add; whichever runs first fills the ring."""
+        """Measure extend and add; the first one to run fills the ring."""
         with self._open(durability=mode) as rb:
             batches = iter(Stream(self.workload, 1000, pool=4))
             while len(rb) < self.workload.rows:
@@ -98,26 +98,24 @@ class Durability:
         with self._open() as rb:
             for rows in (1, 1000, 10_000):
                 if 2 * rows > rb.storage.geometry.spare:
-                    continue  # a sync would begin before the flush
+                    continue  # a sync would start before the flush
                 batches = iter(Stream(self.workload, rows, pool=2))
                 found = Counted(f"flush/{rows}", "rows since the last one")
                 for _ in range(max(3, self.calls // 10)):
-                    since = rb.storage.disk.syncs  # on a busy machine the background may be first
+                    since = rb.storage.disk.syncs  # on a busy machine the background thread may be first
                     rb.extend(next(batches))
                     found.call(rb.storage.disk, rb.flush, since=since)
                 yield found.result()
 
     def _closing(self) -> Iterator[Result]:
-        close = Counted("close", "1000 rows since the last sync; the index is brought up to date, too")
-        reopen = Counted(
-            "reopen", f"a ring of {self.workload.rows:,} rows that was closed, in the page cache"
-        )
+        close = Counted("close", "1000 rows since the last sync; includes updating the index")
+        reopen = Counted("reopen", f"a full ring of {self.workload.rows:,} rows, closed, in the page cache")
         batches = iter(Stream(self.workload, 1000, pool=4))
         for _ in range(max(3, self.calls // 20)):
-            disk = Disk()  # of a handle that is not there yet nothing can be counted
+            disk = Disk()  # a handle that does not exist yet has no counter
             rb = reopen.call(disk, self._open)
             reopen.syncs[-1] = rb.storage.disk.syncs
-            rb.flush()  # what opening leaves to be done in the background
+            rb.flush()  # work that opening leaves to the background
             since = rb.storage.disk.syncs
             rb.extend(next(batches))
             close.call(rb.storage.disk, rb.close, since=since)
@@ -129,7 +127,7 @@ class Durability:
         file = disk.open(self.folder / "one", create=True)
         file.allocate(pages * 4096)
         file.sync()
-        for name, how in (("first", "into reserved space"), ("again", "over what was there")):
+        for name, how in (("first", "into reserved space"), ("again", "over existing data")):
             found = Counted(f"one-fsync/{name}", f"4 KiB written {how}")
             for number in range(min(self.calls, pages)):
                 file.write(bytes([number % 256]) * 4096, 4096 * number)

@@ -1,8 +1,8 @@
 """The cost of `where=`: batches with and without a filter, and the evaluations of the filter.
 
 Run as `python benchmarks/filters.py`; exits 1 below a bar. Both sides sample from full rings on disk while a
-thread adds 1,000 rows a second, ten at a time. A background evaluation counts in the time of the side that
-samples meanwhile.
+thread adds 1,000 rows a second, ten at a time. A background evaluation counts for the side that samples at
+that time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        workload: What is drawn.
-        calls: In a block.
-        rounds: How many blocks each side has.
-        repeats: How often rows are added and evaluated.
+        workload: The rows to sample.
+        calls: Number of calls per block.
+        rounds: Number of blocks per side.
+        repeats: Number of times that rows are added and evaluated.
     """
 
     workload: Workload = LOCOMOTION
@@ -64,7 +64,7 @@ SMOKE = Effort(workload=LOCOMOTION.scaled(rows=2000, extend_rows=400), calls=5, 
 
 @contextmanager
 def writing(rb: Any, stream: Iterator[Any]) -> Iterator[None]:
-    """Add rows in another thread all the while, as fast as a collector of 1,000 steps a second does."""
+    """Add rows in another thread at 1,000 steps per second, as a collector does."""
     over = threading.Event()
 
     def write() -> None:
@@ -89,7 +89,7 @@ def draw(rb: Any) -> Callable[[Any], object]:
 
 
 class Filters:
-    """Measure in stores that are full rings."""
+    """Measure with stores that are full rings."""
 
     def __init__(self, folder: Path, effort: Effort, threads: Sequence[int]) -> None:
         self.folder, self.effort, self.threads = folder, effort, threads
@@ -104,7 +104,7 @@ class Filters:
             yield self._new(name, stores[name])
         for more in each_threads(self.threads):
             for name in FILTERS:
-                yield self._beside(name, more, stores["plain"], stores[name])
+                yield self._compare(name, more, stores["plain"], stores[name])
         for rb in stores.values():
             rb.close()
 
@@ -124,7 +124,7 @@ class Filters:
         return rb
 
     def _first(self, name: str, rb: Any) -> Result:
-        rb.sql("SELECT 1")  # the index is there, and DuckDB is loaded
+        rb.sql("SELECT 1")  # builds the index and loads DuckDB
         started = time.perf_counter()
         rb.refresh()
         seconds = time.perf_counter() - started
@@ -143,7 +143,7 @@ class Filters:
         text = f"{median * 1e3:.1f} ms, at most {max(times) * 1e3:.1f}"
         return Result(f"filters/new-{name}", median, text, note="200 rows", data={"times": times})
 
-    def _beside(self, name: str, more: str, plain: Any, filtered: Any) -> Result:
+    def _compare(self, name: str, more: str, plain: Any, filtered: Any) -> Result:
         cases = [
             Case(
                 draw(rb),

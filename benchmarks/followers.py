@@ -1,9 +1,9 @@
-"""How much two followers slow down a writer: extend with and without followers; exits 1 above the bar.
+"""The cost of two followers for a writer: extend with and without followers; exits 1 above the bar.
 
 Run as `python benchmarks/followers.py [--seconds 30]`. Followers sample and query without a pause, each in
-its own process; the phases alternate. Three busy processes on two cores slow each other down whatever they
-do. So a third phase has two followers of another, closed store: they use as much CPU, but do not touch the
-writer's files. The bar applies to the ratio of the two phases with followers.
+its own process; the phases alternate. Three busy processes on two cores slow each other down in any case. So
+in a third phase two followers read another, closed store: they use as much CPU, but do not touch the writer's
+files. The bar applies to the ratio of the two phases with followers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from benchmarks.workloads import LOCOMOTION, Stream  # noqa: E402
 CAPACITY, ROWS, BATCH = 100_000, 1000, 256
 QUERY = "SELECT count(*), avg(next.reward), max(_id) FROM transitions"
 BAR = Bar(1.1, "x")
-#: What followers do in a phase: nothing, follow a closed store, follow the writer.
-QUIET, APART, BESIDE, END = range(4)
-NAMES = {QUIET: "nobody", APART: "two followers of another store", BESIDE: "two followers"}
+#: Followers in a phase: none, two on a closed store, two on the writer's store.
+QUIET, APART, FOLLOWED, END = range(4)
+NAMES = {QUIET: "no followers", APART: "two followers of another store", FOLLOWED: "two followers"}
 
 
 def follow(folder: Path, phase: Synchronized[int], ready: Any, done: Any) -> None:
-    """Sample and query as the phase says."""
+    """Sample and query the store that the phase selects."""
     samples = queries = 0
     buffers = {
         APART: expstore.open(folder / "other.exp", mode="r", batch_size=BATCH),
-        BESIDE: expstore.open(folder / "run.exp", mode="r", batch_size=BATCH),
+        FOLLOWED: expstore.open(folder / "run.exp", mode="r", batch_size=BATCH),
     }
     for rb in buffers.values():
         rb.sample()
@@ -55,7 +55,7 @@ def follow(folder: Path, phase: Synchronized[int], ready: Any, done: Any) -> Non
             buffers[now].sql(QUERY)
             queries += 1
         except expstore.StateError:
-            pass  # overtaken twice
+            pass  # the follower was overtaken twice
     done.put((samples, queries))
 
 
@@ -67,7 +67,7 @@ def fill(path: Path, stream: Stream) -> Any:
 
 
 def measure(folder: Path, seconds: float, rounds: int, out: Callable[[str], object]) -> dict[int, Series]:
-    """Time extends, phase by phase."""
+    """Time extends phase by phase."""
     stream = Stream(LOCOMOTION, ROWS, pool=40)
     fill(folder / "other.exp", stream).close()
     context = multiprocessing.get_context("spawn")
@@ -106,20 +106,20 @@ def extend_for(rb: Any, stream: Stream, seconds: float) -> list[float]:
 
 def results(series: dict[int, Series]) -> Iterator[Result]:
     """Return the cost of following, relative to followers of another store that use as much CPU."""
-    quiet, apart, beside = (series[phase] for phase in (QUIET, APART, BESIDE))
-    cost, whole = beside.median / apart.median, beside.median / quiet.median
-    text = f"{cost:.2f}x, all told {whole:.2f}x"
+    quiet, apart, followed = (series[phase] for phase in (QUIET, APART, FOLLOWED))
+    cost, whole = followed.median / apart.median, followed.median / quiet.median
+    text = f"{cost:.2f}x, in total {whole:.2f}x"
     data = {NAMES[phase]: one.to_json() for phase, one in series.items()}
-    note = f"extend({ROWS}): {NAMES[BESIDE]}; {NAMES[APART]}; with nobody {span(quiet)}"
-    yield Result("followers/cost", cost, span(beside), span(apart), text, note, data)
+    note = f"extend({ROWS}): {NAMES[FOLLOWED]}; {NAMES[APART]}; without followers {span(quiet)}"
+    yield Result("followers/cost", cost, span(followed), span(apart), text, note, data)
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
     parser = options(__doc__, quick="6 seconds a phase", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, in all")
+    parser.add_argument("--seconds", type=float, default=30.0, help="total seconds of each phase")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--bar", type=float, default=BAR.limit, help="most that following may cost")
+    parser.add_argument("--bar", type=float, default=BAR.limit, help="maximum cost of following")
     wanted = parser.parse_args(argv)
     seconds, rounds = (0.1, 1) if wanted.smoke else (6.0 if wanted.quick else wanted.seconds, wanted.rounds)
     bars = {} if wanted.smoke else {"followers/cost": Bar(wanted.bar, "x")}

@@ -1,8 +1,8 @@
-"""How the times of calls and openings change as a store grows from 10,000 to 10 million rows; also TorchRL's.
+"""Times of calls and openings while a store grows from 10,000 to 10 million rows, compared with TorchRL.
 
 Run as `python benchmarks/growth.py`; exits 1 below a bar. Rings are full at each size. Slices are drawn with
-a row added before each draw, on both sides. TorchRL's are drawn up to a million rows: above that one draw
-takes too long.
+a row added before each draw, on both sides. TorchRL's slices are measured up to a million rows: above that
+one draw takes too long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
 
 BATCH = 256
 QUERY = 'SELECT status, count(*), avg("return") FROM episodes GROUP BY status'
-#: What a call at the largest size may take of the same at a hundredth of it.
+#: Maximum ratio of the time of a call at the largest size to that at a hundredth of it.
 BARS = {
     "growth/slices": Bar(2, "x"),
     "growth/extend": Bar(2, "x"),
@@ -39,7 +39,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done: sizes in rows, calls in a block, blocks, the largest of TorchRL's slices."""
+    """Sizes in rows, calls per block, number of blocks, and the largest size for TorchRL's slices."""
 
     sizes: tuple[int, ...] = (10_000, 100_000, 1_000_000, 10_000_000)
     calls: int = 100
@@ -54,7 +54,7 @@ SMOKE = Effort(sizes=(1000, 2000), calls=1, rounds=1, repeats=1)
 
 
 class Growth:
-    """Measure size by size, and then one size against another."""
+    """Measure one size after another, then compare two sizes."""
 
     def __init__(self, folder: Path, effort: Effort) -> None:
         self.folder, self.effort = folder, effort
@@ -95,7 +95,7 @@ class Growth:
 
     @staticmethod
     def _plain(theirs: Any) -> Any:
-        """Return another buffer of the same rows, that draws by itself."""
+        """Return another buffer over the same rows with its own sampler."""
         from torchrl import data
 
         return data.TensorDictReplayBuffer(storage=theirs.storage, batch_size=BATCH)
@@ -120,7 +120,7 @@ class Growth:
             yield self._row("slices", workload.rows, self._alternate(cases))
 
     def _open(self, path: Path, rows: int) -> Iterator[Result]:
-        """Open the store and draw from it, in a process that has done so before."""
+        """Open the store and sample from it, in a process that has done so before."""
         times = []
         for _ in range(self.effort.repeats):
             started = time.perf_counter()

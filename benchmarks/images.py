@@ -1,7 +1,7 @@
 """Packed images compared with TorchRL's LazyMemmapStorage: size on disk, speed of writing and sampling.
 
-Run as `python benchmarks/images.py`; exits 1 below a bar. The frames are those of real Atari games under a
-random policy. Both observations of every row are stored and read, and both sides hold the same rows.
+Run as `python benchmarks/images.py`; exits 1 below a bar. The frames are of real Atari games under a random
+policy. Both observations of every row are stored and read, and both sides hold the same rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {
     for what, stack in (("frame", 1), ("stack", STACK))
     for lanes in (1, LANES)
 }
-#: Rows per call: 8 steps of 8 lanes, 32 steps as the Collector makes them, many.
+#: Rows per call: 8 steps of 8 lanes, 32 steps of 8 lanes (the Collector's default), and many.
 WRITES = (64, 256, 1000)
 OFFERED = 10_000
 
@@ -66,33 +66,34 @@ class Effort:
 
     Args:
         steps: Steps of each of the 8 lanes of a game. The size on disk is measured with all of them.
-        beside: Rows of the stores that are compared with TorchRL's, and of the stores that are written to.
+        compared_rows: Rows of the stores that are compared with TorchRL's, and of the stores that are written
+            to.
         calls: Calls in a block.
         rounds: Blocks of each side.
         seconds: Seconds during which rows are written without a pause, and at the offered rate.
     """
 
     steps: int = 12_500
-    beside: int = 20_000
+    compared_rows: int = 20_000
     calls: int = 60
     rounds: int = 5
     seconds: float = 20.0
 
 
 FULL = Effort()
-QUICK = Effort(steps=2500, beside=5000, calls=20, rounds=3, seconds=5.0)
-SMOKE = Effort(steps=80, beside=300, calls=1, rounds=1, seconds=0.2)
+QUICK = Effort(steps=2500, compared_rows=5000, calls=20, rounds=3, seconds=5.0)
+SMOKE = Effort(steps=80, compared_rows=300, calls=1, rounds=1, seconds=0.2)
 
 
 # -- the two sides ------------------------------------------------------------------------------------
 
 
 class Sides:
-    """Make buffers of rows of one kind.
+    """Create buffers with rows of one kind.
 
     Args:
-        folder: Where they lie.
-        options: How expstore packs; nothing given is what a user gets.
+        folder: Folder of their files.
+        options: Options of expstore's packed columns; empty for the defaults.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class Sides:
 
     @staticmethod
     def their_slices(rb: Any, *, cached: bool) -> Any:
-        """Return another buffer of the same rows that draws slices of them."""
+        """Return another buffer over the same rows that samples slices."""
         from torchrl import data
 
         slices = data.SliceSampler(num_slices=SLICES, traj_key=("collector", "traj_ids"), cache_values=cached)
@@ -127,7 +128,7 @@ class Sides:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return what all files below a folder take on the disk."""
+    """Return the disk space of all files below a folder in bytes."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
@@ -136,22 +137,22 @@ def _draw(rb: Any, _: None) -> object:
 
 
 def _warmed() -> None:
-    """Wait until the compiled loops are loaded, which a process does once in the background."""
+    """Wait until the compiled loops are loaded, which happens once per process in the background."""
     for thread in threading.enumerate():
         if thread.name == "expstore-warm":
             thread.join()
 
 
 class Images:
-    """Measure what is wanted; each method yields rows of the table.
+    """Run the selected measurements; each method yields rows of the table.
 
     Args:
-        folder: For stores on the disk.
-        memory: For stores on a RAM disk.
-        effort: How much is done.
-        only: Measurements with this in their names.
-        frames: Where games are kept that were played before; None: they are played.
-        options: See `Sides`.
+        folder: Folder for stores on the disk.
+        memory: Folder for stores on a RAM disk.
+        effort: Sizes of the benchmark.
+        only: Texts; measurements with one of them in their names are run.
+        frames: Folder of recorded games; None plays them.
+        options: Options of expstore's packed columns, see `Sides`.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Images:
             for kind, (stack, lanes) in KINDS.items():
                 names = [f"{game}/{kind}/{what}" for what in ("size", "sample", "slices", "slices-cached")]
                 if self.wants(*names):
-                    yield from self._beside(f"{game}/{kind}", self._game(game), stack, lanes)
+                    yield from self._compare_sides(f"{game}/{kind}", self._game(game), stack, lanes)
         for game in GAMES:
             for each in WRITES:
                 for where in ("tmpfs", "disk"):
@@ -191,13 +192,13 @@ class Images:
 
     # -- compared with TorchRL ------------------------------------------------------------------------
 
-    def _beside(self, name: str, game: Play, stacked: int, lanes: int) -> Iterator[Result]:
+    def _compare_sides(self, name: str, game: Play, stacked: int, lanes: int) -> Iterator[Result]:
         rows = Rows(game, stack=stacked, lanes=lanes)
-        count = min(len(rows), self.effort.beside)
-        # Many steps of one environment come at once; of 8 there is one each.
+        count = min(len(rows), self.effort.compared_rows)
+        # Steps of one environment are written in large batches; of 8 environments one step each.
         each = lanes if lanes > 1 else 1000
         theirs = self._sides.theirs(count)
-        # Lane behind lane, whatever ours are: else it would find no slices.
+        # Always lane by lane: otherwise TorchRL would find no slices.
         for batch in Rows(game, stack=stacked, lanes=1).batches(count, 1000):
             theirs.extend(batch)
         if self.wants(f"{name}/size"):
@@ -218,7 +219,7 @@ class Images:
                         yield self._compare(f"{name}/{what}", ours, other)
 
     def _size(self, name: str, rows: Rows, each: int, other: float) -> Result:
-        """Return what a store of all rows takes, closed, per row."""
+        """Return the disk space per row of a closed store of all rows."""
         count, store = len(rows), self.folder / "store.exp"
         with self._sides.ours(count) as rb:
             for batch in rows.batches(count, each):
@@ -249,15 +250,15 @@ class Images:
         return stack.enter_context(self._sides.ours(capacity, where=folder))
 
     def _prepared(self, rows: Rows, each: int) -> list[TensorDict]:
-        """Return rows in batches, made beforehand."""
-        return [rows.batch(first, each) for first in range(0, self.effort.beside, each)]
+        """Return rows in batches, prepared beforehand."""
+        return [rows.batch(first, each) for first in range(0, self.effort.compared_rows, each)]
 
     def _sustained(self, name: str, rows: Rows, each: int, where: str) -> Result:
-        """Extend without a pause, and bring all of it to the disk."""
+        """Extend without a pause, and sync everything to the disk."""
         batches = self._prepared(rows, each)
         written, clock = 0, time.perf_counter
         with ExitStack() as stack:
-            rb = self._store(where, self.effort.beside, stack)
+            rb = self._store(where, self.effort.compared_rows, stack)
             rb.extend(batches[0])
             rb.sample()
             _warmed()
@@ -271,13 +272,13 @@ class Images:
         return Result(name, rate, f"{rate:.1f}k rows/s", note=note, data={"rows": written})
 
     def _offered(self, name: str, where: str) -> Result:
-        """Extend at a given rate; how long a batch takes from the moment it is there."""
+        """Extend at a given rate; return the time from the due time of a batch to the end of its call."""
         each = WRITES[0]
         rows = Rows(self._game("Breakout"), stack=1, lanes=LANES)
         batches, calls = self._prepared(rows, each), int(self.effort.seconds * OFFERED / each)
         clock, waited, acted = time.perf_counter, [], []
         with ExitStack() as stack:
-            rb = self._store(where, self.effort.beside, stack)
+            rb = self._store(where, self.effort.compared_rows, stack)
             rb.extend(batches[0])
             _warmed()
             started = clock()
@@ -308,14 +309,14 @@ class Images:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, quick="a fifth of the rows, few calls", folder=ROOT / "benchmarks" / "out")
     parser.add_argument(
-        "--only", default="", metavar="TEXT,...", help="measurements with a TEXT in their name"
+        "--only", default="", metavar="TEXT,...", help="measurements with one of these texts in their names"
     )
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder on a RAM disk")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder on a RAM disk")
     parser.add_argument(
-        "--frames", type=Path, metavar="FOLDER", help="keep the games' frames there, or take them"
+        "--frames", type=Path, metavar="FOLDER", help="folder for the games' frames; existing ones are used"
     )
-    parser.add_argument("--codec", help="pack with this one")
-    parser.add_argument("--rows", type=int, help="pack so many rows at a time")
+    parser.add_argument("--codec", help="codec of packed columns")
+    parser.add_argument("--rows", type=int, help="number of rows to pack together")
     return parser.parse_args(argv)
 
 

@@ -1,9 +1,9 @@
 """Sampling from a store four times as large as the memory of its process, compared with TorchRL's maps.
 
-Run as `python benchmarks/larger_than_memory.py`; exits 1 below a bar. Each side is a process in a memory
-cgroup of its own, whose limit includes the page cache: this needs Linux, and a memory controller that the
-user may write to. The processes are forked after the imports, so the limit covers what opening and reading
-a store takes. Plain reads are `pread`s of as many bytes by 16 threads without readahead.
+Run as `python benchmarks/larger_than_memory.py`; exits 1 below a bar. Each side is a process in its own
+memory cgroup, whose limit includes the page cache. This needs Linux, and a memory controller that the user
+may write to. The processes are forked after the imports, so the limit covers the memory for opening and
+reading a store. Plain reads are `pread`s of as many bytes by 16 threads without readahead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 ACTS = ("sample", "slices")
 SIDES = ("expstore", "torchrl", "plain")
 PREFIX = "expstore-benchmark-"
-#: Threads of plain reads: as many requests wait at the disk at once.
+#: Threads of plain reads, that is the number of requests waiting at the disk at the same time.
 READERS = 16
 
 BARS = {
@@ -55,13 +55,13 @@ OBSERVATION = ROWS.leaves[0].row_bytes
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        limit: Bytes of memory of each side.
-        times: By how much a store is larger.
+        limit: Memory of each side in bytes.
+        times: Ratio of the size of a store to the limit.
         extend_rows: Rows per call that fills the stores.
-        warm_seconds: How long each side reads before it is measured.
+        warm_seconds: Seconds that each side reads before it is measured.
         seconds: Length of a block, which has at least two calls.
         rounds: Blocks of each side.
     """
@@ -89,15 +89,15 @@ SMOKE = Effort(limit=512 * MB, times=0.02, extend_rows=100, warm_seconds=0.0, se
 
 
 class NoCgroup(Exception):
-    """No memory cgroup can be made here."""
+    """Raised if no memory cgroup can be created."""
 
 
 @contextmanager
 def memory_cgroup(name: str, limit: int) -> Iterator[Path]:
-    """Make a cgroup whose processes have `limit` bytes of memory, page cache included; remove it at the end.
+    """Create a cgroup with `limit` bytes of memory, page cache included; remove it at the end.
 
     Raises:
-        NoCgroup: There is no memory controller, or this user may not write to it.
+        NoCgroup: There is no memory controller, or the user may not write to it.
     """
     version_1 = (CGROUPS / "memory").is_dir()
     group = (CGROUPS / "memory" if version_1 else CGROUPS) / name
@@ -116,7 +116,7 @@ def memory_cgroup(name: str, limit: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Remove a cgroup whose processes have ended; the kernel may count them for a moment longer."""
+    """Remove a cgroup whose processes have ended; the kernel may count them for another moment."""
     until = time.monotonic() + 10
     while True:
         try:
@@ -131,7 +131,7 @@ def remove_leftovers() -> None:
     """Remove the cgroups of runs that were killed."""
     for group in [*CGROUPS.glob(f"{PREFIX}*"), *(CGROUPS / "memory").glob(f"{PREFIX}*")]:
         if not Path(f"/proc/{group.name.split('-')[2]}").exists():
-            with suppress(OSError):  # a process of that run is still there
+            with suppress(OSError):  # a process of that run is still running
                 group.rmdir()
 
 
@@ -139,7 +139,7 @@ def remove_leftovers() -> None:
 
 
 class Ours:
-    """Draw from a store."""
+    """Sample from a store."""
 
     def __init__(self, folder: Path, act: str) -> None:
         sampler = expstore.SliceSampler(num_slices=SLICES) if act == "slices" else None
@@ -148,7 +148,7 @@ class Ours:
 
 
 class Theirs:
-    """Draw from TorchRL's memory maps."""
+    """Sample from TorchRL's memory maps."""
 
     def __init__(self, folder: Path, act: str) -> None:
         path = folder / "torchrl"
@@ -160,12 +160,12 @@ class Theirs:
         self.read = rb.sample
 
     def close(self) -> None:
-        """Unmap the files: nothing else refers to them."""
+        """Unmap the files by dropping the only references to them."""
         del self.read
 
 
 class Plain:
-    """Read both observations of as many rows."""
+    """Read both observations of as many rows with plain reads."""
 
     def __init__(self, folder: Path, act: str) -> None:
         rows = BATCH // SLICES if act == "slices" else 1
@@ -195,7 +195,7 @@ KINDS: dict[str, Callable[[Path, str], Any]] = {"expstore": Ours, "torchrl": The
 
 
 def serve(pipe: Connection, kind: str) -> None:
-    """Do what the parent process asks for, until it closes the pipe."""
+    """Serve the requests of the parent process until it closes the pipe."""
     opened: Any = None
     with suppress(EOFError):
         while True:
@@ -219,7 +219,7 @@ def serve(pipe: Connection, kind: str) -> None:
 
 
 def read_for(read: Callable[[], object], seconds: float) -> list[float]:
-    """Call for some time, at least twice; return the time of each call."""
+    """Call a function for some seconds, at least twice; return the time of each call."""
     times: list[float] = []
     clock, until = time.perf_counter, time.perf_counter() + seconds
     gc.disable()
@@ -232,7 +232,7 @@ def read_for(read: Callable[[], object], seconds: float) -> list[float]:
 
 
 class Reader:
-    """A process that reads from one side's files."""
+    """A process that reads one side's files."""
 
     def __init__(self, kind: str) -> None:
         context = multiprocessing.get_context("fork")
@@ -242,7 +242,7 @@ class Reader:
         theirs.close()
 
     def ask(self, act: str, *given: Any) -> Any:
-        """Let the process do something; return what it found."""
+        """Send a request to the process; return its result."""
         self._pipe.send((act, *given))
         try:
             found = self._pipe.recv()
@@ -283,12 +283,12 @@ def make_stores(folder: Path, workload: Workload) -> None:
 
 
 def drop_pages(folder: Path) -> None:
-    """Drop a folder's files from the page cache; no process maps them."""
+    """Drop a folder's files from the page cache; no process may map them."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDWR)
             try:
-                os.fdatasync(fd)  # pages that are not on the disk cannot be dropped
+                os.fdatasync(fd)  # dirty pages cannot be dropped
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
@@ -333,11 +333,11 @@ def _result(act: str, effort: Effort, ours: Series, theirs: Series, plain: Serie
 
 
 def run(report: Report, parent: Path, effort: Effort) -> None:
-    """Measure everything, or say why it is left out."""
+    """Run all measurements, or report why they are left out."""
     remove_leftovers()
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     workload = effort.workload
-    _ = expstore.open  # loads what a user's program would have loaded
+    _ = expstore.open  # loads the modules that a user's program would load
     with ExitStack() as stack:
         try:
             groups = {
@@ -348,7 +348,7 @@ def run(report: Report, parent: Path, effort: Effort) -> None:
             for act in ACTS:
                 report.skip(f"larger-than-memory/{act}", str(exc))
             return
-        readers = {name: Reader(name) for name in SIDES}  # forked before anything else is done here
+        readers = {name: Reader(name) for name in SIDES}  # forked before anything else runs here
         for reader in readers.values():
             stack.callback(reader.close)
         folder = stack.enter_context(scratch(parent, 7 * workload.rows * workload.row_bytes // 2))

@@ -1,7 +1,8 @@
 """`extend` at a given rate, as a collector calls it, and without a pause, compared with TorchRL and the disk.
 
-Run as `python benchmarks/offered.py`. A call is due at a fixed time. Its latency counts from that time on, so
-that a stall counts for every call that it delays. The sides take turns of some seconds, each alone.
+Run as `python benchmarks/offered.py`. Each call is due at a fixed time, and its latency counts from that
+time, so that a stall counts for every call that it delays. The sides take turns of some seconds, each running
+alone.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from benchmarks.timing import Case  # noqa: E402
 from benchmarks.vs_torchrl import Pair, scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Workload  # noqa: E402
 
-#: A file system in memory, where there is one.
+#: An in-memory file system, if there is one.
 MEMORY = Path("/dev/shm")
-#: Calls a second that a collector of locomotion rows makes.
+#: Calls per second of a collector of locomotion rows.
 RATE = 100.0
-#: How much of what the disk writes is offered to it as flat frames.
+#: Rate of flat frames as a share of the disk's write rate.
 SHARE = 0.6
 BARS = {
     "offered/locomotion-p50": Bar(1, "x", at_least=True),
@@ -42,16 +43,16 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        rows: Of each ring of locomotion rows.
-        frames: Of each ring of frames.
-        extend_rows: Of a call.
-        seconds: Of a turn.
-        rounds: How many turns each side has.
-        calls: Of a turn without pauses.
-        disk_bytes: Written to the disk to see how fast that is.
+        rows: Rows of each ring of locomotion rows.
+        frames: Rows of each ring of frames.
+        extend_rows: Rows per call.
+        seconds: Length of a turn.
+        rounds: Number of turns per side.
+        calls: Calls of a turn without pauses.
+        disk_bytes: Bytes written to measure the disk.
     """
 
     rows: int = 1_000_000
@@ -69,7 +70,7 @@ SMOKE = Effort(rows=500, frames=50, extend_rows=10, seconds=0.05, rounds=1, call
 
 
 def measure_disk(folder: Path, size: int) -> float:
-    """Return how many bytes a second a file takes that is written from end to end, and then synced."""
+    """Return the bytes per second of writing a file from end to end and syncing it."""
     block = np.random.default_rng(0).integers(0, 256, min(size, 1 << 23), np.uint8).tobytes()
     path = folder / "written"
     began = time.perf_counter()
@@ -83,7 +84,7 @@ def measure_disk(folder: Path, size: int) -> float:
 
 
 def offer(case: Case, rate: float, seconds: float) -> list[float]:
-    """Make calls at a rate; return the time from when each was due to its end."""
+    """Make calls at a rate; return the time from each call's due time to its end."""
     case.settle()
     clock, latencies = time.perf_counter, []
     began = clock()
@@ -98,7 +99,7 @@ def offer(case: Case, rate: float, seconds: float) -> list[float]:
 
 
 def rush(case: Case, calls: int) -> list[float]:
-    """Make calls one after another; return the time of each, with its share of what settling took."""
+    """Make calls one after another; return the time of each, plus its share of the time for settling."""
     case.settle()
     items = [next(case.inputs) for _ in range(min(calls, 20))]
     began = time.perf_counter()
@@ -109,7 +110,7 @@ def rush(case: Case, calls: int) -> list[float]:
 
 
 def alternate(pair: Pair, rounds: int, act: Callable[[Case], list[float]]) -> tuple[list[float], list[float]]:
-    """Let both sides have turns; return what `act` returned, of ours and of theirs."""
+    """Let both sides take turns; return the results of `act`, ours and theirs."""
     found: tuple[list[float], list[float]] = ([], [])
     gc.collect()
     gc.disable()
@@ -134,7 +135,7 @@ def open_pair(folder: Path, workload: Workload, effort: Effort, rows: int) -> Pa
 
 
 def compare_latencies(name: str, pair: Pair, rate: float, effort: Effort) -> Iterator[Result]:
-    """Compare calls at a rate: half of them, and the slowest in a hundred."""
+    """Compare the median and the 99th percentile of calls at a rate."""
     ours, theirs = alternate(pair, effort.rounds, lambda case: offer(case, rate, effort.seconds))
     data = {"rate": rate, "expstore": sorted(ours), "torchrl": sorted(theirs)}
     for part in (50, 99):
@@ -152,7 +153,7 @@ def compare_latencies(name: str, pair: Pair, rate: float, effort: Effort) -> Ite
 
 
 def compare_rush(name: str, pair: Pair, effort: Effort, disk: float | None) -> Result:
-    """Compare calls without a pause; what still waits for the disk is written within the time."""
+    """Compare calls without a pause; outstanding writes to the disk count."""
     ours, theirs = alternate(pair, effort.rounds, lambda case: rush(case, effort.calls))
     mine, other = (float(np.median(times)) for times in (ours, theirs))
     size = pair.workload.row_bytes * effort.extend_rows

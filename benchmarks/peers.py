@@ -3,7 +3,7 @@
 Run as `python benchmarks/peers.py --only locomotion` (or `atari`, `mixed`, `wide`). All sides hold the same
 rows and take turns in one process, each through its public buffer with its defaults. `index-select` and
 `memcpy` are not buffers: they gather rows, and copy as many bytes, in memory. Lists, Redis, Lance and
-stable-baselines3 hold fewer rows, because rows are expensive for them; each figure states the number of rows.
+stable-baselines3 hold fewer rows, because their rows are expensive; each figure states the number of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.workloads import LOCOMOTION, MIXED, WIDE, Workload  # noqa: E402
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-#: Which of our sides is compared with the others: the one with default settings, except for random bytes.
+#: The expstore side that is compared with the others: the default settings, except for random bytes.
 DEFAULTS = {
     "locomotion": "expstore-default",
     "atari": "expstore-flat",
@@ -53,14 +53,14 @@ BARS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Say how rows of one kind are made.
+    """Describe how rows of one kind are created.
 
     Args:
-        name: As in the table.
-        rows: How many a full buffer holds.
+        name: Name in the table.
+        rows: Capacity of a full buffer.
         extend_rows: Rows per call of `extend`.
-        row_bytes: Of one of them.
-        make: Returns rows, by the number of the first and how many.
+        row_bytes: Size of a row.
+        make: Function that returns rows, given the number of the first and their count.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Kind:
 
 
 def atari(effort: Effort, frames: Path) -> Kind:
-    """Return rows of real frames: observation and next one, 14 KB a row."""
+    """Return rows of real frames: observation and next observation, 14 KB per row."""
     game = made_up(effort.frames // 8) if effort.smoke else prepared(GAME, effort.frames // 8, frames)
     rows = Rows(game, stack=1, lanes=1)
     return Kind("atari", min(effort.atari_rows, len(rows)), effort.atari_extend, 2 * 84 * 84 + 27, rows.batch)
@@ -86,16 +86,16 @@ def atari(effort: Effort, frames: Path) -> Kind:
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        workloads: Rows that are made up.
-        atari_rows: Rows of real frames.
-        atari_extend: Of these, how many a call has.
-        frames: How many frames are played for them.
-        calls: In a block; of slow sides a tenth, of what takes megabytes a fifth.
-        rounds: How many blocks each side has.
-        smoke: Whether frames may be made up, too.
+        workloads: Synthetic rows.
+        atari_rows: Number of rows of real frames.
+        atari_extend: Rows of real frames per call of `extend`.
+        frames: Number of frames that are played for them.
+        calls: Calls per block; a tenth of it for slow sides, a fifth for calls that handle megabytes.
+        rounds: Number of blocks per side.
+        smoke: Whether frames may be synthetic.
     """
 
     workloads: tuple[Workload, ...] = (LOCOMOTION, MIXED, WIDE)
@@ -134,7 +134,7 @@ MB = 1 << 20
 
 
 class Peers:
-    """Measure rows of one kind on all sides that are here."""
+    """Measure rows of one kind on all available sides."""
 
     def __init__(self, folder: Path, kind: Kind, effort: Effort, threads: Sequence[int]) -> None:
         self.folder, self.kind, self.effort, self.threads = folder, kind, effort, threads
@@ -154,10 +154,10 @@ class Peers:
                     skip(f"{self.name}/{name}", str(exc))
             for more in each_threads(self.threads):
                 for act in ("sample", "extend", "add"):
-                    yield from self._beside(act, more)
+                    yield from self._compare(act, more)
 
     def _fill(self, name: str) -> Result:
-        """Fill a side until it comes round; say what its rows take."""
+        """Fill a side until its ring is full; report the size of its rows."""
         kind, folder = self.kind, self.folder / f"{self.name}-{name}"
         folder.mkdir()
         gc.collect()
@@ -176,7 +176,7 @@ class Peers:
         held = rss_anon() - made
         for number in range(-(-rows // kind.extend_rows)):
             given = number % pool
-            # A side that keeps what it is given, and no copy, is given rows of its own.
+            # Sides that keep references to their inputs need separate rows.
             side.extend(side.take(batches[given]) if side.keeps_inputs else taken[given])
         side.settle()
         memory = (rss_anon() - before - held + side.elsewhere()) / rows
@@ -190,7 +190,7 @@ class Peers:
         )
 
     def _warm(self, name: str, folder: Path, batch: TensorDict) -> None:
-        """Have a side load what it loads once, which is not what its rows take."""
+        """Make a side load what it loads once, so that this does not count as memory of its rows."""
         folder.mkdir()
         side = SIDES[name](folder, len(batch), batch)
         try:
@@ -205,7 +205,7 @@ class Peers:
         parts = (10 if self.sides[name].slow else 1) * (5 if size > 4 * MB else 1)
         return max(1, self.effort.calls // parts)
 
-    def _beside(self, act: str, more: str) -> Iterator[Result]:
+    def _compare(self, act: str, more: str) -> Iterator[Result]:
         def settle() -> None:
             for side in self.sides.values():
                 side.settle()
@@ -233,8 +233,8 @@ class Peers:
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
     parser = options(__doc__, quick="fewer rows and calls", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--only", choices=DEFAULTS, help="rows of this kind; all kinds if not given")
-    parser.add_argument("--frames", type=Path, help="where frames of games are kept; in FOLDER by default")
+    parser.add_argument("--only", choices=DEFAULTS, help="rows of this kind; all kinds by default")
+    parser.add_argument("--frames", type=Path, help="folder for frames of games; in FOLDER by default")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     makers: dict[str, Callable[[], Kind]] = {

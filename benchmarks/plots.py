@@ -1,4 +1,4 @@
-"""A run as pictures: ratios to TorchRL, and calls while a store grows.
+"""Plots of a run: ratios to TorchRL, and calls while a store grows.
 
 Used by `__main__.py`. Needs matplotlib (the extra `bench`).
 """
@@ -22,7 +22,7 @@ ACTS = {
 
 
 def draw(run: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the pictures of a run into a folder; return their paths.
+    """Write the plots of a run to a folder; return their paths.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -105,7 +105,7 @@ def _growth(told: Told, path: Path) -> None:
 
 
 def _plain(axis: Any) -> None:
-    """Have a logarithmic axis say 200, not 2 x 10^2."""
+    """Let a logarithmic axis show 200 instead of 2 x 10^2."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
@@ -114,7 +114,7 @@ def _plain(axis: Any) -> None:
 
 
 def _points(told: Told, act: str, side: str) -> list[tuple[float, float, float, float]]:
-    """Return size, 10th percentile, median and 90th of each size that was measured."""
+    """Return size, 10th percentile, median and 90th percentile for each size that was measured."""
     found = []
     for row in told.run["results"]:
         parts = row["name"].split("/")

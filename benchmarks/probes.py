@@ -1,7 +1,7 @@
-"""Measurements that need a process of their own: reopening, memory.
+"""Measurements that need a separate process: reopening, memory.
 
-`Probes` forks one helper right after the imports, and that one forks for each probe, so that each begins
-as a fresh process would. The helper never opens a store itself.
+`Probes` forks one helper right after the imports, and the helper forks for each probe, so that each starts
+like a fresh process. The helper itself never opens a store.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Say = Callable[[dict[str, Any]], None]
 class Probes:
     """Run probes, one at a time, each in a fresh fork of a helper process.
 
-    The helper is forked off right here: make this when expstore is imported and nothing else has been
-    done. Close it by leaving its `with` block.
+    The helper is forked in the constructor: create the object after importing expstore, before anything else
+    runs. Close it by leaving its `with` block.
     """
 
     def __init__(self) -> None:
-        _ = expstore.open  # loads everything that a user's program would have loaded
+        _ = expstore.open  # loads the modules that a user's program would load
         asked, ask = os.pipe()
         told, tell = os.pipe()
         self._pid = os.fork()
@@ -46,7 +46,7 @@ class Probes:
         self._told_pipe = os.fdopen(told)
 
     def run(self, probe: str, **arguments: Any) -> dict[str, Any]:
-        """Run a probe to its end and return what it found."""
+        """Run a probe to its end and return its result."""
         return self._ask(probe, arguments)
 
     def start(self, probe: str, **arguments: Any) -> int:
@@ -54,7 +54,7 @@ class Probes:
         return int(self._ask(probe, arguments)["pid"])
 
     def kill(self, pid: int) -> None:
-        """Kill -9 what `start` began; it is gone when this returns."""
+        """Kill a probe that `start` began with SIGKILL, and wait for its end."""
         self._ask("kill", {"pid": pid})
 
     def _ask(self, probe: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class Probes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ask_pipe.close()  # the end of its input ends it
+        self._ask_pipe.close()  # the helper ends when its input ends
         os.waitpid(self._pid, 0)
         self._told_pipe.close()
 
 
 def _serve(asked: int, tell: int) -> NoReturn:
-    """Fork for each request, until there are no more."""
+    """Fork for each request until the input ends."""
 
     def say(found: dict[str, Any]) -> None:
         os.write(tell, (json.dumps(found) + "\n").encode())
@@ -106,9 +106,9 @@ def _serve(asked: int, tell: int) -> NoReturn:
 
 
 def reopen(say: Say, *, path: str, batch_size: int, prioritized: bool = False, loaded: bool = False) -> None:
-    """Open a store and draw a batch; say how long that took.
+    """Open a store and sample a batch; report how long that took.
 
-    With `prioritized` by priority, with `loaded` with the compiled loops in memory beforehand.
+    `prioritized` samples by priority; `loaded` loads the compiled loops beforehand.
     """
     sampler = expstore.PrioritizedSampler() if prioritized else None
     if loaded:
@@ -132,7 +132,7 @@ def reopen(say: Say, *, path: str, batch_size: int, prioritized: bool = False, l
 
 
 def write_on(say: Say, *, path: str, extend_rows: int, calls: int) -> None:
-    """Extend a store until killed; speak after `calls` calls."""
+    """Extend a store until killed; send a message after `calls` calls."""
     rb = expstore.open(path)
     for number, batch in enumerate(Stream(LOCOMOTION, extend_rows, pool=5, seed=5)):
         rb.extend(batch)
@@ -168,11 +168,11 @@ def memory(say: Say, *, path: str, rows: int, extend_rows: int, batch_size: int)
 
 
 def rss_anon(pid: int | str = "self") -> int:
-    """Return a process's anonymous resident memory in bytes; this one's if no other is named."""
+    """Return the anonymous resident memory of a process (by default this one) in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/{pid}/status does not say RssAnon")
+    raise OSError(f"/proc/{pid}/status has no RssAnon")
 
 
 PROBES: dict[str, Callable[..., None]] = {"memory": memory, "reopen": reopen, "write_on": write_on}

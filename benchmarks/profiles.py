@@ -1,8 +1,8 @@
-"""Where the time of sample, extend and add goes, function by function, as py-spy sees it.
+"""Profile sample, extend and add with py-spy, by function.
 
 Run as `python benchmarks/profiles.py` (`make profile`). A process fills a ring and repeats one call for some
-seconds; py-spy looks at its stack a thousand times a second. Shares are of the samples in that call: those of
-a function itself, and those of it and all it calls. `--native` names C functions, too. It needs the extra
+seconds; py-spy samples its stack a thousand times a second. Shares are of the samples in that call: of a
+function itself, and of it with all that it calls. `--native` includes C functions. It needs the extra
 `bench`.
 """
 
@@ -31,7 +31,7 @@ BATCH = 256
 
 
 def repeat_calls(act: Callable[[], object], seconds: float) -> int:
-    """Call for so many seconds: what is below this on a stack is what is asked for."""
+    """Repeat a call for some seconds; the stack below this function is what is profiled."""
     count, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
         act()
@@ -60,14 +60,14 @@ def work(act: str, folder: Path, rows: int, seconds: float) -> None:
 
 
 def learn(rb: Any) -> object:
-    """Draw by priority and set priorities anew."""
+    """Sample by priority and set new priorities."""
     batch = rb.sample()
     batch["td_error"] = batch["next", "reward"].abs().squeeze(-1) + 0.01
     return rb.update_tensordict_priority(batch)
 
 
 def stacks(raw: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the frames below the loop, outermost first, and how often they were seen."""
+    """Yield the frames below the loop, outermost first, and their numbers of samples."""
     for line in raw.splitlines():
         text, _, count = line.rpartition(" ")
         frames = text.split(";")
@@ -77,7 +77,7 @@ def stacks(raw: str) -> Iterator[tuple[list[str], int]]:
 
 
 def _named(frame: str) -> str:
-    """Return `file: function`, without where the file lies and without the line."""
+    """Return `file: function`, without folder and line."""
     function, _, place = frame.partition(" (")
     file = place.rstrip(")").rpartition(":")[0] or place.rstrip(")")
     parts = Path(file).parts
@@ -86,7 +86,7 @@ def _named(frame: str) -> str:
 
 
 def shares(raw: str) -> tuple[Counter[str], Counter[str], int]:
-    """Return how often each function was seen itself, and with all that it calls, and how often any."""
+    """Return the samples of each function itself, the samples including its calls, and the total."""
     own: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     total = 0
@@ -117,7 +117,7 @@ def profile(act: str, wanted: argparse.Namespace, folder: Path) -> str:
 
 
 def table(act: str, raw: str, top: int) -> str:
-    """Return the functions in which the time of a call is spent, the most first."""
+    """Return the functions with the most samples of a call, in descending order."""
     own, whole, total = shares(raw)
     lines = [
         f"### {act}: {total:,} samples",
@@ -131,12 +131,12 @@ def table(act: str, raw: str, top: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
-    """Profile what is asked for, print a table for each."""
+    """Profile the selected calls and print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=ACTS, help="this call; all if not given")
-    parser.add_argument("--rows", type=int, default=LOCOMOTION.rows, help="of the full ring")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for which a call is repeated")
-    parser.add_argument("--top", type=int, default=15, help="functions of a table")
+    parser.add_argument("--only", choices=ACTS, help="profile this call; all by default")
+    parser.add_argument("--rows", type=int, default=LOCOMOTION.rows, help="capacity of the full ring")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds for which a call is repeated")
+    parser.add_argument("--top", type=int, default=15, help="number of functions in a table")
     parser.add_argument("--native", action="store_true", help="C functions, too")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
     parser.add_argument("--work", choices=ACTS, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""What a step of an environment loop costs: a recorder, `add`, and stable-baselines3's buffer.
+"""The cost of a step in an environment loop: a recorder, `add`, and stable-baselines3's buffer.
 
-Run as `python benchmarks/recording.py`. All sides are given the same steps in turns of some hundreds; what is
-told is the CPU time of the whole process per step, with the work in the background, and the time of a call.
+Run as `python benchmarks/recording.py`. All sides get the same steps in turns of some hundreds. Reported are
+the CPU time of the whole process per step, including background work, and the time of a call.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Step = tuple[Any, Any, float, Any, bool, bool]
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
         capacity: Rows of each buffer.
-        steps: Of a turn.
-        rounds: How many turns each side has.
+        steps: Steps per turn.
+        rounds: Number of turns per side.
     """
 
     capacity: int = 100_000
@@ -55,7 +55,7 @@ FULL, QUICK, SMOKE = Effort(), Effort(rounds=4), Effort(capacity=200, steps=40, 
 
 
 def steps_of(kind: str, count: int) -> list[Step]:
-    """Return steps of episodes of 200."""
+    """Return steps in episodes of 200."""
     shape, dtype, action_shape, action_dtype = KINDS[kind]
     rng = np.random.default_rng(0)
     seen = rng.integers(0, 255, (65, *shape)).astype(dtype)
@@ -80,19 +80,19 @@ def row_of(step: Step) -> dict[str, Any]:
 
 
 def tensordict_of(step: Step) -> TensorDict:
-    """Return a step as a TensorDict, as a loop builds one."""
+    """Return a step as a TensorDict, as a loop would build it."""
     row = row_of(step)
     after = row.pop("next")
     made = {name: torch.as_tensor(value) for name, value in row.items()}
     return TensorDict(made | {"next": TensorDict({k: torch.as_tensor(v) for k, v in after.items()}, [])}, [])
 
 
-#: What a side does with a step, and how it ends.
+#: Functions of a side: store a step, and close.
 Side = tuple[Callable[[Step], object], Callable[[], object]]
 
 
 def sides(folder: Path, kind: str, effort: Effort) -> dict[str, Side]:
-    """Return what takes steps of a kind; stable-baselines3 only if it is installed."""
+    """Return the sides for steps of a kind; stable-baselines3 only if it is installed."""
 
     def store(name: str) -> Any:
         return expstore.open(folder / f"{kind}-{name}.exp", capacity=effort.capacity)
@@ -136,7 +136,7 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
             for cycle in range(effort.rounds + 1):
                 for name, (take, _) in found.items():
                     times, began = _take(take, steps)
-                    if cycle:  # the first one warms up
+                    if cycle:  # the first turn warms up
                         calls[name] += times
                         cpu[name].append(began)
         finally:
@@ -147,7 +147,7 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
 
 
 def _take(take: Callable[[Step], object], steps: Sequence[Step]) -> tuple[list[float], float]:
-    """Give steps to a side; return the time of each call, and the CPU seconds of the process per step."""
+    """Pass steps to a side; return the time of each call, and the CPU seconds of the process per step."""
     times, clock, began = [], time.perf_counter, time.process_time()
     for step in steps:
         start = clock()

@@ -1,7 +1,7 @@
 """A served store on this machine, compared with Reverb's client: single batches, streamed batches, writes.
 
-Run as `python benchmarks/remote.py`; exits 1 below a bar. The server runs in its own process. So does Reverb,
-in an environment that has it: `--reverb PYTHON` names its interpreter; without it Reverb is left out.
+Run as `python benchmarks/remote.py`; exits 1 below a bar. The server runs in its own process, and so does
+Reverb, in an environment that has it: `--reverb PYTHON` names its interpreter; without it Reverb is left out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done."""
+    """Sizes of the benchmark."""
 
     locomotion: Workload
     pixels: Workload
@@ -62,7 +62,7 @@ SMOKE = Effort(
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Serve a folder of stores by a process of its own; yield its address."""
+    """Serve a folder of stores in a separate process; yield its address."""
     command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
@@ -71,7 +71,7 @@ def serving(folder: Path) -> Iterator[str]:
                 break
         else:
             raise RuntimeError("the server did not start")
-        reading = threading.Thread(target=server.stdout.read, daemon=True)  # else a full pipe would stop it
+        reading = threading.Thread(target=server.stdout.read, daemon=True)  # a full pipe would block it
         reading.start()
         try:
             yield found[0]
@@ -89,7 +89,7 @@ class Remote:
         self.rows_per_second = 0.0
 
     def run(self) -> Iterator[Result]:
-        """Fill two stores, serve them, measure."""
+        """Fill two stores, serve them, and measure."""
         effort = self.effort
         for workload in (effort.locomotion, effort.pixels):
             path = self.folder / f"{workload.name}.exp"
@@ -170,7 +170,7 @@ class Remote:
         )
 
     def _limit(self) -> Result:
-        """Measure what a socket of this machine carries, from one process to another."""
+        """Measure the throughput of a loopback socket between two processes."""
         seconds = min(self.effort.seconds, 3.0)
         sender = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
         sender += "b = bytes(1 << 20)\ntry:\n    while True: s.sendall(b)\nexcept OSError: pass"
@@ -201,7 +201,7 @@ def _timed(act: Callable[[], Any], calls: int) -> Series:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(__doc__, quick="smaller stores, few calls", folder=ROOT / "benchmarks" / "out")
     parser.add_argument("--only", default="", metavar="TEXT", help="measurements with TEXT in their name")
-    parser.add_argument("--reverb", metavar="PYTHON", help="an interpreter that has dm-reverb")
+    parser.add_argument("--reverb", metavar="PYTHON", help="an interpreter with dm-reverb")
     return parser.parse_args(argv)
 
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     with scratch(wanted.folder, needed) as folder:
         report = Report({} if wanted.smoke else BARS, out, other="Reverb", file=wanted.json)
         if not wanted.reverb:
-            report.skip("reverb", "name an interpreter that has dm-reverb: --reverb, REVERB_PYTHON")
+            report.skip("reverb", "pass an interpreter with dm-reverb: --reverb or REVERB_PYTHON")
         for result in Remote(folder, effort, only=wanted.only, reverb=wanted.reverb).run():
             report.add(result)
     return report.end()

@@ -1,6 +1,6 @@
-"""How results are told: bars, rows of the table, and what everything ran on.
+"""Report of results: bars, rows of the table, and a description of the machine.
 
-Used by the scripts here. It measures nothing.
+Used by the scripts here. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Bar", "Report", "Result", "machine", "options", "slower", "span", "t
 
 @dataclass(frozen=True)
 class Bar:
-    """Say what a measurement must reach, or must not go beyond."""
+    """Describe the lower or upper limit of a measurement."""
 
     limit: float
     unit: str
@@ -72,7 +72,7 @@ def table_row(result: Result, bar: Bar | None) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Say what this ran on and with."""
+    """Describe the machine and the versions of the software."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -89,18 +89,18 @@ def machine() -> dict[str, str]:
 
 
 def options(doc: str | None, *, quick: str, folder: Path) -> argparse.ArgumentParser:
-    """Return what every script is asked with: how much is done, where stores lie, where figures go."""
+    """Return the options that all scripts share: effort, folder of the stores, file of the figures."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     parser.add_argument("--quick", action="store_true", help=f"{quick}: rough numbers")
     parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--folder", type=Path, default=folder, help="where stores lie")
     parser.add_argument(
         "--threads",
         type=_numbers,
         default=(),
         metavar="N,M",
-        help="torch threads; comparisons are made with each number, names say `@M` of all but the first",
+        help="torch threads; comparisons are made with each number, names have `@M` for all but the first",
     )
     return parser
 
@@ -146,7 +146,7 @@ class Report:
         self._write({}, whole=False)
 
     def end(self) -> int:
-        """Say what this ran on, write all figures; return the exit code: 1 below a bar."""
+        """Print the machine and write all figures; return the exit code: 1 below a bar."""
         about = machine() | {"load": f"load {self._load:.1f} before, {os.getloadavg()[0]:.1f} after"}
         self._out(f"\n{about['machine']}; {about['load']}; {about['threads']}.")
         self._out(f"{about['versions']}. Took {time.monotonic() - self._started:.0f} s.")
@@ -166,7 +166,7 @@ class Report:
         return bar is None or bar.holds(result.value)
 
     def _bar(self, result: Result) -> Bar | None:
-        """Return the bar of a result, which is one whatever number of threads it was measured with."""
+        """Return the bar of a result; it does not depend on the number of threads."""
         return self._bars.get(result.name.partition("@")[0])
 
     def _write(self, about: dict[str, str], *, whole: bool) -> None:

@@ -1,7 +1,7 @@
-"""How many rows a second Reverb's own client samples: run by an interpreter that has dm-reverb.
+"""Rows per second of Reverb's own client; run by an interpreter that has dm-reverb.
 
-Run by `benchmarks/remote.py`, which takes the last line: JSON, rows per second by way of reading. The server
-is a process of its own. Rows are those of LOCOMOTION; it imports nothing of expstore.
+Run by `benchmarks/remote.py`, which reads the last line: JSON with rows per second by way of reading. The
+server is a separate process. Rows are those of LOCOMOTION; nothing of expstore is imported.
 """
 
 import json
@@ -28,7 +28,7 @@ FIELDS = {
 
 
 def serve():
-    """Serve one uniform table, until the other end of the pipe goes."""
+    """Serve one uniform table until the other end of the pipe is closed."""
     import reverb
 
     table = reverb.Table(
@@ -45,7 +45,7 @@ def serve():
 
 
 def fill(client):
-    """Insert the rows one by one, as its writers do."""
+    """Insert the rows one by one, as Reverb's writers do."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def fill(client):
 
 
 def rate(batches, rows, seconds):
-    """Return how many rows a second come out of an iterator of batches."""
+    """Return the rows per second of an iterator of batches."""
     iterator = iter(batches)
     for _ in range(10):
         next(iterator)
@@ -76,7 +76,7 @@ def rate(batches, rows, seconds):
 
 
 def main(batch, seconds):
-    """Serve, fill, read in both of its ways."""
+    """Serve, fill, and read in both of Reverb's ways."""
     import reverb
     import tensorflow as tf
 

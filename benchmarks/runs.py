@@ -1,7 +1,7 @@
-"""A run: its folder, what its parts found, and the one file that holds all of it.
+"""A run: its folder, the results of its parts, and the file that collects them.
 
-Used by `__main__.py`, `tables.py` and `plots.py`, and by the tests. A run that was cut off is gone on with:
-parts that came to their end are not run again. It measures nothing.
+Used by `__main__.py`, `tables.py` and `plots.py`, and by the tests. An interrupted run can be continued:
+finished parts are not run again. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Run:
-    """Name the files of one run.
+    """Locate the files of one run.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the run.
     """
 
     folder: Path
 
     @classmethod
     def new(cls, out: Path) -> Run:
-        """Make a folder for a run that begins now."""
+        """Create a folder for a new run."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = out / f"run-{stamp}"
         (folder / "parts").mkdir(parents=True)
@@ -42,7 +42,7 @@ class Run:
 
     @classmethod
     def last(cls, out: Path, *, whole: bool) -> Run | None:
-        """Return the newest run, of those that came to their end or of those that did not."""
+        """Return the newest run, of the complete ones or of the interrupted ones."""
         for folder in sorted(out.glob("run-*"), reverse=True):
             if cls(folder).file.exists() == whole and (folder / "parts").is_dir():
                 return cls(folder)
@@ -50,29 +50,29 @@ class Run:
 
     @property
     def file(self) -> Path:
-        """The one file: it is there when all parts have been run."""
+        """The file that collects the results; it exists when all parts have run."""
         return self.folder / "run.json"
 
     def figures(self, part: Part) -> Path:
-        """Return where a part's figures are."""
+        """Return the path of a part's figures."""
         return self.folder / "parts" / f"{part.name}.json"
 
     def log(self, part: Part) -> Path:
-        """Return where that is which it said."""
+        """Return the path of a part's log."""
         return self.folder / "parts" / f"{part.name}.log"
 
     def outcome(self, part: Part) -> Outcome | None:
-        """Return how a part ended; None: it has not been run, or not to its end."""
+        """Return how a part ended; None if it has not run to its end."""
         path = self.folder / "parts" / f"{part.name}.outcome.json"
         return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
     def note(self, part: Part, outcome: Outcome) -> None:
-        """Keep how a part ended."""
+        """Save how a part ended."""
         path = self.folder / "parts" / f"{part.name}.outcome.json"
         path.write_text(json.dumps(asdict(outcome)))
 
     def gather(self, parts: Sequence[Part], *, effort: str) -> dict[str, Any]:
-        """Return what all parts found, as it is kept in `run.json`."""
+        """Return the results of all parts in the format of `run.json`."""
         told: dict[str, Any] = {
             "format": FORMAT,
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -96,7 +96,7 @@ class Run:
         return told
 
     def write(self, told: dict[str, Any]) -> None:
-        """Write the one file, a line for each result."""
+        """Write `run.json`, with one line per result."""
         lines = [json.dumps(row, ensure_ascii=False) for row in told["results"]]
         head = json.dumps(told | {"results": []}, indent=1, ensure_ascii=False)
         text = head.replace('"results": []', '"results": [\n' + ",\n".join(lines) + "\n]")
@@ -104,7 +104,7 @@ class Run:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read the file of a run."""
+    """Read `run.json` of a run."""
     told: dict[str, Any] = json.loads(path.read_text())
     if told.get("format") != FORMAT:
         raise SystemExit(
@@ -114,10 +114,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def broken(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[str]:
-    """Yield a line for each ratio of a run that is lower than that of another run by more than `slack` of it.
+    """Yield a line for each ratio of a run that is lower than in another run by more than `slack` of it.
 
-    Only results that compare us with another side count, and only if they have a bar or are in both runs. A
-    result that the new run lacks is named, too. Bars that the other run met must be met.
+    Only results that compare expstore with another side count, and only if they have a bar or are in both
+    runs. Results that the new run lacks are named too. Bars that the other run met must be met.
     """
     found = {(row["part"], row["name"]): row for row in new["results"]}
     for row in old["results"]:
@@ -132,7 +132,7 @@ def broken(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[s
 
 
 def ratio(row: dict[str, Any]) -> float | None:
-    """Return how many times as long the other side took for the same call; None without another side."""
+    """Return the ratio of the other side's time to ours for the same call; None without another side."""
     sides = row["data"]
     others = [key for key, value in sides.items() if key != "expstore" and _timed(value)]
     if not _timed(sides.get("expstore")) or len(others) != 1:

@@ -1,9 +1,9 @@
-"""Prioritized sampling compared with TorchRL's, and the time to open a store with a million priorities.
+"""Prioritized sampling compared with TorchRL, and the time to open a store with a million priorities.
 
-Run as `python benchmarks/samplers.py`; exits 1 below a bar. Both sides draw a batch out of 1M rows on disk
+Run as `python benchmarks/samplers.py`; exits 1 below a bar. Both sides sample a batch from 1M rows on disk
 and set its priorities, through their public buffers with the same alpha and beta, taking turns. TorchRL's
-segment trees are compiled; where the installed ones do not fit the installed torch, they are built from
-the sources that come with torchrl, which takes a compiler, ninja and two minutes, once.
+segment trees are compiled; if the installed ones do not fit the installed torch, they are built once from
+torchrl's sources, which needs a compiler, ninja and two minutes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BARS = {
 
 
 def find_trees(folder: Path, *, build: bool) -> str:
-    """Make TorchRL's segment trees importable; return what is in the way, or nothing.
+    """Make TorchRL's segment trees importable; return the reason if this fails, otherwise "".
 
     Args:
-        folder: Where they are built, to stay there.
-        build: Whether they may be built.
+        folder: Folder in which they are built and kept.
+        build: Whether to build them if necessary.
     """
     import torch
 
@@ -55,7 +55,7 @@ def find_trees(folder: Path, *, build: bool) -> str:
     from torch.utils.cpp_extension import load
 
     home = Path((importlib.util.find_spec("torchrl").submodule_search_locations or [""])[0])  # type: ignore[union-attr]
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is there
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja
     folder = folder / f"trees-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -85,7 +85,7 @@ def open_theirs(folder: Path, capacity: int) -> Any:
 
 
 def learn(rb: Any) -> Callable[[Any], object]:
-    """Return what a learner does of it: draw a batch, and set its priorities to those given."""
+    """Return a function that samples a batch and sets its priorities to the given ones."""
 
     def act(priorities: Any) -> object:
         batch = rb.sample()
@@ -96,7 +96,7 @@ def learn(rb: Any) -> Callable[[Any], object]:
 
 
 def set_priorities(rb: Any, rows: int) -> Callable[[Any], object]:
-    """Return what sets the priorities of any 256 rows."""
+    """Return a function that sets the priorities of 256 random rows."""
     import torch
 
     generator = torch.Generator().manual_seed(2)
@@ -105,7 +105,7 @@ def set_priorities(rb: Any, rows: int) -> Callable[[Any], object]:
 
 
 class CpprbPrioritized(Cpprb):
-    """cpprb's prioritized buffer with what this script asks of a buffer."""
+    """cpprb's prioritized buffer with the interface of this script."""
 
     priorities = {"alpha": ALPHA}  # noqa: RUF012 - never changed
 
@@ -129,7 +129,7 @@ class Samplers:
         self.folder, self.effort, self.missing, self.threads = folder, effort, theirs, threads
 
     def run(self, probes: Probes) -> Iterator[Result]:
-        yield from self._beside()
+        yield from self._compare()
         yield from self._reopen(probes)
 
     def _sides(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Samplers:
             sides["cpprb"] = CpprbPrioritized(self.folder, workload.rows, workload.batch(1))
         return sides
 
-    def _beside(self) -> Iterator[Result]:
+    def _compare(self) -> Iterator[Result]:
         import torch
 
         workload, effort = self.effort.locomotion, self.effort
@@ -166,7 +166,7 @@ class Samplers:
         sides["expstore"].close()
 
     def _results(self, name: str, more: str, series: dict[str, Series]) -> Iterator[Result]:
-        """Return a row for each of the others; TorchRL's is the one that has the bar."""
+        """Return a row for each of the other sides; TorchRL's has the bar."""
         ours = series.pop("expstore")
         if self.missing:
             yield Result(name + more, 1.0, span(ours), note=self.missing, data={"expstore": ours.to_json()})
@@ -178,7 +178,7 @@ class Samplers:
             yield Result(called + more, ratio, span(ours), span(theirs), text, data=data)
 
     def _reopen(self, probes: Probes) -> Iterator[Result]:
-        """Open the store with its priorities: what follows the imports, and with the compiled loops."""
+        """Open the store with its priorities, after the imports, and with the compiled loops loaded."""
         path = str(self.folder / "store.exp")
         for name, loaded in (("prioritized/reopen", True), ("prioritized/reopen-cold", False)):
             found = [
@@ -196,7 +196,7 @@ class Samplers:
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
     parser = options(__doc__, quick="100,000 rows", folder=ROOT / "benchmarks" / "out")
-    parser.add_argument("--trees", type=Path, help="where TorchRL's trees are built; in FOLDER by default")
+    parser.add_argument("--trees", type=Path, help="folder for TorchRL's trees; in FOLDER by default")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     bars = {} if wanted.smoke else dict(BARS)

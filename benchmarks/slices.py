@@ -1,8 +1,8 @@
-"""Slices compared with TorchRL's, and their cost in stores of every size and with interleaved lanes.
+"""Slices compared with TorchRL, and their cost in stores of every size and with interleaved lanes.
 
-Run as `python benchmarks/slices.py`; exits 1 below a bar. Between two batches one row is added, outside the
-timed section: it makes TorchRL search for trajectories again. TorchRL is told which field names them, and
-draws from rows on disk and in memory.
+Run as `python benchmarks/slices.py`; exits 1 below a bar. Between two batches one row is added, outside of
+the timed section; this makes TorchRL search for trajectories again. TorchRL gets the key of the trajectory
+ids, and samples from rows on disk and in memory.
 """
 
 from __future__ import annotations
@@ -100,19 +100,19 @@ def open_theirs(folder: Path, workload: Workload, *, memory: bool) -> Any:
 
 
 def single_rows(stream: Stream) -> Iterator[TensorDict]:
-    """Return the rows of a stream one by one."""
+    """Yield the rows of a stream one by one."""
     return (batch[place] for batch in stream for place in range(batch.shape[0]))
 
 
 def adding(rb: Any, rows: Iterator[TensorDict]) -> Iterator[None]:
-    """Add a row before each call, outside its clock."""
+    """Add a row before each call, outside of the timed section."""
     for row in rows:
         rb.add(row)
         yield
 
 
 def small_rows(first: int, count: int) -> TensorDict:
-    """Rows with little in them: one lane, episodes one after the other."""
+    """Return small rows: one lane, episodes one after the other."""
     import torch
     from tensordict import TensorDict
 
@@ -122,10 +122,10 @@ def small_rows(first: int, count: int) -> TensorDict:
 
 
 class Lanes:
-    """Hand out batches of many lanes, row by row, without the rows that were resets.
+    """Create batches of many lanes, row by row, without reset rows.
 
-    An episode of a lane has 200 steps, after which one row is a reset: its trajectory id is -1. Lanes are at
-    different steps, so that in nearly every step some lane has none.
+    An episode of a lane has 200 steps, followed by a reset row with trajectory id -1. Lanes are at different
+    steps, so that in nearly every step some lane has no row.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -159,7 +159,7 @@ def in_memory(capacity: int) -> Any:
 
 
 def ask_index(rb: Any) -> Callable[[Any], object]:
-    """Return what finds the rows of a batch of slices, without reading them."""
+    """Return a function that finds the rows of a batch of slices without reading them."""
     storage, slices = rb.storage, rb.sampler
     generator = np.random.default_rng(1)
     return lambda _: slices.sample(storage, BATCH, generator)
@@ -171,20 +171,20 @@ def rows_per_fragment(rb: Any) -> float:
 
 
 class Slices:
-    """Measure in stores that are full rings."""
+    """Measure with stores that are full rings."""
 
     def __init__(self, folder: Path, effort: Effort, threads: Sequence[int]) -> None:
         self.folder, self.effort, self.threads = folder, effort, threads
 
     def run(self) -> Iterator[Result]:
-        yield from self._beside()
+        yield from self._compare()
         yield self._by_size()
         yield from self._by_lanes()
 
     def _alternate(self, cases: list[Case]) -> list[Series]:
         return alternate(cases, rounds=self.effort.rounds, warm=20)
 
-    def _beside(self) -> Iterator[Result]:
+    def _compare(self) -> Iterator[Result]:
         workload = self.effort.workload
         sides = [
             open_ours(self.folder, workload),
@@ -260,7 +260,7 @@ class Slices:
 
     @staticmethod
     def _extending(rb: Any, lanes: Lanes) -> Iterator[None]:
-        """Add as many rows before each call as all lanes make in a step."""
+        """Add one row per lane before each call."""
         while True:
             rb.extend(lanes.batch(LANES // lanes.count))
             yield

@@ -1,7 +1,7 @@
 """Snapshots compared with TorchRL's dumps: the cost of the first one, and of the next after 1000 more rows.
 
-Run as `python benchmarks/snapshots.py`; exits 1 below a bar. Both sides dump the same kind of rows out of
-a full ring, in one process, taking turns. TorchRL's dumps makes no guarantees about crashes.
+Run as `python benchmarks/snapshots.py`; exits 1 below a bar. Both sides dump the same kind of rows from a
+full ring, in one process, taking turns. TorchRL's dumps are not crash-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.timing import Series  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Pair, scratch  # noqa: E402
 
-#: The next version against the first one; what has no bar is told only.
+#: Costs of the next snapshot relative to the first; results without a bar are only reported.
 BARS = {
     "snapshot/next-bytes": Bar(1 / 30, " of the first"),
     "snapshot/next-time": Bar(1 / 10, " of the first"),
@@ -30,7 +30,7 @@ NEXT = 3
 
 
 def timed(series: list[float], act: Callable[[], Any]) -> Any:
-    """Run `act` with the garbage collector standing still; note how long it took."""
+    """Run `act` without garbage collection; append its time to the series."""
     gc.collect()
     gc.disable()
     started = time.perf_counter()
@@ -46,7 +46,7 @@ def tree_bytes(folder: Path) -> int:
 
 
 class Snapshots:
-    """Measure versions of one pair of buffers."""
+    """Measure snapshots of one pair of buffers."""
 
     def __init__(self, folder: Path, pair: Pair, rounds: int) -> None:
         self.folder, self.pair, self.rounds = folder, pair, rounds
@@ -60,7 +60,7 @@ class Snapshots:
             sides = (self._ours, self._theirs)
             for side in sides if number % 2 == 0 else reversed(sides):
                 self.pair.ours.flush()
-                os.sync()  # so that no side works during the turn of another
+                os.sync()  # so that no side has background work during the turn of another
                 side(number)
         yield from self._results()
 

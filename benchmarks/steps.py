@@ -1,6 +1,6 @@
-"""The cost of transforms that read other steps: a batch with them and a batch without.
+"""The cost of transforms that read other steps: batches with them and batches without.
 
-Run as `python benchmarks/steps.py`. All buffers of a kind draw from one full ring on disk, in turns.
+Run as `python benchmarks/steps.py`. All buffers of a kind sample from one full ring on disk, in turns.
 TorchRL's transforms do this work when rows are written, or on slices, so there is no comparison.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E
 
 BATCH = 256
 
-#: What is measured, by the kind of rows: frames of (84, 84) are put one below another, which takes no copy.
+#: The measured transforms by kind of rows. Frames of (84, 84) are stacked vertically, which needs no copy.
 TRANSFORMS: dict[str, dict[str, Callable[[], Any]]] = {
     "locomotion": {
         "n-step": lambda: expstore.MultiStepTransform(3, 0.99),
@@ -41,12 +41,12 @@ TRANSFORMS: dict[str, dict[str, Callable[[], Any]]] = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        workloads: Which rows.
-        calls: In a block.
-        rounds: How many blocks each buffer has.
+        workloads: The rows.
+        calls: Number of calls per block.
+        rounds: Number of blocks per buffer.
     """
 
     workloads: tuple[Workload, ...] = (LOCOMOTION, PIXELS)
@@ -66,7 +66,7 @@ SMOKE = Effort(
 
 
 def fill(folder: Path, workload: Workload) -> Any:
-    """Return a full ring that has come round once."""
+    """Return a full ring that has wrapped once."""
     settings: dict[str, Any] = {"capacity": workload.rows, "batch_size": BATCH, "seed": 1, "layout": "flat"}
     rb = expstore.open(folder / f"{workload.name}.exp", **settings)
     stream = Stream(workload, workload.extend_rows, pool=20)

@@ -1,6 +1,6 @@
-"""The parts of a run: which scripts, with which arguments, and how long each may take.
+"""The parts of a run: scripts, their arguments, and their time limits.
 
-Used by `__main__.py`. A part is one script in a process of its own. It knows nothing of results.
+Used by `__main__.py`. A part is one script in its own process. This module does not handle results.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Part:
-    """Say what is run.
+    """Describe one part of a run.
 
     Args:
-        name: As in a run's file.
+        name: Name in a run's file.
         script: A module of this folder.
-        arguments: Beside those that every script has.
-        limit: Seconds after which it is ended; what it had measured is kept.
-        note: What is smaller than the script's own default.
-        smoke: What is asked for besides in a smoke run; None: it is left out, as it starts many processes or
-            does what another part does.
+        arguments: Arguments in addition to those that every script has.
+        limit: Seconds after which the part is stopped; results up to then are kept.
+        note: What is smaller than the script's default.
+        smoke: Additional arguments in a smoke run. None leaves the part out, because it starts many
+            processes or repeats another part.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Say how a part ended, and what was in the way.
+    """Describe how a part ended.
 
     Args:
         state: "done" (also below a bar), "cut" at its limit, or "failed".
-        seconds: That it took.
-        message: Its last words, if it failed.
-        cpu: Seconds of processors that it took.
+        seconds: Duration.
+        message: Last line of its log, if it failed.
+        cpu: CPU seconds.
     """
 
     state: str
@@ -103,7 +103,7 @@ PARTS = (
 
 
 def start_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) -> Outcome:
-    """Run a part to its end, or for as long as it may; it and what it started are gone then."""
+    """Run a part to its end or its time limit; all its processes have ended afterwards."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{part.script}.py"), *arguments]
     started = time.monotonic()
     with log.open("w") as out:
@@ -121,7 +121,7 @@ def start_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) -
 
 
 def fork_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) -> Outcome:
-    """Run a part in a fork of this process, which has imported everything: seconds are saved for each."""
+    """Run a part in a fork of this process, which has imported everything; this saves seconds per part."""
     started = time.monotonic()
     sys.stdout.flush()
     child = os.fork()
@@ -142,7 +142,7 @@ def fork_part(part: Part, arguments: Sequence[str], log: Path, figures: Path) ->
 
 
 def _run_forked(part: Part, arguments: Sequence[str], log: Path) -> None:
-    """Be the child: say everything into the log, and never come back."""
+    """Run a part in the child process: redirect output to the log, and exit."""
     code = 70
     try:
         os.setsid()
@@ -163,14 +163,14 @@ def _run_forked(part: Part, arguments: Sequence[str], log: Path) -> None:
 
 def _end(leader: int) -> None:
     """Kill the remaining processes of a session that was started here."""
-    with suppress(ProcessLookupError):  # all of them are gone
+    with suppress(ProcessLookupError):  # all of them have ended
         os.killpg(leader, signal.SIGKILL)
 
 
 def _outcome(code: int | None, seconds: float, log: Path, figures: Path) -> Outcome:
     if code is None:
-        return Outcome("cut", seconds, "it took longer than it may")
+        return Outcome("cut", seconds, "it exceeded its time limit")
     if figures.exists() and json.loads(figures.read_text())["whole"]:
         return Outcome("done", seconds)
     words = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome("failed", seconds, f"exit code {code}: {words[-1] if words else 'it said nothing'}"[:300])
+    return Outcome("failed", seconds, f"exit code {code}: {words[-1] if words else 'no output'}"[:300])

@@ -1,7 +1,7 @@
-"""A run as Markdown: the whole table, and the blocks of documents, which hold nothing else.
+"""Markdown of a run: the whole table, and the generated blocks of documents.
 
-Used by `__main__.py` and by the test that compares the documents with the stored results. It measures
-nothing, and knows every figure by part and name.
+Used by `__main__.py` and by the test that compares the documents with the stored results. This module
+measures nothing, and refers to figures by part and name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADLINES = (
     ("the same: `rb.query` here and there", "trajectories", "trajectories/return-query"),
     ("trajectories by a row's reward: SQL, `rb.query` there", "trajectories", "trajectories/reward-sql"),
 )
-#: Those in README.
+#: Comparisons in README.
 SUMMARY = (
     "locomotion/sample",
     "prioritized/sample+update",
@@ -56,12 +56,12 @@ NAMES = {
     "index-select": "*`torch.index_select` of rows in RAM*",
     "memcpy": "*copy of as many bytes in RAM*",
 }
-#: What TorchRL's documentation says of its storages, over `ListStorage`.
+#: Speeds in TorchRL's documentation of its storages, relative to `ListStorage`.
 DOCUMENTED = {"torchrl-list": 1.0, "torchrl-tensor": 1.83, "torchrl-memmap": 3.44}
 
 
 class Told:
-    """Find results of a run by part and name."""
+    """Look up results of a run by part and name."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         self.run = run
@@ -75,7 +75,7 @@ class Told:
         return "–" if row is None or row["value"] is None else format(row["value"], digits)
 
     def sides(self, part: str, act: str) -> dict[str, dict[str, Any]]:
-        """Return the series of all sides that did the same, by side."""
+        """Return the series of all sides for a call, by side."""
         found: dict[str, dict[str, Any]] = {}
         for (of, name), row in self._rows.items():
             if of == part and name.startswith(f"{act}/") and "@" not in name:
@@ -86,19 +86,19 @@ class Told:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as it is told."""
+    """Format a time."""
     if seconds < 1e-2:
         return f"{seconds * 1e6:,.0f} µs"
     return f"{seconds * 1e3:,.1f} ms" if seconds < 10 else f"{seconds:,.0f} s"
 
 
 def spread(series: dict[str, Any]) -> str:
-    """Return a series as median and percentiles."""
+    """Format a series as median and percentiles."""
     return f"{duration(series['median'])} [{duration(series['p10'])}–{duration(series['p90'])}]"
 
 
 def times(value: float | None) -> str:
-    """Return a ratio as it is told."""
+    """Format a ratio."""
     return "–" if value is None else f"{value:.0f}x" if value >= 10 else f"{value:.1f}x"
 
 
@@ -176,15 +176,15 @@ def _busy(parts: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a warning if the machine had other work. The previous part's threads also cause some load."""
     before = [float(found[1]) for part in parts if (found := re.match(r"load ([\d.]+) before", part["load"]))]
     if count := sum(load > 3 for load in before):
-        yield f"**Other programs were running beside {count} of {len(parts)} parts: figures mean little.**"
+        yield f"**Other programs were running during {count} of {len(parts)} parts: figures mean little.**"
 
 
 def _filled(*words: str) -> str:
-    """Return a paragraph of these words."""
+    """Wrap words to a paragraph."""
     return textwrap.fill(" ".join(words), 120, break_long_words=False, break_on_hyphens=False)
 
 
-#: What is told of all buffers: column, part, what was measured.
+#: Columns of the comparison of all buffers: title, part, name of the result.
 COLUMNS = (
     ("sample 256 of 178 B", "peers-locomotion", "locomotion/sample"),
     ("extend by 1000", "peers-locomotion", "locomotion/extend"),
@@ -195,7 +195,7 @@ COLUMNS = (
 
 
 def peers(told: Told) -> Iterator[str]:
-    """Compare with everybody, on three kinds of rows."""
+    """Compare all buffers on three kinds of rows."""
     found = [told.sides(part, act) for _, part, act in COLUMNS]
     yield f"| median per call | {' | '.join(text for text, *_ in COLUMNS)} | documented | here |"
     yield f"|---|{'---|' * (len(COLUMNS) + 2)}"
@@ -211,7 +211,7 @@ def peers(told: Told) -> Iterator[str]:
 
 
 def images(told: Told) -> Iterator[str]:
-    """Say what packed images take."""
+    """Describe the size and speed of packed images."""
     rows = [row for row in told.run["results"] if row["part"] == "images"]
 
     def values(what: str) -> list[float]:
@@ -246,22 +246,22 @@ def _range(values: list[float]) -> str:
 
 
 def remote(told: Told) -> Iterator[str]:
-    """Say what a served store gives."""
+    """Describe the throughput of a served store."""
 
     def of(name: str, digits: str) -> str:
         return told.value("remote", name, digits)
 
     reverb = told.row("remote", "reverb")
-    beside = f" (Reverb: {max(reverb['data'].values()) / 1e3:.0f}k)" if reverb and reverb["data"] else ""
+    compared = f" (Reverb: {max(reverb['data'].values()) / 1e3:.0f}k)" if reverb and reverb["data"] else ""
     yield _filled(
         f"Between two processes of one machine: {of('sample', '.0f')} batches of 256 locomotion rows",
-        f"a second, one by one, {of('stream', '.2f')}M rows/s as they come in one answer{beside},",
+        f"a second, one by one, {of('stream', '.2f')}M rows/s as they come in one answer{compared},",
         f"{of('stream/pixels', '.2f')} GB/s of flat images,",
         f"{of('extend', '.0f')} extends of 1000 rows a second.",
     )
 
 
-#: Where each block stands: document, name, what makes it.
+#: The generated blocks: document, name of the block, function.
 DOCUMENTS: dict[str, dict[str, Callable[[Told], Iterator[str]]]] = {
     "README.md": {"summary": summary},
     "docs/benchmarks.md": {"table": table, "peers": peers},
@@ -271,10 +271,10 @@ DOCUMENTS: dict[str, dict[str, Callable[[Told], Iterator[str]]]] = {
 
 
 def embed(document: str, text: str, run: dict[str, Any]) -> str:
-    """Return the text of a document with its blocks as they follow from a run.
+    """Return the text of a document with its blocks generated from a run.
 
     Raises:
-        ValueError: a block has no markers there.
+        ValueError: The document lacks the markers of a block.
     """
     told = Told(run)
     for name, make in DOCUMENTS[document].items():
@@ -291,7 +291,7 @@ def embed(document: str, text: str, run: dict[str, Any]) -> str:
 
 
 def whole_table(run: dict[str, Any]) -> str:
-    """Return all results of a run, part by part; bars that were missed come first."""
+    """Return all results of a run, part by part; missed bars come first."""
     about = run["about"]
     lines = [
         "# Benchmarks",

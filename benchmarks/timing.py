@@ -1,6 +1,6 @@
-"""How calls are timed: in blocks, the sides taking turns, without garbage collection.
+"""Timing of calls: in blocks, with the sides taking turns, without garbage collection.
 
-Used by the scripts here. It knows clocks and order, not buffers.
+Used by the scripts here. This module does not depend on buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Case", "Series", "alternate", "busy_thread", "each_threads", "touch_
 
 @dataclass
 class Series:
-    """Hold the times of calls, in seconds, block by block."""
+    """Hold the times of calls in seconds, block by block."""
 
     blocks: list[list[float]] = field(default_factory=list)
 
@@ -69,11 +69,11 @@ class Case:
     """Describe one side's turn.
 
     Args:
-        act: The call that is timed; its result is freed inside the timed section.
-        inputs: One input for each call, made outside the timed section.
+        act: The call that is timed; its result is freed inside of the timed section.
+        inputs: One input per call, created outside of the timed section.
         calls: Number of calls per block.
-        settle: Run before each block, so that no side works during the turn of another.
-        around: What runs at the same time as the block.
+        settle: Run before each block, so that no side has background work during the turn of another.
+        around: Context that is active during the block.
     """
 
     act: Callable[[Any], object]
@@ -114,7 +114,7 @@ def _block(case: Case, calls: int) -> list[float]:
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Run Python code in another thread all the while."""
+    """Run Python code in another thread while the context is active."""
     stop: list[None] = []
 
     def spin() -> None:
@@ -132,20 +132,20 @@ def busy_thread() -> Iterator[None]:
 
 
 def touch_memory(size: int) -> None:
-    """Have `size` bytes of free memory that has been in use.
+    """Allocate and free `size` bytes, so that free memory has been touched.
 
-    A virtual machine gets memory from its host when it first touches it, at milliseconds per megabyte.
-    That price would fall on whichever side happens to be first to grow its files.
+    A virtual machine gets memory from its host when it first touches it, at milliseconds per megabyte. This
+    cost would fall on whichever side grows its files first.
     """
     memory = np.ones(size, np.uint8)
     del memory
 
 
 def each_threads(numbers: Sequence[int]) -> Iterator[str]:
-    """Let torch have each of these numbers of threads in turn; yield what is added to names.
+    """Set each of these numbers of torch threads in turn; yield the suffix for names.
 
-    Nothing is added for the first one, with which everything else is measured too; without any number torch
-    has what it takes by itself.
+    The suffix is empty for the first number, with which everything else is measured too. Without numbers
+    torch keeps its default.
     """
     if not numbers:
         yield ""

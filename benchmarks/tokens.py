@@ -2,8 +2,8 @@
 
 Run as `python benchmarks/tokens.py`; exits 1 below a bar. Lengths are 10 to 2000, tokens int32, Zipf over
 32,000 words. The other side is Lance (`pip install pylance`); it is left out if it is not installed. The
-sides take turns, with the same rows. Times are CPU times of the process, which a busy machine changes
-little; wall times are reported as well. Background work of one side may fall into another's turn.
+sides take turns, with the same rows. Times are CPU times of the process, which a busy machine changes little;
+wall times are reported as well. Background work of one side may fall into another's turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS, SHORTEST, LONGEST = 32_000, 10, 2000
 BATCH, EXTEND = 256, 1000
 SCHEMA = Schema([Field(("tokens",), ARROW, (), ragged_text("int32", (None,))), Field(("id",), "int64", ())])
 KINDS = (None, "narrow", "lz4", "zstd")
-#: Held without compression and by the one that keeps rows apart; others are for space alone.
+#: Bars apply without compression and to the layout with separate rows; other layouts show only the size.
 BARS = {
     name + ("" if kind is None else f"/{kind}"): bar
     for kind in KINDS
@@ -49,13 +49,13 @@ BARS = {
     }.items()
     if name == "size" or kind in (None, "narrow")
 }
-#: So many extends, or draws, follow one another before it is another side's turn.
+#: Number of extends, or samples, before the other side's turn.
 BLOCK = 10
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done: rows of the stores, draws of each."""
+    """Rows of the stores, and samples of each."""
 
     rows: int = 200_000
     draws: int = 100
@@ -66,7 +66,7 @@ QUICK, SMOKE = Effort(20_000, 40), Effort(2000, 3)
 
 @dataclass
 class Took:
-    """Hold what something took: seconds of the process's CPUs, and of the wall clock."""
+    """Hold the duration of an operation: CPU seconds of the process, and wall-clock seconds."""
 
     cpu: float
     wall: float
@@ -76,14 +76,14 @@ class Took:
 
 
 def took(act: Callable[[], object]) -> Took:
-    """Do something, and say what it took."""
+    """Run an operation and return its duration."""
     cpu, wall = time.process_time(), time.perf_counter()
     act()
     return Took(time.process_time() - cpu, time.perf_counter() - wall)
 
 
 def rows_of_tokens(count: int, seed: int) -> Iterator[pa.Array]:
-    """Yield rows, some at a time; the same ones each time."""
+    """Yield rows in pieces; every call yields the same rows."""
     rng = np.random.default_rng(seed)
     chances = 1 / np.arange(1, WORDS + 1)
     known = rng.choice(WORDS, 1 << 22, p=chances / chances.sum()).astype(np.int32)
@@ -95,7 +95,7 @@ def rows_of_tokens(count: int, seed: int) -> Iterator[pa.Array]:
 
 
 class Ours:
-    """An Arrow store of these rows."""
+    """An Arrow store with these rows."""
 
     def __init__(self, path: Path, compression: Any) -> None:
         self.path, self._compression = path, compression
@@ -119,12 +119,12 @@ class Ours:
 
     @property
     def size(self) -> int:
-        """What the tokens take on the disk."""
+        """Disk space of the tokens in bytes."""
         return sum(path.stat().st_size for path in (self.path / "segments").iterdir())
 
 
 class Lance:
-    """A Lance data set of the same."""
+    """A Lance dataset with these rows."""
 
     def __init__(self, path: Path, lance: Any) -> None:
         self.path, self._lance = path, lance
@@ -151,7 +151,7 @@ class Lance:
 
 @dataclass
 class Measured:
-    """Hold what was measured of a side: seconds that it took, and what the rows take on the disk."""
+    """Hold the results of a side: durations, and the disk space of the rows."""
 
     wrote: Took
     drew: list[Took]
@@ -160,13 +160,13 @@ class Measured:
 
     @property
     def draw(self) -> Took:
-        """The median draw."""
+        """The median sample."""
         cpu, wall = zip(*((one.cpu, one.wall) for one in self.drew), strict=True)
         return Took(float(np.median(cpu)), float(np.median(wall)))
 
 
 def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured], int]:
-    """Write the same rows, draw some, close, open again, all in turn; return their bytes, too."""
+    """Write the same rows, sample, close and reopen, all in turns; also return the rows' bytes."""
     found = {name: Measured(Took(0, 0), [], Took(0, 0)) for name in sides}
     for side in sides.values():
         side.open()
@@ -183,7 +183,7 @@ def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured],
     first = [side.take(numbers) for side in sides.values()]
     if not all(rows.equals(first[0]) for rows in first):
         raise SystemExit("sides do not keep the same rows")
-    with compiling:  # as the background does just now
+    with compiling:  # simulates the background compilation
         import expstore.kernels.arrow_decode
         import expstore.kernels.gather_runs  # noqa: F401
     time.sleep(1)
@@ -217,8 +217,8 @@ def results(folder: Path, effort: Effort, out: Callable[[str], object]) -> Itera
         drew = ours.draw.cpu * 1000
         yield _result(f"sample{name}", drew, ours.draw, theirs and theirs.draw, f"{drew:.2f} ms CPU")
         yield _result(f"reopen{name}", ours.opened.wall, ours.opened, theirs and theirs.opened, "")
-        beside = "–" if theirs is None else f"{theirs.size:.3f}"
-        yield Result(f"size{name}", ours.size, f"{ours.size:.3f}", beside, note=f"{payload:,} bytes")
+        size = "–" if theirs is None else f"{theirs.size:.3f}"
+        yield Result(f"size{name}", ours.size, f"{ours.size:.3f}", size, note=f"{payload:,} bytes")
 
 
 def _result(name: str, value: float, ours: Took, theirs: Took | None, text: str) -> Result:

@@ -1,7 +1,7 @@
 """The writer that keeps the best rows compared with TorchRL's, in full stores, on disk and in memory.
 
-Run as `python benchmarks/topk.py`; exits 1 below a bar. A call is an `extend` of 1000 rows, of which all are
-better than what is stored (a policy that improves), or one in a hundred (the rest of a long run).
+Run as `python benchmarks/topk.py`; exits 1 below a bar. A call is an `extend` of 1000 rows. Either all of
+them are better than the stored rows (a policy that improves), or one in a hundred (the rest of a long run).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 REWARD = ("next", "reward")
-#: Of so many rows one is better than what is stored.
+#: One in this many rows is better than the stored rows.
 SHARES = {"few": 100, "all": 1}
 BARS = {
     f"topk/{share}-{place}": Bar(10, "x", at_least=True) for place in ("disk", "memory") for share in SHARES
@@ -36,12 +36,12 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        workload: The rows, and how many a full store holds.
-        calls: In a block.
-        rounds: How many blocks each side has.
+        workload: The rows, and the capacity of a full store.
+        calls: Number of calls per block.
+        rounds: Number of blocks per side.
     """
 
     workload: Workload = LOCOMOTION
@@ -55,10 +55,10 @@ SMOKE = Effort(LOCOMOTION.scaled(rows=2000, extend_rows=200), calls=2, rounds=1)
 
 
 class Better:
-    """Hand out batches without end in which every so-many-th row ranks above all before.
+    """Create an endless sequence of batches in which every n-th row ranks above all earlier rows.
 
     Args:
-        workload: What they hold.
+        workload: The rows.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -67,7 +67,7 @@ class Better:
         self._made = 0
 
     def filling(self) -> Iterator[TensorDict]:
-        """Return the rows of a full store, ranked in no order: the worst are spread over all of it."""
+        """Return the rows of a full store in random order, so that the worst are spread over it."""
         import torch
 
         ranks = torch.randperm(self._rows, generator=torch.Generator().manual_seed(1))
@@ -111,16 +111,16 @@ def theirs(folder: Path, workload: Workload, *, memory: bool) -> Any:
 
 
 class TopK:
-    """Measure in full stores."""
+    """Measure with full stores."""
 
     def __init__(self, folder: Path, effort: Effort) -> None:
         self.folder, self.effort = folder, effort
 
     def run(self) -> Iterator[Result]:
         for place in ("disk", "memory"):
-            yield from self._beside(place)
+            yield from self._compare(place)
 
-    def _beside(self, place: str) -> Iterator[Result]:
+    def _compare(self, place: str) -> Iterator[Result]:
         workload = self.effort.workload
         sides = [make(self.folder, workload, memory=place == "memory") for make in (ours, theirs)]
         feeds = [Better(workload) for _ in sides]
@@ -132,7 +132,7 @@ class TopK:
             ratio = other.median / mine.median
             text = f"{ratio:.0f}x (means {other.mean / mine.mean:.0f}x)"
             data = {"expstore": mine.to_json(), "torchrl": other.to_json()}
-            note = f"{workload.rows:,} rows, 1 in {every} of {workload.extend_rows} is taken in"
+            note = f"{workload.rows:,} rows, 1 in {every} of {workload.extend_rows} is kept"
             yield Result(f"topk/{share}-{place}", ratio, span(mine), span(other), text, note, data)
         if place == "disk":
             sides[0].close()

@@ -1,6 +1,6 @@
 """Queries of whole trajectories: SQL compared with TorchRL's trajectory query, episodes with Minari's.
 
-Run as `python benchmarks/trajectories.py`; exits 1 below a bar. All sides hold the same rows and give the
+Run as `python benchmarks/trajectories.py`; exits 1 below a bar. All sides hold the same rows and return the
 same answers, which is checked before anything is timed. TorchRL reads all rows for each query, so its queries
 are repeated only a few times.
 """
@@ -38,14 +38,14 @@ BARS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done: rows, questions in a block and in one of TorchRL's, blocks, Minari's episodes."""
+    """Rows, queries per block (ours and TorchRL's), number of blocks, and Minari's episodes."""
 
     workload: Workload = LOCOMOTION
     calls: int = 10
     their_calls: int = 1
     rounds: int = 3
     episodes: int = 200
-    #: Which trajectories are asked for: by their return, and by their largest reward.
+    #: The queried trajectories: by their return, and by their largest reward.
     returned: float = 30.0
     reward: float = 4.0
 
@@ -66,7 +66,7 @@ def open_theirs(folder: Path, workload: Workload) -> Any:
 
 
 class Trajectories:
-    """Measure in full stores."""
+    """Measure with full stores."""
 
     def __init__(self, folder: Path, effort: Effort, threads: Sequence[int]) -> None:
         self.folder, self.effort, self.threads = folder, effort, threads
@@ -133,7 +133,7 @@ class Trajectories:
     # -- Minari ---------------------------------------------------------------------------------------
 
     def _minari(self) -> Iterator[Result]:
-        """Draw whole episodes: ours as slices of that length, Minari's by its own call."""
+        """Sample whole episodes: ours as slices of that length, Minari's with its own call."""
         count, length = self.effort.episodes, LOCOMOTION.episode
         batch = LOCOMOTION.batch(count * length, seed=3)
         dataset = minari_of(batch, count, self.folder / "minari")
@@ -153,7 +153,7 @@ class Trajectories:
 
 
 def names_of(found: list[Any]) -> list[int]:
-    """Return the trajectories that were found, by the ids that they were stored with."""
+    """Return the ids of the trajectories that were found."""
     return sorted(one if isinstance(one, int) else int(_rows(one)[TRAJECTORY][0]) for one in found)
 
 
@@ -162,7 +162,7 @@ def _rows(found: Any) -> Any:
 
 
 def minari_of(batch: Any, count: int, folder: Path) -> Any:
-    """Make a Minari dataset of rows, in a folder."""
+    """Create a Minari dataset of rows in a folder."""
     os.environ["MINARI_DATASETS_PATH"] = str(folder)
     import warnings
 
@@ -191,7 +191,7 @@ def minari_of(batch: Any, count: int, folder: Path) -> Any:
         )
     space = gymnasium.spaces.Box
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it warns that no author is named
+        warnings.simplefilter("ignore", UserWarning)  # it warns that the author is missing
         return minari.create_dataset_from_buffers(
             "bench/locomotion-v0",
             buffers,

@@ -1,7 +1,7 @@
 """expstore compared with TorchRL's LazyMemmapStorage, and with its own targets; exits 1 below a bar.
 
-Run as `make bench`; README.md explains the table. Both sides are used through their public buffers with
-defaults, in one process, taking turns. Nothing is measured cold.
+Run as `make bench`; README.md explains the table. Both sides are used through their public buffers with their
+defaults, in one process, taking turns. All measurements are warm.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _times(limit: float) -> Bar:
     return Bar(limit, "x", at_least=True)
 
 
-#: Everything that is measured, in the order of the table, with its bar.
+#: All measurements with their bars, in the order of the table.
 BARS: dict[str, Bar] = {
     "locomotion/sample": _times(3),
     "locomotion/extend-filling": _times(2),
@@ -63,7 +63,7 @@ BARS: dict[str, Bar] = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done. `wide_calls` is for calls that write megabytes, `busy_calls` for TorchRL."""
+    """Sizes of the benchmark. `wide_calls` is for calls that write megabytes, `busy_calls` for TorchRL."""
 
     rounds: int = 5
     calls: int = 400
@@ -121,7 +121,7 @@ def open_torchrl(folder: Path, capacity: int) -> Any:
 
 
 class Pair:
-    """Hold two buffers of one capacity, and inputs of each one's own (TorchRL writes into them)."""
+    """Hold two buffers of one capacity, with separate inputs (TorchRL writes into its inputs)."""
 
     def __init__(self, folder: Path, workload: Workload, capacity: int, effort: Effort) -> None:
         folder.mkdir()
@@ -131,14 +131,14 @@ class Pair:
         self.ours = open_expstore(folder, capacity)
         self.theirs = open_torchrl(folder, capacity)
         size = workload.extend_rows
-        # Inputs of up to 128 MB, else they would not be read from memory that is in use.
+        # Inputs of at most 128 MB; larger ones would not be read from warm memory.
         pool = max(1, min(effort.pool, 128 * MB // (workload.row_bytes * size)))
         self._batches = [Stream(workload, size, pool=pool) for _ in range(2)]
         self._rows = [Stream(workload, 0, pool=min(1000, size * pool)) for _ in range(2)]
         self._warm_up(effort.warm_seconds)
 
     def _warm_up(self, seconds: float) -> None:
-        """Give both sides time for what they do once."""
+        """Let both sides do what they do only once."""
         self.ours.extend(next(self._batches[0]))
         self.theirs.extend(next(self._batches[1]))
         until = time.monotonic() + seconds
@@ -162,7 +162,7 @@ class Pair:
         new_bytes = calls * self.workload.row_bytes * {"extend": self.workload.extend_rows}.get(act, 1)
 
         def settle() -> None:
-            # What expstore still has to bring to the disk must not run in TorchRL's time.
+            # Outstanding writes of expstore must not run during TorchRL's turn.
             self.ours.flush()
             if act != "sample" and len(self.ours) < self.capacity:
                 touch_memory(2 * new_bytes)
@@ -178,7 +178,7 @@ class Pair:
 
 
 class Bench:
-    """Measure what is wanted; each method yields rows of the table."""
+    """Run the selected measurements; each method yields rows of the table."""
 
     def __init__(self, folder: Path, effort: Effort, only: str, threads: Sequence[int]) -> None:
         self.folder = folder
@@ -191,7 +191,7 @@ class Bench:
 
     def run(self) -> Iterator[Result]:
         with ExitStack() as stack:
-            # Forked before anything else is done here.
+            # forked before anything else runs here
             wanted = self.wants("reopen/closed", "reopen/killed", "memory/growth")
             yield from self._all(stack.enter_context(Probes()) if wanted else None)
 
@@ -218,7 +218,7 @@ class Bench:
         return self.effort.wide_calls if act == "extend" and wide else self.effort.calls
 
     def _filling(self, workload: Workload) -> Iterator[Result]:
-        """Measure writing to a ring that has not come round yet."""
+        """Measure writing to a ring that is not full yet."""
         names = {act: f"{workload.name}/{act}-filling" for act in ("add", "extend")}
         if not self.wants(*names.values()):
             return
@@ -231,14 +231,14 @@ class Bench:
         pair = Pair(folder, workload, room + 1, self.effort)
         for act, name in names.items():
             if self.wants(name):
-                yield self._beside(pair, act, name)
+                yield self._compare(pair, act, name)
         if len(pair.ours) == pair.capacity:
             raise RuntimeError("the ring is full, though it should be filling")
         pair.close()
         shutil.rmtree(folder)
 
     def _full(self, workload: Workload) -> Iterator[Result]:
-        """Measure a ring that has come round, and reading from it."""
+        """Measure a full ring: writing and reading."""
         acts = {"add-full": "add", "extend-full": "extend", "extend-busy": "", "sample": "sample"}
         names = {f"{workload.name}/{name}": act for name, act in acts.items()}
         wanted = [name for name in names if name in BARS and self.wants(name)]
@@ -249,12 +249,12 @@ class Bench:
         for more in each_threads(self.threads):
             for name in wanted:
                 if names[name]:
-                    yield self._beside(pair, names[name], name + more)
+                    yield self._compare(pair, names[name], name + more)
                 elif not more:
                     yield self._busy(pair, name)
         pair.close()
 
-    def _beside(self, pair: Pair, act: str, name: str) -> Result:
+    def _compare(self, pair: Pair, act: str, name: str) -> Result:
         cases = pair.cases(act, self._calls(pair.workload, act))
         ours, theirs = alternate(cases, rounds=self.effort.rounds, warm=self.effort.warm)
         ratio = theirs.median / ours.median
@@ -346,7 +346,7 @@ class Bench:
                 yield self._command(name, lines)
 
     def _command(self, name: str, lines: list[list[str]]) -> Result:
-        # Whoever installed the package has its modules compiled.
+        # An installed package has compiled modules.
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         medians = []
         for words in lines:
@@ -378,11 +378,11 @@ class Bench:
 
 @contextmanager
 def scratch(parent: Path, needed: int) -> Iterator[Path]:
-    """Make a folder for the stores and remove it whatever happens."""
+    """Create a folder for the stores and remove it in any case."""
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if free < needed:
-        sys.exit(f"{parent} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed; see --folder")
+        sys.exit(f"{parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; see --folder")
     folder = Path(tempfile.mkdtemp(prefix="stores-", dir=parent))
     try:
         yield folder
@@ -391,7 +391,7 @@ def scratch(parent: Path, needed: int) -> Iterator[Path]:
 
 
 def needed_bytes(effort: Effort) -> int:
-    """Return what the largest pair of stores takes, with room to spare."""
+    """Return the size of the largest pair of stores in bytes, with a margin."""
     sizes = [workload.rows * workload.row_bytes for workload in (effort.locomotion, effort.pixels)]
     sizes.append(effort.rounds * effort.calls * effort.locomotion.extend_rows * LOCOMOTION.row_bytes)
     sizes.append(effort.memory_rows * LOCOMOTION.row_bytes)
@@ -404,7 +404,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bar", action="append", default=[], metavar="NAME=LIMIT", help="another bar")
     parsed = parser.parse_args(argv)
     if not any(parsed.only in name for name in BARS):
-        parser.error(f"--only {parsed.only}: there are {', '.join(BARS)}")
+        parser.error(f"--only {parsed.only}: the measurements are {', '.join(BARS)}")
     try:
         given = {name: float(limit) for name, limit in (text.split("=") for text in parsed.bar)}
         parsed.bars = {name: replace(BARS[name], limit=limit) for name, limit in given.items()}

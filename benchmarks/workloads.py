@@ -1,7 +1,7 @@
-"""What is stored in the benchmarks, as frozen facts; frames of real games are in `atari.py`.
+"""The rows of the benchmarks, as frozen descriptions; frames of real games are in `atari.py`.
 
-Used by the scripts here. Contents follow from a seed; making them is never part of a measurement. It
-imports torch when the first batch is made.
+Used by the scripts here. Contents follow from a seed; creating them is never part of a measurement. torch is
+imported when the first batch is created.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Workload:
     """Describe a store's rows.
 
     Args:
-        name: As in the table.
-        rows: How many the full ring holds.
+        name: Name in the table.
+        rows: Capacity of the full ring.
         extend_rows: Rows per call of `extend`.
-        episode: Steps per episode; every other one terminates, the rest is truncated.
+        episode: Steps per episode; every other episode terminates, the others are truncated.
         leaves: The fields.
     """
 
@@ -58,11 +58,11 @@ class Workload:
         return sum(leaf.row_bytes for leaf in self.leaves)
 
     def scaled(self, *, rows: int, extend_rows: int) -> Workload:
-        """Return the same kind of rows in another number."""
+        """Return the same kind of rows with other numbers of rows."""
         return replace(self, rows=rows, extend_rows=extend_rows)
 
     def batch(self, rows: int, *, start: int = 0, seed: int = 0) -> TensorDict:
-        """Make rows number `start` to `start + rows - 1` of a run. Batch size `[rows]`."""
+        """Create rows number `start` to `start + rows - 1` of a run. Batch size `[rows]`."""
         import torch
         from tensordict import TensorDict
 
@@ -81,7 +81,7 @@ class Workload:
         if leaf.key == TRAJECTORY:
             return (number // self.episode).reshape(shape)
         if dtype is torch.bool:
-            # Flags at the root speak of the observation before the step: never an end.
+            # Root flags describe the observation before the step: they never mark an end.
             last = (number + 1) % self.episode == 0
             second = number // self.episode % 2 == 1
             ends: dict[tuple[str, ...], torch.Tensor] = {
@@ -96,11 +96,11 @@ class Workload:
 
 
 class Stream:
-    """Return batches without end: prepared batches in turn, with increasing trajectory ids.
+    """Yield batches endlessly: prepared batches in turn, with increasing trajectory ids.
 
     Args:
         workload: The kind of rows.
-        rows: Rows per batch; 0: single rows without a batch dim.
+        rows: Rows per batch; 0 for single rows without a batch dim.
         pool: Number of prepared batches.
         seed: Random seed of their contents.
     """
@@ -171,7 +171,7 @@ MIXED = Workload(
     leaves=(Leaf(("a",), "float32", (5,)), Leaf(("b", "c"), "uint8", (3, 32, 32))),
 )
 
-#: The rows behind the table of storages in TorchRL's documentation: 1001 of them, 177 KB each.
+#: The rows of the table of storages in TorchRL's documentation: 1001 rows of 177 KB.
 WIDE = Workload(
     name="wide",
     rows=1001,

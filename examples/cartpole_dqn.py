@@ -1,10 +1,10 @@
-"""Train a small DQN on CartPole from a store that outlives the process; the first thing to run.
+"""Train a small DQN on CartPole from a store that survives the process. This is the first example to run.
 
-Run it with `make run`, or `python examples/cartpole_dqn.py --help`: less than a minute on two cores.
-Stop it at any moment, even with kill -9, and run it again: it continues from what is stored.
+Run it with `make run`, or `python examples/cartpole_dqn.py --help`; it takes less than a minute on two cores.
+Stop it at any moment, even with kill -9, and run it again: it continues from the stored transitions.
 
-`rb.record` stores every step of the environments, and what it has stored survives the process; weights are
-saved after every flush. dqn.py has a single environment, sac.py continuous actions.
+`rb.record` stores every step of the environments, and stored steps survive the process. Weights are saved
+after every flush. dqn.py uses a single environment, sac.py continuous actions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CAPACITY = 50_000
 WARM_UP = 1_000  # transitions before the first update
-FLUSH_EVERY = 1_000  # transitions between two flushes, each with its weights
+FLUSH_EVERY = 1_000  # transitions between two flushes; weights are saved after each
 BATCH_SIZE = 128
 TRANSITIONS_PER_UPDATE = 2
 TARGET_EVERY = 200  # updates
@@ -60,7 +60,7 @@ def make_network() -> nn.Sequential:
 
 
 class Agent:
-    """A DQN with a target network: acts, learns, and turns into plain arrays and back."""
+    """A DQN with a target network, which can be converted to plain arrays and back."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -77,7 +77,7 @@ class Agent:
         return np.where(explore, rng.integers(0, 2, len(best)), best)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take one step towards reward plus discounted value of what came next."""
+        """Take one step towards the reward plus the discounted value of the next state."""
         with torch.no_grad():
             future = self.target(batch["next", "observation"]).amax(dim=1, keepdim=True)
             goal = batch["next", "reward"] + GAMMA * future * ~batch["next", "terminated"]
@@ -100,7 +100,7 @@ class Agent:
         return found
 
     def load(self, arrays: dict[str, NDArray[Any]]) -> None:
-        """Take over what `arrays` returned."""
+        """Load arrays that `arrays` returned."""
         parts: dict[str, dict[str, torch.Tensor]] = {"online": {}, "target": {}}
         adam: dict[int, dict[str, torch.Tensor]] = {}
         for name, array in arrays.items():
@@ -118,22 +118,22 @@ class Agent:
 
 def save_weights(path: Path, agent: Agent, steps: int) -> None:
     """Replace the weights at `path` atomically: after a crash the file holds the old or the new weights."""
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
         np.savez(file, allow_pickle=False, steps=np.array(steps), **agent.arrays())
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def load_weights(path: Path, agent: Agent, steps: int) -> int:
-    """Load the weights that belong to a store of `steps` transitions; return their step, or 0."""
+    """Load the weights if they belong to a store of `steps` transitions; return their step, or 0."""
     if not path.exists():
         return 0
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     saved = int(arrays.pop("steps"))
-    # They are saved after a flush, so their own store can only be ahead: these are of another one.
+    # Weights are saved after a flush, so weights that are ahead of the store belong to another store.
     if saved > steps:
         return 0
     agent.load(arrays)
@@ -141,7 +141,7 @@ def load_weights(path: Path, agent: Agent, steps: int) -> int:
 
 
 def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kept: int) -> None:
-    """Act, record, and learn from what is stored; the weights on disk are those of step `kept`."""
+    """Act, record, and learn from the stored rows; the weights on disk are those of step `kept`."""
     # After a restart the seeds differ from those of the last run, so that no episode is repeated.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
@@ -168,7 +168,7 @@ def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kep
 
 
 def keep(rb: Buffer, agent: Agent, weights: Path) -> None:
-    """Make experience, then weights, safe from a power cut."""
+    """Sync the experience, then the weights, to disk, so that they survive a power cut."""
     rb.flush()
     save_weights(weights, agent, rb.write_count)
 
@@ -179,7 +179,7 @@ def news(rb: Buffer) -> str:
 
 
 def print_curve(rb: Buffer, console: Console) -> None:
-    """Print how the return grew, as SQL over all episodes tells it."""
+    """Print how the return grew, computed in SQL over all episodes."""
     parts = rb.sql(CURVE).fetchall()
     if not parts:
         return
@@ -193,13 +193,13 @@ def print_curve(rb: Buffer, console: Console) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a DQN on CartPole from a store that stays.")
+    parser = argparse.ArgumentParser(description="Train a DQN on CartPole from a persistent store.")
     add = parser.add_argument
     add("--path", type=Path, default=Path("runs/cartpole.exp"), help="the store (%(default)s)")
-    add("--steps", type=int, default=40_000, help="transitions in all (%(default)s)")
-    add("--seed", type=int, default=0, help="of networks, environments and draws (%(default)s)")
-    add("--envs", type=int, default=8, help="environments side by side (%(default)s)")
-    add("--fresh", action="store_true", help="begin anew; the old store is moved aside")
+    add("--steps", type=int, default=40_000, help="transitions in total (%(default)s)")
+    add("--seed", type=int, default=0, help="random seed of networks, environments and draws (%(default)s)")
+    add("--envs", type=int, default=8, help="number of parallel environments (%(default)s)")
+    add("--fresh", action="store_true", help="start again; the old store is renamed")
     args = parser.parse_args(arguments)
     for name in ("steps", "envs"):
         if getattr(args, name) < 1:
@@ -208,7 +208,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Open the store, continue from what it holds, and print the results."""
+    """Open the store, continue from its content, and print the results."""
     weights = args.path.with_suffix(".weights.npz")
     args.path.parent.mkdir(parents=True, exist_ok=True)
     if args.fresh:
@@ -222,7 +222,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         if rb.write_count:
             console.print(f"resuming {args.path} at step {rb.write_count:,}, weights as of step {kept:,}")
         if rb.write_count >= args.steps:
-            console.print(f"all {args.steps:,} steps are done; --steps for more, --fresh to begin anew")
+            console.print(f"all {args.steps:,} steps are done; pass --steps for more, --fresh to start again")
         else:
             try:
                 train(rb, agent, args, weights, kept)
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     args, console = parse(arguments), Console(highlight=False, markup=False)
-    torch.set_num_threads(1)  # so small a network only gets slower with more
+    torch.set_num_threads(1)  # more threads make so small a network slower
     try:
         run(args, console)
     except KeyboardInterrupt:

@@ -118,7 +118,7 @@ def load_checkpoint(path: Path, rows: int) -> dict[str, Any] | None:
 
 
 class StopRequest:
-    """Remembers a Ctrl-C, so that the loop can end after a complete step. A second Ctrl-C stops at once."""
+    """Remember a Ctrl-C, so that the loop can end after a complete step. A second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -130,7 +130,7 @@ class StopRequest:
 
 
 def mean_return(rb: expstore.TensorDictReplayBuffer) -> str:
-    """Return the mean return of the last 20 episodes, which the store knows across restarts."""
+    """Return the mean return of the last 20 episodes in the store, which include those of earlier runs."""
     finished = rb.episodes(
         "status IN ('terminated', 'truncated')", order_by="end_time DESC, episode_id DESC", limit=20
     )

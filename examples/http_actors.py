@@ -1,6 +1,6 @@
-"""Two actor processes feed one learner through a served store: CartPole, each with a client of its own.
+"""Two actor processes feed one learner through a served store: CartPole, one client per process.
 
-Run as `python examples/http_actors.py`; it serves a folder by itself, unless one is named:
+Run `python examples/http_actors.py`; it serves a temporary folder itself. To use a running server:
 `expstore serve runs`, then `python examples/http_actors.py --url http://127.0.0.1:8420`.
 """
 
@@ -26,7 +26,7 @@ STEPS = 64
 
 
 def act(url: str, number: int, rows: int) -> None:
-    """Collect steps of one environment, and send them: each call is there once, whatever the network does."""
+    """Collect steps of one environment and send them. Every call is stored exactly once."""
     env = gymnasium.make("CartPole-v1")
     generator = torch.Generator().manual_seed(number)
     observation, _ = env.reset(seed=number)
@@ -57,13 +57,13 @@ def act(url: str, number: int, rows: int) -> None:
 
 
 def learn(url: str, updates: int) -> float:
-    """Fit values of states by batches out of the store; return the last loss."""
+    """Fit state values to batches from the store; return the last loss."""
     torch.manual_seed(0)
     value = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.Adam(value.parameters(), 1e-2)
     loss = torch.zeros(())
     with expstore.connect(url, batch_size=256, wait=60.0) as rb:
-        # The first batch waits for the actors' first rows; the next ones are on their way meanwhile.
+        # The first batch waits for the actors' first rows; the next ones are prefetched.
         for _, batch in zip(range(updates), rb, strict=False):
             with torch.no_grad():
                 goes_on = ~batch["next", "terminated"]
@@ -77,7 +77,7 @@ def learn(url: str, updates: int) -> float:
 
 @contextmanager
 def serving(url: str | None) -> Iterator[str]:
-    """Yield a server's address: the one that is named, or one of our own over a temporary folder."""
+    """Yield the address of a server: the given one, or one that serves a temporary folder."""
     if url is not None:
         yield url
         return
@@ -94,14 +94,14 @@ def serving(url: str | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Start two actors, learn from what they send, say what came."""
+    """Start two actors, learn from their rows, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", help="of a server; none: one is started")
+    parser.add_argument("--url", help="address of a server; by default one is started")
     parser.add_argument("--rows", type=int, default=2048, help="of each actor")
     parser.add_argument("--updates", type=int, default=300)
     wanted = parser.parse_args()
     with serving(wanted.url) as url:
-        httpx.put(f"{url}/v1/stores/actors", json={"capacity": 100_000})  # it may be there already
+        httpx.put(f"{url}/v1/stores/actors", json={"capacity": 100_000})  # it may exist already
         store = f"{url}/actors"
         actors = [
             multiprocessing.get_context("spawn").Process(target=act, args=(store, number, wanted.rows))

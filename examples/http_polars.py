@@ -1,6 +1,7 @@
-"""Read batches of a served store into polars, with nothing of expstore at this end.
+"""Read batches of a served store into polars, without expstore in this process.
 
-Start the server first:  expstore serve runs     Then:  python examples/http_polars.py http://127.0.0.1:8420/v1/stores/curl
+Start the server first:  expstore serve runs     Then:  python examples/http_polars.py
+http://127.0.0.1:8420/v1/stores/curl
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 
 def fetch(url: str, asked: dict[str, object]) -> pl.DataFrame:
-    """Return the rows that a route answers with."""
+    """Return the rows that a route responds with."""
     headers = {"Content-Type": "application/json", "Accept": ARROW}
     request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
     with urllib.request.urlopen(request) as answer:
@@ -25,7 +26,7 @@ def fetch(url: str, asked: dict[str, object]) -> pl.DataFrame:
 
 
 def main(store: str) -> None:
-    """Draw a batch, and look at it as a table; ask in SQL, and get one."""
+    """Sample a batch and run an SQL query; print both as tables."""
     batch = fetch(f"{store}/sample", {"batch_size": 64, "seed": 7, "draw": 0})
     print(batch.group_by("action").agg(pl.col("next.reward").mean(), pl.len()).sort("action"))
     episodes = fetch(f"{store}/sql", {"query": 'SELECT episode_id, length, "return" FROM episodes'})

@@ -1,7 +1,7 @@
 """Keep rollouts of a language model in one store: texts, tokens and log-probabilities of any length.
 
-Run it with `python examples/llm_rollouts.py`, again and again: each run adds rollouts of newer policies to
-those that are stored. A few lines stand for the model: they answer sums, better with every version.
+Run `python examples/llm_rollouts.py` several times: each run adds rollouts of newer policies to the stored
+ones. A few lines simulate the model: it answers sums, better with every version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from expstore.samplers import RandomSampler, StalenessAwareSampler
 CAPACITY = 20_000
 WORDS = ["<end>", "well", "let", "me", "see", "the", "sum", "of", "and", "is", "so", "I", "think", "it"]
 NUMBERS = len(WORDS)  # token of the number 0
-GROUP = 4  # responses to a prompt
+GROUP = 4  # responses per prompt
 MOST_TOKENS = 24
 
 BY_VERSION = """
@@ -39,7 +39,7 @@ HARDEST = """
 
 
 class Policy:
-    """Stand for a model: the newer its version, the more often it is right, and the sooner."""
+    """Simulate a model: newer versions are right more often, and earlier."""
 
     def __init__(self, version: int, seed: int) -> None:
         self.version = version
@@ -47,7 +47,7 @@ class Policy:
         self.rng = np.random.default_rng((seed, version))
 
     def respond(self, first: int, second: int) -> tuple[list[int], list[float]]:
-        """Return the tokens of a response, and the logarithms of their probabilities."""
+        """Return the tokens of a response and their log-probabilities."""
         tokens: list[int] = []
         while len(tokens) < MOST_TOKENS - 2 and self.rng.random() > self.skill / 2:
             tokens.append(int(self.rng.integers(1, len(WORDS))))
@@ -64,7 +64,7 @@ def to_text(tokens: list[int]) -> str:
 
 
 def collect(policy: Policy, prompts: int) -> TensorDict:
-    """Return `GROUP` responses to each of some prompts, one row each."""
+    """Return `GROUP` responses to each of several prompts, one per row."""
     texts, responses, tokens, logprobs, rewards, facts = [], [], [], [], [], []
     for first, second in policy.rng.integers(0, 10, (prompts, 2)).tolist():
         for _ in range(GROUP):
@@ -92,7 +92,7 @@ def collect(policy: Policy, prompts: int) -> TensorDict:
 
 
 def loss_of(batch: TensorDictBase) -> torch.Tensor:
-    """Return a policy gradient's loss: the padding of shorter responses does not count."""
+    """Return the policy gradient loss; the padding of shorter responses is masked out."""
     lengths = batch["tokens"].offsets().diff()
     logprobs = batch["logprobs"].to_padded_tensor(0.0)
     mask = torch.arange(logprobs.shape[1]) < lengths[:, None]
@@ -112,7 +112,7 @@ def run(path: Path, *, versions: int, prompts: int, seed: int) -> None:
         print(f"{path}: {stored} rollouts so far")
         for version in range(first, first + versions):
             rb.extend(collect(Policy(version, seed), prompts))
-            sampler.consumer_version = version  # rollouts of the three newest policies are drawn
+            sampler.consumer_version = version  # sample only rollouts of the three newest policies
             batch = rb.sample()
             print(f"version {version}: loss {float(loss_of(batch)):+.3f}, {batch['response'][0]!r}")
         rb.flush()
@@ -120,7 +120,7 @@ def run(path: Path, *, versions: int, prompts: int, seed: int) -> None:
         print(rb.sql(LONGEST))
         print(rb.sql(HARDEST, [first + versions - 1]))
 
-    # The same rows, in another process perhaps: only good and short ones, for a demonstration.
+    # Sample the same rows with a condition, for instance good and short ones, as another process could.
     good = RandomSampler(where="next.reward > 0.9 AND len(tokens) < 8 AND facts.finish = 'stop'")
     with expstore.open(path, mode="r", sampler=good, batch_size=4) as rb:
         for prompt, response in zip(*(rb.sample()[key] for key in ("prompt", "response")), strict=True):
@@ -130,8 +130,8 @@ def run(path: Path, *, versions: int, prompts: int, seed: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", nargs="?", type=Path, default=Path("runs/rollouts.exp"))
-    parser.add_argument("--versions", type=int, default=4, help="policies that collect in this run")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts for each of them")
+    parser.add_argument("--versions", type=int, default=4, help="number of policies that collect in this run")
+    parser.add_argument("--prompts", type=int, default=64, help="number of prompts per policy")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     run(given.path, versions=given.versions, prompts=given.prompts, seed=given.seed)

@@ -1,8 +1,8 @@
-"""Train TorchRL's DQN on CartPole by TorchRL's own Trainer, from a store that outlives the process.
+"""Train TorchRL's DQN on CartPole with TorchRL's Trainer, from a store that survives the process.
 
 Needs torchrl and gymnasium; `python examples/torchrl_dqn.py` takes half a minute on two cores. Loss, target
 network, exploration, collector and Trainer are TorchRL's; the replay buffer and its hook are expstore's. Stop
-it at any moment, with Ctrl-C or kill -9, and run it again: it continues from what is stored.
+it at any moment, with Ctrl-C or kill -9, and run it again: it continues from the stored transitions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 import expstore
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
+    warnings.simplefilter("ignore")  # some modules of torchrl use deprecated names of others
     from torchrl.collectors import Collector
     from torchrl.envs import GymEnv
     from torchrl.modules import EGreedyModule, QValueModule
@@ -32,7 +32,7 @@ CAPACITY = 50_000
 STEPS_PER_BATCH = 50  # transitions between two rounds of updates
 UPDATES_PER_BATCH = 16
 WARM_UP = 500  # transitions before the first update
-SAVE_EVERY = 1_000  # transitions between two flushes, each with its weights
+SAVE_EVERY = 1_000  # transitions between two flushes; weights are saved after each
 BATCH_SIZE = 64
 LEARNING_RATE = 1e-3
 GAMMA = 0.99
@@ -53,7 +53,7 @@ def make_trainer(rb: expstore.TensorDictReplayBuffer, args: argparse.Namespace) 
     seed = args.seed + rb.write_count
     torch.manual_seed(args.seed)
     env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-    env.set_seed(seed)  # the collector begins before the trainer seeds it
+    env.set_seed(seed)  # the collector starts before the trainer seeds it
     hidden = [nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)]
     network = TensorDictModule(nn.Sequential(*hidden), ["observation"], ["action_value"])
     policy = TensorDictSequential(network, QValueModule(spec=env.action_spec))
@@ -94,28 +94,28 @@ def make_trainer(rb: expstore.TensorDictReplayBuffer, args: argparse.Namespace) 
 
 
 def save(path: Path, trainer: Trainer, rb: expstore.TensorDictReplayBuffer) -> None:
-    """Sync the experience, then the weights, to disk; the weights record which batch comes next."""
+    """Sync the experience, then the weights, to disk; the weights record the number of the next batch."""
     rb.flush()
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
         torch.save(trainer.state_dict(), file)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)  # after a crash the file holds the old or the new weights
+    temporary.replace(path)  # after a crash the file holds the old or the new weights
 
 
 def load(path: Path, trainer: Trainer, rb: expstore.TensorDictReplayBuffer) -> int:
-    """Load the weights that belong to the store; return of which step they are, or 0."""
+    """Load the weights if they belong to the store; return their step, or 0."""
     saved = 0
     if path.exists():
         trainer.load_state_dict(torch.load(path, weights_only=True))
         saved = trainer.collected_frames
-    trainer.collected_frames = rb.write_count  # what was collected after them is there, too
+    trainer.collected_frames = rb.write_count  # the store may be ahead of the weights
     return saved
 
 
 def run(args: argparse.Namespace) -> None:
-    """Open the store, continue from what it holds, and train."""
+    """Open the store, continue from its content, and train."""
     weights = args.path.with_suffix(".weights.pt")
     args.path.parent.mkdir(parents=True, exist_ok=True)
     sampler = expstore.PrioritizedSampler(alpha=0.6, beta=0.4)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
         if rb.recovered:
             print(rb.recovered)
         if rb.write_count >= args.steps:
-            print(f"all {args.steps:,} steps are done; --steps for more")
+            print(f"all {args.steps:,} steps are done; pass --steps for more")
             return
         trainer = make_trainer(rb, args)
         kept = load(weights, trainer, rb)
@@ -145,11 +145,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train TorchRL's DQN on CartPole from a store that stays.")
+    parser = argparse.ArgumentParser(description="Train TorchRL's DQN on CartPole from a persistent store.")
     add = parser.add_argument
     add("--path", type=Path, default=Path("runs/torchrl.exp"), help="the store (%(default)s)")
-    add("--steps", type=int, default=6_000, help="transitions in all (%(default)s)")
-    add("--seed", type=int, default=0, help="of networks, environment and draws (%(default)s)")
+    add("--steps", type=int, default=6_000, help="transitions in total (%(default)s)")
+    add("--seed", type=int, default=0, help="random seed of networks, environment and draws (%(default)s)")
     args = parser.parse_args(arguments)
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, not {args.steps}")
@@ -158,7 +158,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: Any = None) -> int:
     args = parse(arguments)
-    torch.set_num_threads(1)  # so small a network only gets slower with more
+    torch.set_num_threads(1)  # more threads make so small a network slower
     try:
         run(args)
     except KeyboardInterrupt:

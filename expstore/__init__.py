@@ -1,7 +1,7 @@
 """Database-backed, persistent experience store for reinforcement learning.
 
-Names load when first used, so that importing the package, the command line and SQL stay
-instant; nothing here imports torch.
+Names are imported when they are first used: importing the package, the command line and SQL stay fast.
+Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lazy imports of a package's public names, which its stub `__init__.pyi` lists.
 
-Used by `__init__.py` of packages with public names, so that importing a package costs nothing. Type checkers
-read the same stub. It imports nothing of expstore by itself.
+`__init__.py` of packages with public names uses it, so that importing a package costs nothing. Type checkers
+read the same stub. This module imports nothing else of expstore.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["attach"]
 
 
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package: they import what its `__init__.pyi` imports.
+    """Return `__getattr__` and `__dir__` of a package that import the names of its `__init__.pyi` lazily.
 
     A name that the stub imports from a module becomes a name of the package and of its `__all__`. A module
     that the stub imports from a package becomes an attribute only.
@@ -26,7 +26,7 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
 
     @cache
     def read() -> dict[str, tuple[str, str]]:
-        import ast  # here: importing a package stays as quick as it is without any name of it
+        import ast  # here, so that importing a package is quick until one of its names is used
         import pkgutil
 
         stub = pkgutil.get_data(package, "__init__.pyi")
@@ -60,7 +60,7 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
 
 
 def _describe_missing(package: str, name: str, known: Iterable[str]) -> str:
-    """Return what is said of a name that a package does not have: the nearest name, if one is near."""
+    """Return the error message for a missing name, with the most similar known name if there is one."""
     import difflib
 
     message = f"module {package!r} has no attribute {name!r}"
@@ -69,7 +69,7 @@ def _describe_missing(package: str, name: str, known: Iterable[str]) -> str:
 
 
 def _is_package(name: str) -> bool:
-    """Return whether a module has modules in it; imports its parent at most."""
+    """Return whether a name is that of a package. Imports at most the parent of the package."""
     from importlib.util import find_spec
 
     spec = find_spec(name)

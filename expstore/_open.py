@@ -1,6 +1,6 @@
-"""`expstore.open`: a folder in, a replay buffer out.
+"""`expstore.open`: open or create a store, and return its replay buffer.
 
-Most programs call it first. It only puts settings together; the packages below do everything else.
+Most programs call it first. It checks and combines the settings; the packages below do everything else.
 """
 
 from __future__ import annotations
@@ -84,50 +84,54 @@ def open(
     retain: Retain | Mapping[str, Any] | None = None,
     archive: str | Path | Literal[False] | None = None,
 ) -> TensorDictReplayBuffer:
-    """Open the store in a folder, or make one.
+    """Open the store in a folder, or create one.
 
-    A setting that is left out is taken as stored; a setting that contradicts the store is an error. Opening
-    after a crash recovers by itself; `rb.recovered` says what was recovered.
+    A setting that you leave out keeps its stored value. A setting that contradicts the store is an error.
+    After a crash, opening recovers the store; `rb.recovered` says what was recovered.
 
     Args:
-        path: The folder, by habit named `something.exp`; `~` is the home folder. A URL is refused.
-        capacity: Most readable rows; None for a new store: it grows without bound.
-        mode: "a" opens or makes a store, "x" only makes one, "w" renames an old store to `.old-1` and makes a
-            new one, "r" follows: it reads, with or without a running writer, and changes nothing.
-        version: Number or tag of a version that `dumps` or `tag` has made, which is only read. Without it
-            mode "r" opens the newest version in a folder of versions.
-        layout: How fields are kept on disk: a `Layout`, a dict of its parts, or one word. "zarr", the kind of
-            new stores, keeps fields of a fixed size; "arrow" also keeps strings, lists, structs and tensors
-            whose shapes differ. "auto" (as new stores are), "packed" and "flat" say whether fields of a fixed
-            size are compressed.
-        schema: The fields, or what values they have. A `Schema`, or types by key, fix all fields before the
-            first rows come: `{"prompt": str, "tokens": ("int32", (None,)), ("next", "reward"): "float32"}`. A
-            type is a dtype, a dtype and a row shape with None where rows differ, str, bytes or a pyarrow
-            type; or a spec such as `Categorical(3)`, which also says what values the field has. A `Composite`
-            holds specs of some fields, and the first batch fixes the others. Rows with other fields, dtypes
-            or shapes are refused; `extend(validate="domain")` also checks values.
-        episodes: Which fields make episodes: an `EpisodeKeys`, or a dict of its parts. A new store without it
-            finds the fields by TorchRL's names.
-        meta: Your own facts about a new store; what JSON can keep.
+        path: The store's folder, usually named `something.exp`. `~` is the home folder. URLs are refused.
+        capacity: The largest number of readable rows. None: a new store grows without bound.
+        mode: "a" opens a store, or creates it. "x" creates a store and fails if there is one. "w" renames an
+            existing store to `.old-1` and creates a new one. "r" opens a reader, which changes nothing and
+            works with or without a running writer.
+        version: Number or tag of a version that `dumps` or `tag` created; versions are read-only. None: if
+            `path` is a folder of versions, mode "r" opens the newest one.
+        layout: How fields are stored on disk: a `Layout`, a dict of its parts, or one word. "zarr", the
+            default of new stores, stores fields of a fixed size. "arrow" also stores strings, lists, structs
+            and tensors whose shapes differ. "packed" compresses fields of a fixed size, "flat" does not, and
+            "auto", the default of new stores, chooses by the size of a row.
+        schema: The fields of a row, or the values that they allow. A `Schema`, or a dict of types by key,
+            fixes all fields before the first rows are written: `{"prompt": str, "tokens": ("int32", (None,)),
+            ("next", "reward"): "float32"}`. A type is a dtype; a dtype and a row shape, with None for sizes
+            that differ between rows; str; bytes; a pyarrow type; or a spec such as `Categorical(3)`, which
+            also says which values are allowed. A `Composite` has specs of some fields, and the first batch
+            fixes the others. Rows with other fields, dtypes or shapes are refused;
+            `extend(validate="domain")` also checks values.
+        episodes: Which fields identify episodes: an `EpisodeKeys`, or a dict of its parts. By default a new
+            store finds these fields by TorchRL's names.
+        meta: Your own facts about a new store, as values that JSON can store.
         batch_size: Rows per batch of `sample` and iteration.
-        sampler: Which rows make a batch: a sampler, or the name of one with its defaults, such as
-            "prioritized"; uniform by default. An unknown name lists the names.
-        writer: Where rows are placed; by default the newest replace the oldest, or as the store was filled.
-            Not with mode "r".
-        seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the reader's
-        own.
-        batches: How batches are drawn and handed out: a `Batches`, or a dict of its parts, such as
+        sampler: How the rows of a batch are chosen: a sampler, or the name of one with its defaults, such as
+            "prioritized". Uniform by default. The error for an unknown name lists all names.
+        writer: Where new rows are placed. By default the newest rows replace the oldest, or a store that
+            another kind of writer filled continues with that kind. Not allowed with mode "r".
+        seed: Seed of all draws. A new store without one picks a seed and stores it. With mode "r" it is the
+            reader's own seed.
+        batches: How batches are drawn and returned: a `Batches`, or a dict of its parts, such as
             `{"as_numpy": True}`.
-        durability: What written rows survive. "process": the end of the process at once, and a power cut
-            after the next sync. "sync": a power cut at once, for one fsync per call. A `Durability`, or a
-            dict of its parts, says more.
-        retain: Which rows of a store without a capacity stay, by bytes, age or an SQL condition: a `Retain`,
-            or a dict of its parts. It is kept in the store and applied every few seconds; episodes leave as a
-            whole, once they have ended. Another policy replaces the former one; `Retain()` keeps all rows.
-        archive: Path of a store that receives the rows that leave a store with a capacity, each once, before
-            their place is reused; it grows without bound. `history` in SQL is the rows of both. It is kept in
-            the store: pass another path after you moved the archive, or False to detach it. Rows that
-            `empty`, `loads` or a writer of the best rows removes do not go there.
+        durability: What written rows survive. "process": rows survive the end of the process at once, and a
+            power failure after the next sync. "sync": rows survive a power failure at once, for one fsync per
+            call. A `Durability`, or a dict of its parts, has more settings.
+        retain: Which rows a store without a capacity keeps, by bytes, age or an SQL condition: a `Retain`, or
+            a dict of its parts. The policy is stored and applied every few seconds. It deletes whole
+            episodes, and only after they have ended. A new policy replaces the stored one; `Retain()` keeps
+            all rows.
+        archive: Path of a second store, for a store with a capacity. Each evicted row is copied there once,
+            before its slot is reused. The archive grows without bound; `history` in SQL has the rows of both
+            stores. The path is stored: if you move the archive, pass its new path once; False detaches it.
+            Rows that are removed by `empty`, by `loads` or by a writer that keeps the best rows are not
+            archived.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -135,21 +139,21 @@ def open(
 
     Raises:
         ArgumentError: There is no such keyword or sampler, or a number is not a whole number.
-        NotFoundError: There is no store to follow.
+        NotFoundError: Mode "r", and there is no store.
         SnapshotError: There is no such version; the message lists the versions that exist.
         LockedError: Another buffer has the store open for writing.
-        StateError: The path is not a folder's, the folder holds something else, or a setting contradicts the
-            store. A store that was made for nothing is removed again.
+        StateError: The path is not a folder, the folder holds something else, or a setting contradicts the
+            store. A store that this call created is removed again.
         CorruptionError: The store is damaged.
         QueryError: The condition of `retain` is not SQL, or names fields that the rows do not have.
-        SchemaError: The layout or the specs do not fit the rows, or cannot be kept.
+        SchemaError: The layout or the specs do not fit the rows, or cannot be stored.
 
     Example:
         >>> with expstore.open("runs/demo.exp", capacity=100_000, batch_size=256) as rb:
         ...     rb.extend(batch)
         ...     rb.sample()
     """
-    # Everything is checked before the folder is touched.
+    # Check everything before touching the folder.
     path = local_path(path)
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
@@ -182,16 +186,16 @@ def open(
             generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
             transform=transform)  # fmt: skip
     if new:
-        _logger.info("made a new store: %s", path)
+        _logger.info("created a new store: %s", path)
     return rb
 
 
 def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[Schema | None, str]:
-    """Return the fields, and the text of the specs of their values, as far as either is given.
+    """Return the schema and the text of the specs, each as far as it was given.
 
     Raises:
-        SchemaError: A field has no type that can be kept, or text cannot keep a spec.
-        TypeError: It is no schema.
+        SchemaError: A type or a spec cannot be stored.
+        TypeError: The argument is not a schema.
     """
     if isinstance(given, Composite):
         return None, row_text(given)
@@ -211,7 +215,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
 def _split_specs(
     given: Mapping[Any, Any] | Composite, path: Key, specs: dict[Key, TensorSpec]
 ) -> dict[Any, Any]:
-    """Return types by key with each spec replaced by its type, and note the specs by their full keys."""
+    """Replace each spec in a dict of types by its type, and collect the specs in `specs` by full key."""
     types: dict[Any, Any] = {}
     for name, value in given.items():
         key = (*path, *check_key("each key of schema", name))
@@ -232,7 +236,7 @@ def _split_specs(
 
 @contextlib.contextmanager
 def _undo_on_error(path: Path, mode: Mode) -> Iterator[bool]:
-    """Remove a store that this block makes if the block fails; yield whether it is to make one."""
+    """Delete the store that this block creates if the block fails; yield whether it will create one."""
     disk = Disk()
     if mode == "r" or (mode == "a" and disk.exists(path / MANIFEST)):
         yield False
@@ -243,7 +247,7 @@ def _undo_on_error(path: Path, mode: Mode) -> Iterator[bool]:
     try:
         yield True
     except LockedError:
-        raise  # another process is making it
+        raise  # another process is creating the store
     except BaseException:
         owner = read_owner(disk, path / LOCK)
         if owner is None or owner.pid != os.getpid() or owner.since < begun:
@@ -258,19 +262,19 @@ def _undo_on_error(path: Path, mode: Mode) -> Iterator[bool]:
 
 
 def _list_backups(disk: Disk, path: Path) -> set[str]:
-    """Return the names to which mode "w" has moved stores of this path."""
+    """Return the names to which mode "w" has renamed stores of this path."""
     return {name for name in disk.names(path.parent) if name.startswith(f"{path.name}.old-")}
 
 
 def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved: set[str]) -> None:
-    """Remove what was made for a store, and bring back the one in whose place it came.
+    """Delete the files that were created for a store, and rename the store that it replaced back to its path.
 
     Args:
-        disk: Where files are touched.
+        disk: File operations.
         path: The new store; its lock is held.
-        names: What its folder held before.
-        missing: Folders that were not there before, the innermost first.
-        moved: The names that stores have got that were in the way.
+        names: Names in its folder before the call.
+        missing: Folders that did not exist before the call, innermost first.
+        moved: New names of the store that was in the way; empty if there was none.
     """
     for name in disk.names(path):
         if moved or name not in names:
@@ -284,19 +288,19 @@ def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved
 
 
 def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any) -> None:
-    """Raise ValueError for what a reader has no use of."""
+    """Raise ValueError for a setting that a reader cannot use."""
     if archive is not None and mode == "r":
-        raise ValueError("archive= says where rows go that leave, and with mode='r' none do; leave it out")
+        raise ValueError("archive= cannot be used with mode='r': a reader evicts no rows; leave it out")
     if retain is not None and mode == "r":
-        raise ValueError("retain= says which rows are to leave, and with mode='r' none do; leave it out")
+        raise ValueError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":
-        raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
+        raise ValueError("writer= cannot be used with mode='r': a reader writes no rows; leave it out")
 
 
 def _check_condition(
     retain: Retain | Mapping[str, Any] | None, schema: Schema | None, path: Path, mode: Mode
 ) -> None:
-    """Raise QueryError if a policy's condition is not SQL, or not over the fields if they are known."""
+    """Raise QueryError if the condition is not SQL, or names fields that a known schema does not have."""
     where = None if retain is None else Retain.of(retain).where
     if where is None:
         return
@@ -311,15 +315,17 @@ def _check_condition(
 
 
 def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode]:
-    """Return the folder of the store, and how it is to be opened: a version is read."""
+    """Return the folder to open and the mode. A version is always opened with mode "r"."""
     disk = ReadingDisk()
     if version is None and not is_snapshots(disk, path):
         return path, mode
     if mode not in ("a", "r"):
-        raise StateError(f"{path} holds versions, which are only read", hint="choose another path")
+        raise StateError(
+            f"{path} is a folder of versions, and versions are read-only", hint="choose another path"
+        )
     if version is None and mode != "r":
         raise StateError(
-            f"{path} holds versions, which are only read",
+            f"{path} is a folder of versions, and versions are read-only",
             hint="open it with mode='r', or open a store and load them into it: rb.loads(path)",
         )
     return find_version(disk, path, version), "r"

@@ -1,7 +1,7 @@
-"""The values that `expstore.open` takes for settings that belong together.
+"""Groups of settings of `expstore.open`.
 
-Each value checks itself when it is made, so that a wrong setting is refused before a folder is touched. None
-of them opens or reads anything.
+Each group checks its values when it is created, so a wrong setting is refused before a folder is touched.
+Nothing here opens or reads a store.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a store keeps its fields on disk.
+    """How a store lays out its fields on disk.
 
-    `expstore.open` also accepts one word: "zarr" and "arrow" are read as `kind`, and "auto", "packed" and
-    "flat" as `columns`. A setting that is left out is taken as stored. The layout of a store never changes.
+    `expstore.open` also accepts one word: "zarr" and "arrow" set `kind`; "auto", "packed" and "flat" set
+    `columns`. A setting that you leave out keeps its stored value. The layout of a store never changes.
 
     Args:
-        kind: "zarr", the default of new stores, keeps rows whose fields have a fixed size. "arrow" also keeps
-            strings, lists, structs, None, and tensors whose shapes differ; see `ArrowStorage`.
-        columns: How fields of a fixed size are kept. "packed": compressed, in chunks of a few rows that
-            cannot be changed in place. "flat": uncompressed, one row after another; `rb[i] = ...` needs it.
-            "auto", the default of new stores: packed if a row of the field has at least 1 KiB, otherwise
-            flat; a store whose writer keeps the best rows is flat.
-        compression: Compression of fields without a fixed size, in a store of kind "arrow". None: none.
+        kind: "zarr", the default of new stores, stores fields of a fixed size. "arrow" also stores strings,
+            lists, structs, None, and tensors whose shapes differ; see `ArrowStorage`.
+        columns: Layout of fields of a fixed size. "packed": compressed, in chunks of a few rows, which cannot
+            be changed in place. "flat": uncompressed, one row after another; `rb[i] = ...` needs it. "auto",
+            the default of new stores: packed if a row of the field has at least 1 KiB, otherwise flat. If the
+            writer keeps the best rows, "auto" makes all fields flat.
+        compression: Compression of variable-length fields, in a store of kind "arrow". None: no compression.
             "narrow": each integer takes only as many bytes as the values of its segment need. "lz4" and
-            "zstd" also compress the bytes, which makes samples slower.
+            "zstd" also compress the bytes, which makes sampling slower.
         fields: Options of single fields, by name or key: "flat", "packed" or "auto", or a dict with `layout`
-            and, for packed fields, `rows` per chunk (a power of two, at most 16 MiB in all), `codec` ("lz4hc"
-            by default, "lz4", "zstd", "zlib", "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip") and
-            `share_next`.
-        share_next: Whether a row of a packed field is stored once if an earlier row has the same bytes at
-            `("next", name)`. None: as stored, True for new stores.
+            and, for packed fields, `rows` per chunk (a power of two; a chunk has at most 16 MiB), `codec`
+            ("lz4hc" by default, "lz4", "zstd", "zlib", "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip")
+            and `share_next`.
+        share_next: Whether a row of a packed field is stored only once if an earlier row has the same bytes
+            at `("next", name)`. None: the stored value; True for new stores.
 
     Raises:
         SchemaError: There is no such kind, layout, codec, compression or option, or an option has no effect.
@@ -88,7 +88,7 @@ class Layout:
 
     @classmethod
     def of(cls, given: Layout | str | Mapping[str, Any] | None) -> Layout:
-        """Return a layout, given as one, as one word, as a dict of its parts, or None for nothing."""
+        """Convert a `Layout`, one word, a dict of its parts, or None (sets nothing) to a `Layout`."""
         if isinstance(given, str):
             if given not in (*STORAGES, *LAYOUTS):
                 raise SchemaError(
@@ -99,27 +99,27 @@ class Layout:
         return read_value("layout", cls, given)
 
     def to_column_layout(self) -> ColumnLayout | None:
-        """Return what a storage is asked for; None: nothing."""
+        """Return the layout to request from the storage; None if no setting was given."""
         return ask_layout(self.columns, cast(Any, self.fields) or None, self.share_next)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durability:
-    """What written rows survive, and when a write is refused or flushed early.
+    """What written rows survive, when stores are flushed early, and when a write is refused.
 
     `expstore.open` also accepts "process" for `Durability()`, and "sync" for `Durability(sync=True)`. The
-    settings are not stored: they hold for one opening.
+    settings are not stored; they apply until the store is closed.
 
     Args:
-        sync: What an `extend` or `add` that returned survives. False: the end of the process at once, and a
-            power cut after the next sync (about one second later, or `flush`). True: a power cut at once, for
-            one fsync per call (several above 1 MiB). `rb[i] = ...` and `empty` survive a power cut either
-            way; priorities, draws and counts need a `flush` either way.
-        min_free_bytes: An `extend` that would leave less free space on the disk is refused before it writes
-            anything. Rows that replace older ones need no space. The free space is measured about once a
-            second.
+        sync: What rows survive once `extend` or `add` has returned. False: the end of the process at once,
+            and a power failure after the next sync (about one second later, or at `flush`). True: a power
+            failure at once, for one fsync per call (several above 1 MiB). Either way `rb[i] = ...` and
+            `empty` survive a power failure at once, and priorities, draws and counts after a `flush`.
+        min_free_bytes: Free space, in bytes, that must remain on the disk. An `extend` that would leave less
+            is refused before it writes anything. Rows that replace older ones need no space. The free space
+            is measured about once a second.
         on_sigterm: "flush": if the program has no handler of its own for SIGTERM, its stores are flushed
-            before the signal ends it. "ignore": signals are left alone.
+            before the signal ends it. "ignore": expstore installs no handler.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -141,7 +141,7 @@ class Durability:
 
     @classmethod
     def of(cls, given: Durability | str | Mapping[str, Any] | None) -> Durability:
-        """Return a durability, given as one, as one word, as a dict of its parts, or None for the default."""
+        """Convert a `Durability`, one word, a dict of its parts, or None (the default) to a `Durability`."""
         if isinstance(given, str):
             if given not in ("process", "sync"):
                 raise ValueError(f"durability={given!r} is unknown; use 'process', 'sync' or a Durability")
@@ -151,22 +151,23 @@ class Durability:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeKeys:
-    """Which fields say to which episode a row belongs, where the episode ends, and what it returned.
+    """Which fields say which episode a row belongs to, whether it ends the episode, and its reward.
 
-    `expstore.open` also accepts a dict of these settings. A setting that is left out is taken as stored; a
-    new store then finds the field by TorchRL's names.
+    `expstore.open` also accepts a dict of these settings. A setting that you leave out keeps its stored
+    value; a new store finds the field by TorchRL's names.
 
     Args:
         traj: Field with the collector's trajectory ids.
-        done: List of the fields that end an episode. The last part of a name says how: `terminated`,
-            `truncated`, or any other name. If rows have `terminated`, an end that is not terminated is
-            truncated.
-        reward: Field that is summed up to an episode's return; ("next", "reward") by default. It may have
-            several values per row, one per agent: `("next", "agents", "reward")`. Without such a field an
-            episode's return is NULL.
-        reward_reduce: How several rewards of a row become one: "sum" (the default), "mean", "min" or "max".
-        done_reduce: When a row with several flags ends its episode: if "any" of them is set (the default), or
-            if "all" are.
+        done: List of the fields that end an episode. The last part of a name says how the episode ends:
+            `terminated`, `truncated`, or any other name. If rows have `terminated`, an episode that ends
+            without it counts as truncated.
+        reward: Field whose sum is an episode's return; ("next", "reward") by default. It may have several
+            values per row, one per agent: `("next", "agents", "reward")`. Without such a field the return is
+            NULL.
+        reward_reduce: How several rewards of a row are reduced to one: "sum" (the default), "mean", "min" or
+            "max".
+        done_reduce: Whether a row with several flags ends its episode if "any" of them is set (the default),
+            or only if "all" are.
 
     Raises:
         TypeError: A key is neither a name nor a tuple of names.
@@ -199,30 +200,32 @@ class EpisodeKeys:
 
     @classmethod
     def of(cls, given: EpisodeKeys | Mapping[str, Any] | None) -> EpisodeKeys:
-        """Return episode keys, given as such, as a dict of their parts, or None for nothing."""
+        """Convert an `EpisodeKeys`, a dict of its parts, or None (sets nothing) to an `EpisodeKeys`."""
         return read_value("episodes", cls, given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """How batches are drawn, paced, converted and handed out.
+    """How batches are drawn, rate-limited, converted and returned.
 
-    `expstore.open` also accepts a dict of these settings. They hold for one opening and mean what they mean
-    for a `ReplayBuffer`.
+    `expstore.open` also accepts a dict of these settings. They are not stored, and mean the same as the
+    keywords of `ReplayBuffer`.
 
     Args:
         as_numpy: Whether `sample` and iteration return nested dicts of NumPy arrays instead of TensorDicts;
-            `sample(as_numpy=...)` overrides it for one batch. The arrays lie in host memory, whatever the
+            `sample(as_numpy=...)` overrides it for one batch. The arrays are in host memory, whatever the
             device.
-        device: Device on which TensorDicts are handed out; None: host memory.
-        pin_memory: Whether tensors are handed out in pinned memory; with a `device` they are copied there
+        device: Device of the returned TensorDicts; None: host memory.
+        pin_memory: Whether tensors are returned in pinned memory. With a `device` they are copied there
             without waiting.
-        prefetch: How many batches a thread makes ahead, so that the next call finds its batch ready.
-        transform: What is done to a batch on its way out (a callable), or both ways (a TorchRL transform).
-        sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
-        generator: Generator that all draws follow from; None: the store's seed.
-        rate_limiter: How many rows may be sampled for each row that is written: `MinSize` or
-            `SampleToInsertRatio`; `sample`, `extend` and `add` wait until they may proceed.
+        prefetch: Number of batches that a background thread prepares ahead of the calls.
+        transform: A callable that changes sampled batches, or a TorchRL transform, which may also change
+            written rows.
+        sample_unit: What a sampled row is extended to: None for the row alone, or a `Sequence` of steps
+            around it.
+        generator: Random generator of all draws; None: draws follow from the store's seed.
+        rate_limiter: How many rows may be sampled for each row that is written: a `MinSize` or a
+            `SampleToInsertRatio`. `sample`, `extend` and `add` wait until it permits them.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -254,16 +257,16 @@ class Batches:
 
     @classmethod
     def of(cls, given: Batches | Mapping[str, Any] | None) -> Batches:
-        """Return settings of batches, given as such, as a dict of their parts, or None for the defaults."""
+        """Convert a `Batches`, a dict of its parts, or None (the defaults) to a `Batches`."""
         return read_value("batches", cls, given)
 
 
 def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | None) -> Value:
-    """Return a value of a kind, given as one, as a dict of its parts, or None for its defaults.
+    """Convert an instance, a dict of its parts, or None (the defaults) to a group of settings.
 
     Raises:
-        TypeError: It is something else.
-        ArgumentError: It has no such part.
+        TypeError: The argument has another type.
+        ArgumentError: The group has no such part.
     """
     if isinstance(given, kind):
         return given
@@ -281,23 +284,23 @@ def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | 
 
 
 def check_word(name: str, given: Any, known: Sequence[str]) -> None:
-    """Raise SchemaError for a word that is not known; None is."""
+    """Raise SchemaError if a word is neither None nor one of `known`."""
     if given is not None and given not in known:
         raise SchemaError(f"{name}={given!r} is unknown", hint=f"use {', '.join(map(repr, known))}")
 
 
 def check_bool(name: str, given: Any) -> None:
-    """Raise TypeError for what is neither True nor False."""
+    """Raise TypeError if a value is neither True nor False."""
     if not isinstance(given, bool):
         raise TypeError(f"{name} must be True or False, got {given!r}")
 
 
 def check_count(name: str, given: Any) -> int:
-    """Return a whole number from 0 on.
+    """Return a whole number that is at least 0.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is negative.
+        TypeError: The value is not a whole number.
+        ValueError: The value is negative.
     """
     try:
         count = operator.index(given)

@@ -1,12 +1,12 @@
-"""The errors of expstore, one class per reaction of the caller.
+"""The errors of expstore. Each class calls for another reaction of the caller.
 
-Every module raises from this tree; nothing here reads or writes anything::
+All modules raise these errors. This module does no I/O::
 
     ExpStoreError                       message, kind (stable, append-only), hint
     ├── SchemaError    (ValueError)     the batch does not fit the schema
-    │   └── StackError (RuntimeError)   rows one by one are of different shapes
-    ├── ArgumentError  (TypeError, ValueError)  an argument is unknown, or has no such value
-    ├── PriorityError  (ValueError)     negative, NaN or infinite priority; none was applied
+    │   └── StackError (RuntimeError)   single rows have different shapes
+    ├── ArgumentError  (TypeError, ValueError)  an argument is unknown, or its value is not allowed
+    ├── PriorityError  (ValueError)     negative, NaN or infinite priority; no priority was set
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, episode or snapshot
     │   └── NoRowError (IndexError)     no row with this index
@@ -14,8 +14,8 @@ Every module raises from this tree; nothing here reads or writes anything::
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
     │   └── LockedError                 another process has the store open for writing
     ├── StorageError   (OSError)        reading or writing failed
-    │   ├── CorruptionError             bytes on disk are not what was written
-    │   └── RemoteError (ConnectionError)  a server does not answer, or refuses who asks
+    │   ├── CorruptionError             bytes on disk are not the bytes that were written
+    │   └── RemoteError (ConnectionError)  a server does not answer, or refuses the request
     ├── MigrationError                  the store is newer than this library, or a step failed
     └── SnapshotError                   a snapshot is incomplete or in the way
 """
@@ -43,17 +43,17 @@ __all__ = [
 
 
 class ExpStoreError(Exception):
-    """Report a failure of expstore.
+    """Base class of all errors of expstore.
 
     Args:
         message: What was asked and what was found.
-        kind: Stable word for programs; the class's own word by default.
+        kind: Stable word for programs; by default the class's `default_kind`.
         hint: What to do about it; appended to the message.
     """
 
     default_kind = "error"
     default_hint = ""
-    #: Of an error that a server has answered with, the HTTP status.
+    #: The HTTP status, if the error is a server's response.
     status: int | None = None
 
     def __init__(self, message: str, *, kind: str | None = None, hint: str = "") -> None:
@@ -76,7 +76,7 @@ def _rebuild(cls: type[ExpStoreError], message: str, kind: str, hint: str) -> Ex
 
 
 class ArgumentError(ExpStoreError, TypeError, ValueError):
-    """An argument has an unknown name, or a value that it does not take."""
+    """An argument has an unknown name, or its value is not allowed."""
 
     default_kind = "argument"
 
@@ -88,13 +88,13 @@ class SchemaError(ExpStoreError, ValueError):
 
 
 class StackError(SchemaError, RuntimeError):
-    """Rows that came one by one have different shapes; torch's error for it is a RuntimeError."""
+    """Rows that were added one by one have different shapes; torch raises a RuntimeError for this."""
 
     default_kind = "stack"
 
 
 class PriorityError(ExpStoreError, ValueError):
-    """A priority is negative, NaN or infinite; none was applied."""
+    """A priority is negative, NaN or infinite; no priority was set."""
 
     default_kind = "priority"
 
@@ -124,13 +124,13 @@ class NotReadyError(ExpStoreError, RuntimeError):
 
 
 class StateError(ExpStoreError, RuntimeError):
-    """The buffer is closed, poisoned, or not open for writing."""
+    """The buffer is closed, poisoned (unusable after a disk failure), or not open for writing."""
 
     default_kind = "state"
 
 
 class LockedError(StateError):
-    """Somebody else has the store open for writing."""
+    """Another process or buffer has the store open for writing."""
 
     default_kind = "locked"
 
@@ -138,23 +138,23 @@ class LockedError(StateError):
 class StorageError(ExpStoreError, OSError):
     """Reading or writing failed.
 
-    `errno` is the system's, where it said one.
+    `errno` is the operating system's error number, if there is one.
     """
 
     default_kind = "storage"
-    #: Whether a sync failed: what was written before may be lost, although it reads well.
+    #: Whether a sync failed: rows written before may be lost, although they can still be read.
     lost = False
 
 
 class CorruptionError(StorageError):
-    """Bytes on disk are not what was written."""
+    """Bytes on disk are not the bytes that were written."""
 
     default_kind = "corruption"
     default_hint = "`expstore verify` says what is damaged, `expstore repair` what can be done"
 
 
 class RemoteError(StorageError, ConnectionError):
-    """A server does not answer, or refuses the request as such; or a connection cannot do what was asked."""
+    """A server does not answer or refuses the request, or the call is not available over a connection."""
 
     default_kind = "remote"
 

@@ -1,7 +1,7 @@
-"""What every test may use: seeded generators, batches made from facts, a fresh store path.
+"""Fixtures for all tests: seeded generators, batches, a fresh store path.
 
-Loaded by pytest before the tests; fixtures are facts or factories and never do hidden work. Nothing
-here imports torch before a test asks for a batch, so single tests start fast.
+Loaded by pytest before the tests. Nothing here imports torch before a test requests a batch, so single tests
+start fast.
 """
 
 from __future__ import annotations

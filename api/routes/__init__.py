@@ -1,1 +1,1 @@
-"""Routes."""
+"""The routes of the HTTP API."""

@@ -1,4 +1,4 @@
-"""Whether the server lives and is ready, and its figures.
+"""Routes for liveness, readiness and metrics.
 
 Used by orchestrators and by Prometheus.
 """
@@ -16,7 +16,7 @@ router = APIRouter()
 
 
 class Health(BaseModel):
-    """The process answers."""
+    """The server process responds."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok"}]})
 
@@ -24,7 +24,7 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Stores can be read."""
+    """The stores can be read."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok", "stores": {"demo": 1000}}]})
 
@@ -39,7 +39,7 @@ class Readiness(BaseModel):
     responses=problems(400, 429, only=True),
 )
 async def healthz() -> Health:
-    """Answer while the process lives, for liveness probes. Needs no token."""
+    """Respond while the process runs, for liveness probes. Needs no token."""
     return Health(status="ok")
 
 

@@ -1,4 +1,4 @@
-"""Routes that ask about a store: episodes, and SQL, which runs in a process of its own.
+"""Routes that query episodes, and SQL routes, which run in a separate process.
 
 Used by the application. No text of a client reaches the store's own database.
 """
@@ -23,7 +23,7 @@ from expstore.wire.stream import batches_of, table_stream
 
 router = APIRouter(tags=["asking"])
 
-#: As JSON a result takes about so many times the bytes that it has as Arrow.
+#: Approximate size of a result as JSON, relative to its size as Arrow.
 _JSON_TIMES = 6
 
 
@@ -42,7 +42,7 @@ async def episodes(
         Query(description="Only episodes with this status.", examples=["terminated"]),
     ] = None,
 ) -> Response:
-    """List episodes in the order of their ids, also those whose rows are not in the store any more."""
+    """List episodes ordered by id, also those whose rows are not in the store any more."""
     kind = choose_type(request)
     where = ["episode_id > $after"]
     params: dict[str, Any] = {"after": after}
@@ -61,7 +61,7 @@ async def episodes(
 
 
 class Question(RequestModel):
-    """A query in SQL."""
+    """An SQL query."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -88,8 +88,8 @@ class Question(RequestModel):
 async def sql(request: Request, store: Store, limits: Limits, asked: Question) -> Response:
     """Run one SELECT over the store's `transitions`, `episodes` and other relations.
 
-    It runs in a process that can read this store and nothing else. Its time, rows and bytes are limited; the
-    header `X-Truncated` says whether the result was cut.
+    The query runs in a process that can read this store and nothing else. Its time, rows and bytes are
+    limited; the header `X-Truncated` says whether the result was cut.
     """
     _check(limits)
     kind = choose_type(request)
@@ -115,7 +115,7 @@ async def sql_by_url(
     ] = None,
 ) -> Response:
     """Run one SELECT within the same sandbox and limits as POST, for browsers and `curl -G`."""
-    # A page of another site could learn about rows from how long its questions take.
+    # Without this, a page of another site could measure how long queries take, and learn about rows.
     check_origin(request.headers, request.headers["host"])
     _check(limits)
     asked, kind = Question(query=q, params=None, limit=limit), choose_type(request)

@@ -1,4 +1,4 @@
-"""Routes that read stores: batches, rows, episodes, facts.
+"""Routes that read stores: rows, episodes, facts about stores.
 
 Used by the application.
 """
@@ -30,7 +30,7 @@ class StoreNames(BaseModel):
 
 
 class StoreInfo(BaseModel):
-    """What a store is."""
+    """Facts about a store."""
 
     model_config = {
         "json_schema_extra": {
@@ -48,7 +48,7 @@ class StoreInfo(BaseModel):
         description="Number of times the store was opened for writing. Ids name the same rows within one "
         "generation."
     )
-    meta: Any = Field(description="What was noted when the store was made.")
+    meta: Any = Field(description="The store's `meta`: facts that were given when it was created.")
 
 
 @router.get("/stores", summary="List stores", responses=problems())
@@ -69,7 +69,7 @@ async def info(store: Store) -> StoreInfo:
 
 
 class Ids(RequestModel):
-    """Which rows."""
+    """A selection of rows."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [1, 2]}]})
 
@@ -80,7 +80,7 @@ class Ids(RequestModel):
     "/stores/{name}/rows", summary="Read rows by id", responses=ROWS_ANSWER | problems(406, 408, 413, 415)
 )
 async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Response:
-    """Return the rows of these ids, in their order; 404 if one of them is not in the store."""
+    """Return the rows with these ids, in the same order; 404 if one of them is not in the store."""
     kind, compression = choose_type(request), compression_of(request)
     ids = check_ids(asked.ids)
 
@@ -100,7 +100,7 @@ async def trajectory(
     limits: Limits,
     episode: Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])],
 ) -> Response:
-    """Return the rows of an episode that are in the store, in the order of its steps."""
+    """Return the rows of an episode that are in the store, ordered by step."""
     kind, compression = choose_type(request), compression_of(request)
 
     def read() -> Response:
@@ -116,6 +116,6 @@ async def trajectory(
     responses=problems() | {200: {"content": {"application/json": {"example": {"length": 2}}}}},
 )
 async def stats(store: Store) -> dict[str, Any]:
-    """Return what `rb.stats()` returns, without the store's path."""
+    """Return the result of `rb.stats()`, without the store's path."""
     found = await store.run(store.rb.stats)
     return {name: value for name, value in found.items() if name != "path"}

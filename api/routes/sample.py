@@ -1,4 +1,4 @@
-"""Routes that draw batches: one at a time, or a stream of them; samplers with names.
+"""Routes that draw batches, one at a time or as a stream, and routes for named samplers.
 
 Used by the application.
 """
@@ -29,13 +29,14 @@ from expstore.wire.stream import StreamWriter
 
 router = APIRouter(tags=["sampling"])
 
-#: A part of a stream is about so long: short enough to be worked on while the one before is sent.
+#: Approximate size of a part of a stream, in bytes: small, because a part is made while the previous one is
+#: sent.
 _PART_BYTES = 1 << 20
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
 class Asked(RequestModel):
-    """Which batch."""
+    """A request for a batch."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -51,10 +52,10 @@ class Asked(RequestModel):
         None, description="A sampler, or the name of one that PUT has made; null: uniform."
     )
     where: str | None = Field(
-        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
     )
     seed: int | None = Field(
-        None, ge=0, lt=1 << 63, description="Seed of draws of your own; null: the store's draws."
+        None, ge=0, lt=1 << 63, description="Seed of your own draws; null: the store's draws."
     )
     draw: int | None = Field(
         None,
@@ -66,7 +67,7 @@ class Asked(RequestModel):
 
 
 class AskedStream(Asked):
-    """Which batches."""
+    """A request for a stream of batches."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"batch_size": 2, "batches": 10}]})
 
@@ -74,7 +75,7 @@ class AskedStream(Asked):
 
 
 def _check(asked: Asked, limits: Settings) -> float:
-    """Return how long the request may wait for rows."""
+    """Return how many seconds the request may wait for rows."""
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
     if asked.draw is not None and asked.seed is None:
@@ -83,12 +84,12 @@ def _check(asked: Asked, limits: Settings) -> float:
 
 
 def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Any]:
-    """Return what draws: the first batch for 0, the one after it for 1."""
+    """Return a function that draws a batch, given its number from 0."""
 
     def draw(number: int) -> Any:
         which = None if asked.draw is None else asked.draw + number
         with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
-            limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn, or counted
+            limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn or counted
             return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
 
     return draw
@@ -100,8 +101,8 @@ def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Call
 async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
     """Draw a batch of rows.
 
-    It has the fields, `id` and `index`; prioritized samplers add `priority_weight`. 409 with kind
-    `not_ready`: there are too few rows, even after `wait` seconds.
+    The batch has the fields, `id` and `index`; prioritized samplers add `priority_weight`. Status 409 with
+    kind `not_ready`: there are too few rows, even after `wait` seconds.
     """
     kind, compression = choose_type(request), compression_of(request)
     seconds, draw = _check(asked, limits), _make_draw(store, asked, limits, kind)
@@ -117,7 +118,7 @@ async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -
 async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
     """Draw batch after batch in one answer: as lines of JSON, or as record batches of one Arrow stream.
 
-    The server's limit of bytes holds for each batch, not for the stream.
+    The server's limit of bytes applies to each batch, not to the stream.
     """
     kind = choose_type(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
@@ -130,13 +131,13 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     parts = _Parts(asked.batches, drawing, batches)
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
-    first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
+    first = await store.run_patiently(parts.next, seconds)  # an error must come before the status is sent
     sent = _send_parts(request, store, parts, first, limits.wait_seconds)
     return StreamingResponse(sent, media_type=kind)
 
 
 class _ArrowBatches:
-    """Write batches as one Arrow stream, and hand out its bytes part by part."""
+    """Write batches as one Arrow stream, and return its bytes piece by piece."""
 
     def __init__(self, encoder: Encoder, compression: str | None) -> None:
         self._encoder, self._packed = encoder, compression is not None
@@ -145,11 +146,11 @@ class _ArrowBatches:
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be taken."""
+        """Number of bytes that have not been taken."""
         return self._writer.pending
 
     def write(self, data: TensorDictBase) -> None:
-        """Add a batch."""
+        """Append a batch."""
         if self._packed:
             self._writer.write(self._encoder.encode(data))
         else:
@@ -157,23 +158,23 @@ class _ArrowBatches:
 
 
 class _JsonBatches:
-    """Write batches as lines of JSON, and hand out their bytes part by part."""
+    """Write batches as lines of JSON, and return their bytes piece by piece."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self._lines = encoder, bytearray()
 
     @property
     def pending(self) -> int:
-        """How many bytes wait to be taken."""
+        """Number of bytes that have not been taken."""
         return len(self._lines)
 
     def write(self, data: TensorDictBase) -> None:
-        """Add a batch."""
+        """Append a batch."""
         self._lines += json.dumps(rows_to_json(self._encoder.encode(data)), separators=(",", ":")).encode()
         self._lines += b"\n"
 
     def end(self) -> None:
-        """Lines need no end mark."""
+        """Do nothing: lines of JSON need no end mark."""
 
     def take(self) -> bytes:
         """Return the bytes written since the last call."""
@@ -182,14 +183,14 @@ class _JsonBatches:
 
 
 class _Parts:
-    """Make the bytes of a stream, a part at a time.
+    """Produce the bytes of a stream, one part at a time.
 
     Threads: one at a time.
 
     Args:
         count: Number of batches; None: no end.
-        draw: Return a batch by its number in the stream.
-        batches: Turns batches into bytes.
+        draw: Returns a batch, given its number in the stream.
+        batches: Encodes batches.
     """
 
     def __init__(
@@ -202,11 +203,11 @@ class _Parts:
 
     @property
     def endless(self) -> bool:
-        """Whether the client asked for no number of batches."""
+        """Whether the stream has no end because the client gave no number of batches."""
         return self._count is None
 
     def next(self) -> bytes | memoryview:
-        """Return the next part; at least one batch, or the stream's end."""
+        """Return the next part: at least one batch, or the end of the stream."""
         while not self.ended and self._batches.pending < _PART_BYTES:
             if self._number == self._count:
                 self._batches.end()
@@ -222,9 +223,9 @@ class _Parts:
 async def _send_parts(
     request: Request, store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
 ) -> AsyncIterator[bytes | memoryview]:
-    """Yield the parts of a stream; the next one is made while one is sent.
+    """Yield the parts of a stream; the next part is made while one is sent.
 
-    One without an end breaks off, without an end mark, when the server is shut down: its client asks again.
+    At shutdown an endless stream stops without an end mark, so that its client requests a new one.
     """
     async with store.streams:
         part: bytes | memoryview | None = first
@@ -241,20 +242,20 @@ async def _send_parts(
             part = None if pending is None else await pending
 
 
-# -- samplers with names ------------------------------------------------------------------------------
+# -- named samplers ------------------------------------------------------------------------------------
 
 
 class NamedSampler(RequestModel):
-    """A sampler that is kept."""
+    """A sampler to keep under a name."""
 
     model_config = ConfigDict(
         extra="forbid",
         json_schema_extra={"examples": [{"sampler": {"kind": "without_replacement"}, "seed": 1}]},
     )
 
-    sampler: AnySpec = Field(description="What it draws.")
+    sampler: AnySpec = Field(description="The sampler and its parameters.")
     where: str | None = Field(
-        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
     )
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="Seed of its draws; null: a random one.")
 
@@ -296,13 +297,13 @@ async def samplers(store: Store) -> Samplers:
     responses=problems(408, 413, 415),
 )
 async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> SamplerOf:
-    """Make a sampler that all clients share by its name. Making the same one again changes nothing."""
+    """Make a sampler that all clients share by its name. Repeating the same request changes nothing."""
     await store.run(lambda: store.drawers.name(sampler, asked.sampler, asked.where, asked.seed))
     return SamplerOf(name=sampler)
 
 
 @router.delete("/stores/{name}/samplers/{sampler}", summary="Delete a named sampler", responses=problems())
 async def forget_sampler(store: Store, sampler: _Named) -> SamplerOf:
-    """Delete a named sampler. Rows stay as they are."""
+    """Delete a named sampler. The rows of the store do not change."""
     await store.run(lambda: store.drawers.forget(sampler))
     return SamplerOf(name=sampler)

@@ -1,6 +1,6 @@
-"""Routes for a store's versions: make one, list them, go back to one.
+"""Routes for a store's snapshots: make one, list them, restore one.
 
-Used by the application. They lie in the store's own folder; no path of a client is used.
+Used by the application. Snapshots are in the store's own folder; no path from a client is used.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _EXAMPLE: dict[str, Any] = {
 
 
 class Made(BaseModel):
-    """A version."""
+    """A snapshot."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
-    number: int = Field(description="Its number; versions are counted from 1.")
-    tag: str | None = Field(description="Its name; null: none was given.")
+    number: int = Field(description="Its number; snapshots are counted from 1.")
+    tag: str | None = Field(description="Its name; null: it has none.")
     time: float = Field(description="When it was made, seconds since 1970.")
     rows: int = Field(description="Number of its rows.")
     episodes: int = Field(description="Number of its episodes.")
@@ -38,15 +38,15 @@ class Made(BaseModel):
 
 
 class Versions(BaseModel):
-    """The versions of a store."""
+    """The snapshots of a store."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"versions": [_EXAMPLE]}]})
 
-    versions: list[Made] = Field(description="The oldest version first.")
+    versions: list[Made] = Field(description="The oldest snapshot first.")
 
 
 class Loaded(BaseModel):
-    """The store after a version was restored."""
+    """The store after a snapshot was restored."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"rows": 1000, "generation": 2}]})
 
@@ -55,19 +55,19 @@ class Loaded(BaseModel):
 
 
 class Tag(RequestModel):
-    """What a version is to be called."""
+    """The name of a new snapshot."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"tag": "best"}]})
 
     tag: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9._-]{1,100}$",
-        description="A name; a version with a name is never removed to save space.",
+        description="A name; a snapshot with a name is never removed to save space.",
     )
 
 
 class Which(RequestModel):
-    """Which version."""
+    """The snapshot to restore."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"version": "best"}]})
 
@@ -78,9 +78,9 @@ def _to_model(version: Version) -> Made:
     return Made(**{name: getattr(version, name) for name in Made.model_fields})
 
 
-@router.get("/stores/{name}/versions", summary="List versions", responses=problems())
+@router.get("/stores/{name}/versions", summary="List snapshots", responses=problems())
 async def versions(store: Store) -> Versions:
-    """List the versions in the store's own folder, the oldest first."""
+    """List the snapshots in the store's own folder, the oldest first."""
     found = await store.run(lambda: expstore.versions(store.path))
     return Versions(versions=[_to_model(version) for version in found])
 
@@ -88,11 +88,11 @@ async def versions(store: Store) -> Versions:
 @changing.post(
     "/stores/{name}/dumps",
     status_code=201,
-    summary="Make a version",
+    summary="Make a snapshot",
     responses=problems(408, 413, 415, 507),
 )
 async def dumps(store: Store, asked: Tag) -> Made:
-    """Keep the store's present content as a version, while other requests write and sample."""
+    """Save the store's current content as a snapshot, while other requests write and sample."""
 
     def make() -> Version:
         tag = asked.tag
@@ -101,9 +101,9 @@ async def dumps(store: Store, asked: Tag) -> Made:
     return _to_model(await store.run(make))
 
 
-@changing.post("/stores/{name}/loads", summary="Restore a version", responses=problems(408, 413, 415, 507))
+@changing.post("/stores/{name}/loads", summary="Restore a snapshot", responses=problems(408, 413, 415, 507))
 async def loads(store: Store, asked: Which) -> Loaded:
-    """Replace the store's content by a version's. Its rows get new ids, in a new generation."""
+    """Replace the store's content by a snapshot's. Its rows get new ids, in a new generation."""
 
     def load() -> Loaded:
         store.rb.loads(store.path, asked.version)

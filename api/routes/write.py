@@ -1,6 +1,6 @@
-"""Routes that change stores: make one, add rows, set priorities, flush.
+"""Routes that change stores: create and delete them, append rows, set priorities, end episodes, sync.
 
-Used by the application unless it only reads.
+Used by the application unless it is read-only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ router = APIRouter(tags=["writing"])
 
 _KEY_BYTES = 128
 
-#: What the metadata of rows may ask for, and what is a value of it.
+#: The options in the metadata of rows, and a check of their values.
 _WISHES: dict[str, Callable[[Any], bool]] = {
     "episode_info": lambda value: isinstance(value, dict),
     "update_priority": lambda value: isinstance(value, bool),
@@ -37,7 +37,7 @@ _WISHES: dict[str, Callable[[Any], bool]] = {
 
 
 class Written(BaseModel):
-    """What became of rows."""
+    """The result of a write."""
 
     model_config = {"json_schema_extra": {"examples": [{"first_id": 1, "count": 2, "generation": 1}]}}
 
@@ -52,7 +52,7 @@ class Written(BaseModel):
 
 
 class NewStore(RequestModel):
-    """What a new store is to be."""
+    """The settings of a new store."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"capacity": 1000, "fields": FIELDS, "seed": 3}]}
@@ -77,7 +77,7 @@ class NewStore(RequestModel):
 
 
 class Created(BaseModel):
-    """A store that was made."""
+    """The created store."""
 
     model_config = {"json_schema_extra": {"examples": [{"name": "demo"}]}}
 
@@ -86,7 +86,7 @@ class Created(BaseModel):
 
 @router.put("/stores/{name}", status_code=201, summary="Create a store", responses=problems())
 async def create(stores: Known, name: StoreName, asked: NewStore) -> Created:
-    """Make an empty store in the served folder. 409 with kind `exists`: there is a store of this name."""
+    """Create an empty store in the served folder. Status 409 with kind `exists`: the name is in use."""
     options: dict[str, Any] = {
         key: value for key in ("capacity", "seed", "meta") if (value := getattr(asked, key)) is not None
     }
@@ -101,11 +101,11 @@ async def create(stores: Known, name: StoreName, asked: NewStore) -> Created:
 
 
 class Deleted(BaseModel):
-    """A store that was deleted."""
+    """The deleted store."""
 
     model_config = {"json_schema_extra": {"examples": [{"name": "demo"}]}}
 
-    name: str = Field(description="The name it had.")
+    name: str = Field(description="Its former name.")
 
 
 @router.delete("/stores/{name}", summary="Delete a store", responses=problems())
@@ -115,16 +115,19 @@ async def delete(
     confirm: Annotated[
         str,
         Query(
-            max_length=200, description="The store's name again, as a guard against slips.", examples=["demo"]
+            max_length=200,
+            description="The store's name again, as protection from mistakes.",
+            examples=["demo"],
         ),
     ],
 ) -> Deleted:
-    """Delete a store with all its rows and versions. This cannot be undone.
+    """Delete a store with all its rows and snapshots. This cannot be undone.
 
-    409 with kind `in_use`: requests, streams or open sessions use the store. Archives in other folders stay.
+    Status 409 with kind `in_use`: requests, streams or open sessions use the store. Archives in other folders
+    remain.
     """
     if confirm != name:
-        raise Refusal(400, f"confirm is {confirm[:120]!r}, and the store is {name[:120]!r}", kind="confirm",
+        raise Refusal(400, f"confirm is {confirm[:120]!r}, but the store is {name[:120]!r}", kind="confirm",
                       hint="repeat the name of the store: ?confirm=NAME")  # fmt: skip
     await stores.delete(name)
     return Deleted(name=name)
@@ -145,17 +148,17 @@ _Source = Annotated[
     str | None,
     Query(
         max_length=200,
-        description="Name of the source, such as an environment: each source writes episodes of its own.",
+        description="Name of the source, such as an environment: each source writes its own episodes.",
         examples=["actor-7"],
     ),
 ]
 _Wait = Annotated[
-    float, Query(ge=0, description="Seconds to wait until others have sampled, if rows come too fast.")
+    float, Query(ge=0, description="Seconds to wait for other clients to sample, if writes are too fast.")
 ]
 _Key = Annotated[
     str | None,
     Header(
-        description="Id of this write. If the same request comes again with the same key, it adds nothing "
+        description="Id of this write. If the same request is sent again with the same key, it adds nothing "
         "and gets the same answer. At most 128 bytes.",
         examples=["5f2c9d-1"],
     ),
@@ -180,7 +183,7 @@ async def extend(
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list of values per field.
 
-    The answer comes when the rows survive a crash of the server's process.
+    The response is sent when the rows survive a crash of the server's process.
     """
     seconds = min(wait, limits.wait_seconds)
     return await _write(request, store, limits.max_rows, source, seconds, idempotency_key, session)
@@ -216,7 +219,7 @@ async def _write(
     header: str | None,
     session: str | None,
 ) -> Written:
-    """Append the rows of a request: at most so many, within so many seconds."""
+    """Append the rows of a request: at most `rows`, waiting at most `seconds`."""
     kind, key = content_type(request), _key_of(header)
     body = await read_body(request)
     written = await store.run_patiently(
@@ -227,10 +230,10 @@ async def _write(
 
 
 def _key_of(header: str | None) -> bytes | None:
-    """Return the key that a write has.
+    """Return the idempotency key of a write.
 
     Raises:
-        Refusal: 400: it is none.
+        Refusal: 400: the key is too long or empty.
     """
     if header is None:
         return None
@@ -275,23 +278,23 @@ def _extend(
 
 
 def _digest(kind: str, body: bytearray, source: str | None) -> bytes:
-    """Return what stands for all that a write says."""
+    """Return a digest of everything that a write contains."""
     found = hashlib.blake2b(json.dumps([kind, source]).encode(), digest_size=16)
     found.update(body)
     return found.digest()
 
 
 def _check_wishes(wishes: dict[str, Any]) -> dict[str, Any]:
-    """Return what a body asks for, as keywords of `extend`.
+    """Return the options of a body as keywords of `extend`.
 
     Raises:
-        SchemaError: It asks for what is not known here.
+        SchemaError: An option is unknown, or its value is invalid.
     """
     for name, value in wishes.items():
         if name not in _WISHES or not _WISHES[name](value):
             raise SchemaError(
-                f"the metadata asks for {name[:40]}={str(value)[:40]!r}",
-                hint=f"there are {', '.join(_WISHES)}",
+                f"the metadata has the option {name[:40]}={str(value)[:40]!r}",
+                hint=f"use {', '.join(_WISHES)}",
             )
     return wishes
 
@@ -314,7 +317,7 @@ class Updated(BaseModel):
 
 
 class Done(BaseModel):
-    """The request was done."""
+    """The request was executed."""
 
     model_config = {"json_schema_extra": {"examples": [{"status": "ok"}]}}
 
@@ -334,13 +337,13 @@ async def priorities(store: Store, asked: Priorities) -> Updated:
 
 @router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))
 async def flush(store: Store) -> Done:
-    """Sync all files of the store. Rows that were written before survive a power cut."""
+    """Sync all files of the store to the disk. Rows that were written before survive a power failure."""
     await store.run(store.rb.flush)
     return Done()
 
 
 class Ending(RequestModel):
-    """Which open episodes are to end."""
+    """A selection of open episodes to end."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
 
@@ -349,7 +352,7 @@ class Ending(RequestModel):
 
 
 class Resuming(RequestModel):
-    """Which episodes to adopt."""
+    """A selection of open episodes to adopt."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
 
@@ -367,7 +370,7 @@ class Resumed(BaseModel):
 
 @router.post("/stores/{name}/episodes/end", summary="End open episodes", responses=problems(507))
 async def end_episodes(store: Store, asked: Ending, session: Session = None) -> Done:
-    """End open episodes of a session: their status becomes `cut`. Without a session: of the server's own."""
+    """End open episodes of a session: their status becomes `cut`. Without a session: the server's own."""
     if asked.unnamed and asked.source is not None:
         raise Refusal(422, "unnamed=true and a source exclude each other", hint="leave one of them out")
     await store.run(lambda: store.rb.episodes.end_of(session, asked.source, unnamed=asked.unnamed))
@@ -386,14 +389,14 @@ async def resume_episodes(store: Store, asked: Resuming, session: Session = None
 
 @router.post("/stores/{name}/session", summary="Keep a session open", responses=problems())
 async def keep_session(store: Store, session: Session = None) -> Done:
-    """Keep the session of the header `X-Session` from ending for lack of requests."""
+    """Restart the timeout of the session in the header `X-Session`."""
     _require_session(session)
     return Done()
 
 
 @router.post("/stores/{name}/session/end", summary="End a session", responses=problems(507))
 async def end_session(store: Store, session: Session = None) -> Done:
-    """End the session of the header `X-Session`: its open episodes become `cut`. Later rows open it again."""
+    """End the session in the header `X-Session`: its open episodes become `cut`. Later rows open it again."""
     name = _require_session(session)
     await store.run(lambda: store.rb.episodes.end_session([name]))
     return Done()
@@ -403,7 +406,7 @@ def _require_session(session: str | None) -> str:
     """Return the session that a request names.
 
     Raises:
-        Refusal: 422: it names none.
+        Refusal: 422: the header is missing.
     """
     if session is None:
         raise Refusal(422, "the request names no session", hint="send its id in the header X-Session")

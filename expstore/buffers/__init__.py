@@ -1,6 +1,6 @@
 """Replay buffers.
 
-Names load when first used.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

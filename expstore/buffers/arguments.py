@@ -1,6 +1,6 @@
-"""The arguments of buffers: what is checked before anything is made.
+"""Checks of the arguments of buffers, before anything is created.
 
-Used by the buffers and by `expstore.open`. It makes nothing itself.
+Used by the buffers and by `expstore.open`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ _Part = TypeVar("_Part")
 
 
 def resolve_part(part: Any, method: str) -> Any:
-    """Return a part of a buffer, known by a method: as given, or made by the function or class given."""
+    """Return a buffer's part: the part itself, or the result of calling the function or class that makes it.
+
+    Args:
+        part: The part, a function or a class.
+        method: Name of a method by which a part is recognised.
+    """
     is_part = hasattr(part, method) and not isinstance(part, type)
     return part() if callable(part) and not is_part else part
 
 
 def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Part:
-    """Return the same, of this kind.
+    """Return a buffer's part as `called` does, and check its class.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The part has another class.
     """
     found = resolve_part(part, method)
     if not isinstance(found, kind):
@@ -49,7 +54,13 @@ def check_drawing(
     limiter: Any = None,
     capacity: int | None = None,
 ) -> None:
-    """Raise ValueError for what no buffer can do, StateError for a missing device or what is no limiter."""
+    """Check how batches are drawn and where they are returned.
+
+    Raises:
+        ArgumentError: The batch size is not a whole number.
+        ValueError: A number is too small, or `pin_memory` is set and torch finds no accelerator.
+        StateError: torch cannot use the device, or the limiter is not a `RateLimiter`.
+    """
     if limiter is not None:
         if not isinstance(limiter, RateLimiter):
             raise StateError(
@@ -66,25 +77,25 @@ def check_drawing(
 
 
 def _check_device(device: torch.device | str | None) -> None:
-    """Raise StateError for a device that torch cannot use here."""
+    """Raise StateError if torch cannot use a device on this machine."""
     if device is None:
         return
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as exc:  # which one depends on torch's build
         raise StateError(
-            f"batches cannot be handed out on device {str(device)!r}: {str(exc).splitlines()[0]}",
+            f"batches cannot be returned on device {str(device)!r}: {str(exc).splitlines()[0]}",
             kind="device",
             hint="leave device out, or choose one that torch finds here",
         ) from exc
 
 
 def check_predictable(size: int | None, sampler: Any) -> None:
-    """Raise ValueError where batches have no size of their own, and a sampler's passes depend on it."""
+    """Raise ValueError if a sampler's passes depend on the batch size, and the buffer has none."""
     if size is None and getattr(sampler, "drop_last", False):
         raise ValueError(
-            "Samplers with drop_last=True must work with a predictable batch-size: what a pass leaves out "
-            "follows from it; give the buffer batch_size="
+            "Samplers with drop_last=True must work with a predictable batch-size: it determines "
+            "which rows a pass drops; give the buffer batch_size="
         )
 
 
@@ -100,8 +111,8 @@ def check_batch_size(size: int | None) -> int | None:
     """Return a batch size as an int.
 
     Raises:
-        ArgumentError: It is not a whole number.
-        ValueError: It is below 1.
+        ArgumentError: The size is not a whole number.
+        ValueError: The size is below 1.
     """
     size = None if size is None else check_whole("batch_size", size)
     if size is not None and size < 1:

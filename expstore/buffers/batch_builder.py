@@ -1,6 +1,6 @@
-"""Columns into what users get: put together, collated, transformed, and moved to their device.
+"""Convert columns to batches: assemble, collate, transform, and move them to their device.
 
-Sampling and reading by index use it. It chooses no rows and reads none.
+Used by sampling and by reading by index. It does not choose or read rows.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ _Placed = TypeVar("_Placed")
 
 
 class Finisher(Protocol):
-    """Change a batch after everything else was done to it."""
+    """Function that changes a finished batch."""
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch that the user gets."""
+        """Return the batch to return to the user."""
 
 
 class BatchBuilder(StorePart):
-    """Build batches out of columns.
+    """Build batches from columns.
 
     Threads: any number may build batches.
 
     Args:
-        style: What batches say of their rows.
-        transform: What is done to batches.
-        collate_fn: Makes a batch of what the storage gives; None: objects are stacked where that can be done.
-        device: Where batches are handed out; None: where the storage says.
-        pin_memory: Hand them out in pinned memory.
-        metadata: What batches carry as `metadata`; None: nothing.
+        style: Which entries batches have besides the fields.
+        transform: Transforms of batches.
+        collate_fn: Function that makes a batch from the rows that the storage returns; None: objects are
+            stacked if possible.
+        device: Device of the batches; None: the storage's.
+        pin_memory: Whether to return batches in pinned memory.
+        metadata: Value of the entry `metadata` of each batch; None: there is no such entry.
     """
 
     def __init__(
@@ -69,22 +70,22 @@ class BatchBuilder(StorePart):
         self._metadata = metadata
         self._generations = False
         self._finishers: tuple[Finisher, ...] = ()
-        self._form: tuple[int, Form] | None = None  # the epoch of the fields, and how rows are put together
+        self._form: tuple[int, Form] | None = None  # (epoch of the fields, how rows are assembled)
 
     def attach(self, storage: ReadView) -> None:
-        """Drop what is known of the fields."""
+        """Drop the cached form, as the storage may have other fields."""
         self._form = None
 
     def leave_parent(self) -> None:
-        """Drop what is known of the fields."""
+        """Drop the cached form in a forked child."""
         self._form = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy, without the cached form."""
         return vars(self) | {"_form": None}
 
     def set_collate(self, collate_fn: Callable[[Any], Any] | None) -> None:
-        """Collate by another function from now on; None: by default."""
+        """Set the collate function; None: the default one."""
         self._collate_fn = collate_fn
 
     def label_generations(self, wanted: bool) -> None:
@@ -92,7 +93,7 @@ class BatchBuilder(StorePart):
         self._generations = wanted
 
     def add_finisher(self, finisher: Finisher) -> None:
-        """Change all batches in one more way, after the others."""
+        """Call a function on each batch after everything else, including earlier finishers."""
         self._finishers = (*self._finishers, finisher)
 
     # -- batches ---------------------------------------------------------------------------------
@@ -110,12 +111,12 @@ class BatchBuilder(StorePart):
         """Return the batch of a draw.
 
         Args:
-            storage: What holds the rows.
-            rows: Which rows it has, and what is said of each.
-            columns: Their values. Shapes `(n, *row shape)`.
-            view: What step transforms have seen; None: the chain has no step transform.
-            numbers: The random numbers of the transforms; None: none draws.
-            as_numpy: Return nested dicts of arrays.
+            storage: Storage of the rows.
+            rows: The rows, with the sampler's values about each.
+            columns: Values of the fields. Shapes `(n, *row shape)`.
+            view: The steps that step transforms have read; None: the chain has no step transform.
+            numbers: Random numbers for the transforms; None: no transform uses any.
+            as_numpy: Whether to return nested dicts of arrays.
         """
         root = self._style.root(storage.geometry, rows, generations=self._generations)
         more = None
@@ -125,7 +126,7 @@ class BatchBuilder(StorePart):
         return build(storage, columns, (rows.ids.size,), root, more, view, numbers)
 
     def of_rows(self, storage: ReadView, rows: Selection, columns: list[Array], view: StepView | None) -> Any:
-        """Return rows that were asked for by id, with what samples say of each."""
+        """Return rows that were read by id, with the entries that samples have."""
         root = self._style.root(storage.geometry, rows, generations=self._generations)
         return self.build(storage, columns, (rows.ids.size,), root, view=view)
 
@@ -139,16 +140,16 @@ class BatchBuilder(StorePart):
         view: StepView | None = None,
         numbers: np.random.Generator | None = None,
     ) -> Any:
-        """Return rows as users get them.
+        """Build the batch that the user gets.
 
         Args:
-            storage: What holds the rows.
-            columns: In the schema's order. Shapes `(prod(size), *row shape)`.
-            size: How many rows along each dim; `()`: one row.
-            arrays: What is said of each row, at the root.
-            more: More entries, by key.
-            view: What step transforms have seen.
-            numbers: The random numbers of the transforms.
+            storage: Storage of the rows.
+            columns: Values of the fields, in the schema's order. Shapes `(prod(size), *row shape)`.
+            size: Number of rows along each dim; `()`: one row.
+            arrays: Root entries with one value per row, such as `index`.
+            more: Additional entries, by key.
+            view: The steps that step transforms have read.
+            numbers: Random numbers for the transforms.
         """
         form = self._current_form(storage)
         root = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
@@ -189,7 +190,7 @@ class BatchBuilder(StorePart):
         view: StepView | None = None,
         numbers: np.random.Generator | None = None,
     ) -> Any:
-        """Return rows as `build` does, as nested dicts of arrays in host memory."""
+        """Build rows as `build` does, but as nested dicts of arrays in host memory."""
         if view is not None or self.transform.transforms or self._collate_fn is not None or self._finishers:
             return to_arrays(self.build(storage, columns, size, root, more, view, numbers))
         batch = self._current_form(storage).arrays(columns, size, root)
@@ -201,18 +202,18 @@ class BatchBuilder(StorePart):
         return batch
 
     def _current_form(self, storage: ReadView) -> Form:
-        """Return how rows of the present fields are put together."""
+        """Return how rows of the present fields are assembled; cached until the fields change."""
         fields, known = storage.epochs.fields, self._form
         if known is None or known[0] != fields:
             known = self._form = fields, form_of(storage)
         return known[1]
 
-    # -- what is said of the rows of a batch -------------------------------------------------------
+    # -- `info` of a batch -------------------------------------------------------------------------
 
     def info(
         self, storage: ReadView, rows: Selection, batch: Any, *, as_numpy: bool = False
     ) -> dict[str | Key, Any]:
-        """Return what `sample(return_info=True)` says of the rows of a batch."""
+        """Return the `info` of `sample(return_info=True)` for a batch."""
         geometry = storage.geometry
         index: Any = geometry.index_of(rows.ids)
         if geometry.ndim > 1:
@@ -236,10 +237,10 @@ class BatchBuilder(StorePart):
     # -- devices -----------------------------------------------------------------------------------
 
     def place(self, storage: ReadView, batch: _Placed) -> _Placed:
-        """Return a batch on the buffer's device, in pinned memory if asked for."""
+        """Return a batch on the buffer's device, in pinned memory if requested."""
         device = self._asked_device or storage.device
         if device is not None and device.type == "cpu":
-            device = None  # the rows are there
+            device = None  # the rows are on it already
         if device is None and not self._pin_memory:
             return batch
 
@@ -256,7 +257,7 @@ class BatchBuilder(StorePart):
 
 
 def _reshape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
-    """Return rows in a shape; rows with nested tensors, which have no shape, become a lazy stack."""
+    """Reshape rows; rows with nested tensors, which cannot be reshaped, become a lazy stack."""
     if not size:
         return batch[0]
     if not any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in batch.values(True, True)):
@@ -268,20 +269,20 @@ def _reshape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
 
 
 def repeat_along_dims(values: Any, batch: TensorDictBase) -> Any:
-    """Return what is said of each row, repeated along the batch dims that rows have of their own."""
+    """Repeat one value per row along the additional batch dims that rows have."""
     beyond = batch.batch_size[values.ndim :]
     return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
 
 
 def to_array(values: Any) -> Array:
-    """Return values, of a tensor on any device, as an array."""
+    """Return values as an array, also those of a tensor on another device."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
     return np.asarray(values)
 
 
 def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:
-    """Set the root entries that transforms have dropped, if the batch still has the same rows."""
+    """Set root entries that transforms have dropped, if the batch still has the same rows."""
     for key, values in root.items():
         if batch.batch_size[:1] == values.shape[:1] and key not in batch.keys():  # noqa: SIM118 - see TensorDict
             with batch.unlock_():
@@ -289,7 +290,7 @@ def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:
 
 
 def _entry(batch: Any, key: Key) -> Any:
-    """Return an entry of a TensorDict, or of nested dicts; None: it has no such entry."""
+    """Return an entry of a TensorDict or of nested dicts, or None if it is missing."""
     if is_tensor_collection(batch):
         return batch.get(key)
     for name in key:

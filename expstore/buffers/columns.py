@@ -1,7 +1,6 @@
-"""Add and drop fields of a buffer that is in use, and compute their statistics: `rb.columns`.
+"""`rb.columns`: add and drop fields of a buffer in use, and compute statistics of fields.
 
-The code here finds out what a field is and how its values are computed; how they get to the disk is up to the
-storage.
+This module determines a field's type and computes its values; the storage writes them.
 """
 
 from __future__ import annotations
@@ -37,24 +36,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Columns"]
 
-#: Marks an argument that was not given: None has a meaning.
+#: Default of arguments for which None has a meaning.
 _NOTHING: Any = object()
-#: Most bytes, and most rows, that a function gets at a time.
+#: Largest number of bytes, and of rows, that a function gets at a time.
 _BYTES, _ROWS = 64 << 20, 4096
 
 Function = Callable[[TensorDictBase], Any]
 
 
 class Columns:
-    """Change which fields the rows of a buffer have, and compute statistics of them.
+    """Add and drop fields of the rows of a buffer, and compute statistics of fields.
 
-    Threads: others append and sample meanwhile; they wait for the end of it. Processes: only the one that
-    writes may do so; followers see the fields of the moment. Crashes: a field is there whole or not at all.
+    Threads: other threads may append and sample meanwhile; near the end of `add` or `drop` they wait.
+    Processes: only the writing process may change fields; followers always see the current fields. Crashes: a
+    field exists completely or not at all.
 
     Args:
-        store: Whose fields are changed.
-        sampling: Whose parts may need a field.
-        keeper: What keeps statistics of the fields.
+        store: The store.
+        sampling: The sampling part, whose sampler may need a field.
+        keeper: Cache of the statistics.
 
     Example:
         >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
@@ -79,29 +79,30 @@ class Columns:
         spec: TensorSpec | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Add a field to all rows, stored and later ones. It is on the disk when this returns.
+        """Add a field to all stored and later rows. It is durable when this returns.
 
         Values of stored rows are computed while other threads append and sample; appends wait only while the
-        last rows get their values. Other fields are not written to, and are read only to compute values. The
-        field has the flat layout, and is the last one of the schema.
+        last rows get their values. Other fields are not written, and are read only to compute values. The new
+        field has the flat layout and is the last one of the schema.
 
         Args:
             name: The field; a tuple for one inside a group.
             fill: The value of all stored rows: a number, or a tensor of the row's shape.
-            function: Computes the values: it takes a TensorDict of up to 4096 rows as they are stored, with
-                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It must only read, and
-                may be called more than once with a row.
-            sql: An SQL expression over a row and its episode, as `where=` of samplers takes it. One of
-                `fill`, `function` and `sql` is given.
+            function: Function that computes the values. It gets a TensorDict of up to 4096 rows as they are
+                stored, with `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It must
+                not write, and may be called more than once with the same row.
+            sql: An SQL expression over a row and its episode, as in `where=` of samplers. Give exactly one of
+                `fill`, `function` and `sql`.
             dtype: Dtype of torch or NumPy, or its name; None: that of `spec` or of the values.
             shape: Shape of a row's value; None: that of `spec` or of the values.
-            default: The value of later rows that lack the field; None: they are refused. By default `fill`,
-                and None with `function` and `sql`.
-            spec: What values the field may have; needed if the buffer has `specs`.
-            progress: Called with the number of rows that have their value, and with that of all rows.
+            default: The value of later rows that lack the field; None: such rows are refused. By default
+                `fill`, and None with `function` and `sql`.
+            spec: Which values the field may have; required if the buffer has `specs`.
+            progress: Called with the number of rows that have their value and the number of all rows.
 
         Raises:
-            SchemaError: The field exists, it cannot be a field, or values do not fit; nothing was changed.
+            SchemaError: The field exists, a field cannot have this name or type, or values do not fit.
+                Nothing was changed.
             QueryError: `sql` is not one expression over a row and its episode, or cannot be computed.
             StateError: The store has no rows yet, rows are objects, or the store cannot be written.
             StorageError: The disk failed.
@@ -147,7 +148,7 @@ class Columns:
         self._sampling.drop_prefetched()
 
     def drop(self, name: str | tuple[str, ...]) -> None:
-        """Drop a field of all rows. It is gone from the disk when this returns; other files are unchanged.
+        """Drop a field of all rows. It is deleted from the disk when this returns; other files are unchanged.
 
         Args:
             name: The field; a tuple for one inside a group.
@@ -155,7 +156,7 @@ class Columns:
         Raises:
             SchemaError: There is no such field, it is the only one, or something needs it: episodes, the
                 sampler, its `where` or `weight`.
-            StateError: Rows are ranked by it; or the store cannot be written.
+            StateError: The writer ranks rows by the field, or the store cannot be written.
             StorageError: The disk failed; the store must be opened again.
 
         Example:
@@ -166,7 +167,7 @@ class Columns:
         check_going(storage, key)
         for who in self._sampling.users_of(key):
             raise SchemaError(
-                f"field {key_name(key)!r} has to stay: {who} needs it", hint="set another one first"
+                f"field {key_name(key)!r} cannot be dropped: {who} needs it", hint="set another one first"
             )
         specs, text = specs_of(storage), storage.settings.specs()
         if specs is not None and key in leaves_of(text):
@@ -175,23 +176,25 @@ class Columns:
         self._sampling.drop_prefetched()
 
     def stats(self, *, fields: list[str | tuple[str, ...]] | None = None) -> dict[str | Key, FieldStats]:
-        """Return mean, standard deviation, smallest and largest value of fields, for each of their elements.
+        """Return count, mean, standard deviation, minimum and maximum of each element of fields.
 
-        The first call reads all rows. Later calls of the same buffer read blocks of 4096 rows that were
-        appended to, lost rows, or were changed in place; after more than 256 changes in place, or one of more
-        than 4096 rows, all rows. A follower reads all rows again after its writer was replaced.
+        The first call reads all rows. Later calls of the same buffer read only the blocks of 4096 rows in
+        which rows were appended, removed or changed in place. After more than 256 changes in place, or one of
+        more than 4096 rows, they read all rows. A follower reads all rows again after its writer was
+        replaced.
 
-        Values are summed in float64, and none is skipped. As in NumPy, an element with a NaN has NaN
-        everywhere; one with an infinity has NaN as `mean` and `std`. A bool counts as 0 or 1.
+        Values are summed in float64; none is skipped. As in NumPy, if an element has a NaN, all its
+        statistics are NaN; if it has an infinity, `mean` and `std` are NaN. A bool counts as 0 or 1.
 
         Args:
-            fields: Which ones: a list of names, with tuples for fields inside groups. None: all fields of
-                bools and real numbers with at most 4096 values per row; name a larger one, such as images, to
-                have it read. Objects, complex numbers and fields without a fixed size have no statistics.
+            fields: A list of names, with tuples for fields inside groups. None: all fields of bools and real
+                numbers with at most 4096 values per row; larger fields, such as images, must be named.
+                Objects, complex numbers and variable-length fields have no statistics.
 
         Returns:
-            By name, or by tuple for a field inside a group: `count`, `mean`, `std`, `min` and `max`. Rows
-            that are appended during the call are not counted; rows that leave during it may be missing.
+            Statistics by name, or by tuple for a field inside a group: `count`, `mean`, `std`, `min` and
+            `max`. Rows that are appended during the call are not counted; rows that are removed during it may
+            be missing.
 
         Raises:
             NotReadyError: The store has no rows.
@@ -209,7 +212,7 @@ class Columns:
 
 
 def _read_stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
-    """Return the rows that are still there, as they are stored, with `index` and `id`."""
+    """Return the rows of `ids` that still exist, as they are stored, with `index` and `id`."""
     found, columns = read_present(storage, ids)
     index = torch.from_numpy(storage.geometry.index_of(found))
     root = {"index": index, "id": torch.from_numpy(found)}
@@ -217,12 +220,12 @@ def _read_stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDict
 
 
 def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str:
-    """Return the text of the specs with that of one more field."""
+    """Return the text of the specs with the spec of a new field."""
     text = storage.settings.specs()
     if spec is None:
         if text:
             raise SchemaError(
-                f"the store has specs, and none for {key_name(entry.key)!r}",
+                f"the store has specs, but none for {key_name(entry.key)!r}",
                 hint="give spec=, or set_specs(None) first",
             )
         return text
@@ -236,7 +239,7 @@ def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str
 
 
 def _remove_spec(specs: Composite, key: Key) -> str:
-    """Return the text of specs without that of a field."""
+    """Return the text of the specs without the spec of a field."""
     del specs[key if len(key) > 1 else key[0]]
     left = any(spec is not None for spec in specs.values(include_nested=True, leaves_only=True))
     return row_text(specs) if left else ""
@@ -254,7 +257,7 @@ def _dtype_name(dtype: Any) -> str:
 def _entry_of(
     storage: ReadView, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
 ) -> Field:
-    """Return the field; what the caller did not say is taken from the values."""
+    """Return the field; a dtype or shape that was not given is taken from the values."""
     if isinstance(given, _Values):
         if dtype is not None and shape is not None:
             return Field(key, dtype, shape)
@@ -262,7 +265,8 @@ def _entry_of(
         ids = window.ids()[:_FEW]
         if not ids.size:
             raise SchemaError(
-                f"there are no rows to tell what field {key_name(key)!r} is", hint="give dtype= and shape="
+                f"field {key_name(key)!r}: there are no rows to compute it from",
+                hint="give dtype= and shape=",
             )
         _, found = given.ask(ids)
         return Field(key, dtype or _name_of(found), tuple(found.shape[1:]) if shape is None else shape)
@@ -272,7 +276,7 @@ def _entry_of(
     return Field(key, dtype or _name_of(value), tuple(value.shape) if shape is None else shape)
 
 
-#: How many rows are read to find the dtype and shape of values.
+#: Number of rows that are read to determine the dtype and shape of values.
 _FEW = 8
 
 
@@ -281,7 +285,7 @@ def _name_of(value: Any) -> str:
 
 
 def _value_of(entry: Field, value: Any) -> Array:
-    """Return one row's value as a column keeps it. Shape the field's."""
+    """Return one row's value as a column stores it. Shape the field's."""
     array = as_field(entry, value)
     try:
         return np.array(np.broadcast_to(array, entry.shape), entry.numpy_dtype)
@@ -292,13 +296,13 @@ def _value_of(entry: Field, value: Any) -> Array:
 
 
 class _Values:
-    """Compute the values of rows. `ask` returns the ids of rows that are still there, and their values."""
+    """Compute values of rows. `ask` returns the ids of the rows that still exist, and their values."""
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
         raise NotImplementedError
 
     def of(self, entry: Field) -> Callable[[IntArray], tuple[IntArray, Array]]:
-        """Return what computes values as a column keeps them."""
+        """Return a function that computes values as a column stores them."""
 
         def compute(ids: IntArray) -> tuple[IntArray, Array]:
             found, values = self.ask(ids)
@@ -310,14 +314,14 @@ class _Values:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r}: values of {found.size} rows have shape "
                     f"{list(array.shape)}, expected {list(wanted)}",
-                    hint="give shape=, or values of this one",
+                    hint="give shape=, or return values of the expected shape",
                 )
             return found, np.ascontiguousarray(array, entry.numpy_dtype)
 
         return compute
 
     def cast(self, entry: Field, values: Any) -> Array:
-        """Return values with the field's dtype."""
+        """Convert values to the field's dtype."""
         return as_field(entry, values)
 
 
@@ -371,18 +375,18 @@ class _ByFormula(_Values):
         found: Array = values.astype(entry.numpy_dtype)
         if entry.numpy_dtype.kind in "iub" and not np.array_equal(found.astype(values.dtype), values):
             raise QueryError(
-                f"{self._text!r} has values that {entry.dtype} does not have", hint="give another dtype="
+                f"{self._text!r} has values that {entry.dtype} cannot represent", hint="give another dtype="
             )
         return found.reshape(len(found), *entry.shape) if found[:1].size == entry.row_items else found
 
 
 def _fields_of(storage: ReadView) -> FieldChanges:
-    """Return what adds and drops the fields of a storage.
+    """Return the interface by which fields of a storage are added and dropped.
 
     Raises:
-        StateError: Nothing can be written here, or this kind of storage cannot.
+        StateError: The storage cannot be written, or storages of this kind have fixed fields.
     """
     fields = storage.writer().fields
     if fields is None:
-        raise StateError(f"a {storage.kind} storage cannot get other fields", hint="make another store")
+        raise StateError(f"a {storage.kind} storage cannot add or drop fields", hint="create another store")
     return fields

@@ -1,6 +1,6 @@
 """The specs of a store's fields, and checks of rows against them.
 
-Used by buffers: `specs`, `set_specs` and `extend(validate="domain")`. It reads no stored rows.
+Implements `specs`, `set_specs` and `extend(validate="domain")` of buffers. It reads no stored rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from expstore.storages.read_view import ReadView, keys_for
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "row_text", "select_specs", "specs_of"]
 
-_MAX_CHARACTERS = 200  # characters of a value
+_MAX_CHARACTERS = 200  # characters of a value in a message
 
-#: The text of specs, and what it says: reading it takes as long as checking a row by it.
+#: The text of specs, and the parsed specs: parsing takes as long as checking a row.
 Domain = tuple[str, Composite | None]
 NO_DOMAIN: Domain = ("", None)
 
@@ -40,49 +40,49 @@ def row_text(specs: Composite | None) -> str:
     """Return the text of the specs of one row; "" for None.
 
     Raises:
-        TypeError: They are no Composite.
-        SchemaError: They are of a batch, or text cannot keep them.
+        TypeError: The argument is not a Composite.
+        SchemaError: The specs have a batch size, or cannot be stored as text.
     """
     if specs is None:
         return ""
     if not isinstance(specs, Composite):
         raise TypeError(
             f"specs is a {type(specs).__module__}.{type(specs).__name__}; give a Composite of expstore, for "
-            "the row's fields. Those of TorchRL and gymnasium become one by from_torchrl and from_space of "
-            "expstore.specs"
+            "the row's fields. from_torchrl and from_space of expstore.specs convert specs of TorchRL and "
+            "spaces of gymnasium"
         )
     if specs.shape:
         raise SchemaError(
             f"the specs have batch size {list(specs.shape)}, and a row has none",
-            hint=f"give those of one row: specs[{', '.join('0' for _ in specs.shape)}]",
+            hint=f"give the specs of one row: specs[{', '.join('0' for _ in specs.shape)}]",
         )
     return to_text(specs.clone().to("cpu").clear_device_())
 
 
 def specs_of(storage: ReadView) -> Composite | None:
-    """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
+    """Return a copy of the current specs of a storage's fields; None: it has no specs."""
     text = storage.settings.specs()
     found: Composite | None = read_stored(text) if text else None
     return found
 
 
 def select_specs(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
-    """Return the specs of those fields that rows have with this dtype and shape."""
+    """Return the specs of fields that the schema has with the same dtype and shape."""
     kinds = {(field.key, f"torch.{field.dtype}", field.shape) for field in schema.fields}
     fits = {key: spec for key, spec in specs.items() if (key, str(spec.dtype), tuple(spec.shape)) in kinds}
     return Composite(fits)
 
 
 def asks_for_domain(validate: str) -> bool:
-    """Return whether values are to be looked at.
+    """Return whether values must be checked against specs.
 
     Raises:
-        ValueError: It is neither "schema" nor "domain".
+        ValueError: `validate` is neither "schema" nor "domain".
     """
     if validate not in ("schema", "domain"):
         raise ValueError(
-            f"validate is {validate!r}; 'schema' has fields, dtypes and shapes checked, as always, 'domain' "
-            "values, too"
+            f"validate is {validate!r}; use 'schema' to check fields, dtypes and shapes, or 'domain' to "
+            "check values too"
         )
     return validate == "domain"
 
@@ -90,18 +90,18 @@ def asks_for_domain(validate: str) -> bool:
 def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
     """Raise SchemaError if a row has a value that its field's spec does not allow.
 
-    Rows that are not taken in do not matter. The storage's lock is held; nothing is written.
+    Dropped rows are not checked. The caller holds the storage's lock; nothing is written.
 
     Args:
-        storage: Where the rows are to be; it need not have any yet.
+        storage: Storage to which the rows will be appended; it may be empty.
         batch: The rows.
-        known: What the last check has returned.
+        known: Result of the last check.
 
     Returns:
-        What is known of the specs now.
+        The current specs and their text, for the next check.
 
     Raises:
-        SchemaError: The batch does not fit, or a value does not: the message says where.
+        SchemaError: The batch does not fit the schema, or a value is not allowed; the message says which.
         StateError: The storage has no specs.
     """
     text = storage.settings.specs()
@@ -113,7 +113,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
         )
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)
     columns = batch.columns(schema)
-    if storage.schema is None:  # else it was held against them when either of both came
+    if storage.schema is None:  # otherwise the specs were compared with the schema when either was set
         storage.writer().settings.check(schema)
     keys = keys_for(storage, schema) if storage.schema is None else storage.keys
     kept = StepReader(schema, keys).transitions(columns)
@@ -137,7 +137,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
 
 
 def _values(column: Any, field: Field) -> Any:
-    """Return a column as its spec takes it: a tensor, a list of tensors, or an array of objects."""
+    """Return a column as its spec expects it: a tensor, a list of tensors, or an array of objects."""
     dtype = field.dtype
     if dtype == "object":
         return column
@@ -154,7 +154,7 @@ def _describe(values: Any, row: int) -> Any:
 
 
 def _first_bad(spec: TensorSpec, values: Any) -> int:
-    """Return the number of the first row that a spec does not allow; -1: it allows all."""
+    """Return the position of the first row that a spec does not allow, or -1 if it allows all rows."""
     if isinstance(values, np.ndarray):
         values = [NonTensorData(value, batch_size=safe(spec.shape)) for value in values]
     elif isinstance(values, torch.Tensor) and spec.is_in(values):

@@ -1,6 +1,6 @@
-"""Several buffers sampled as one, and written to by a key that says which.
+"""Several buffers that are sampled as one, and written to by a routing key.
 
-Members are buffers, and can be used by themselves. An ensemble keeps no rows and no files of its own.
+Members are ordinary buffers and can be used directly. An ensemble stores no rows and has no files.
 """
 
 from __future__ import annotations
@@ -40,50 +40,50 @@ from expstore.writers.writers import WriterEnsemble
 
 __all__ = ["ReplayBufferEnsemble"]
 
-#: The second word of the key by which members are chosen: no stream of a storage has it.
+#: Second word of the random key that chooses members; no stream of a storage uses it.
 _CHOICE = 1 << 62
 
 
 class ReplayBufferEnsemble:
     """Sample several buffers as one.
 
-    A batch has two batch dims: parts, and the rows of each part, which come from one member.
-    `("index", "buffer_ids")` names the member and `("index", "index")` the row; what members' samplers say of
-    rows has keys of its own.
+    A batch has two batch dims: parts, and the rows of each part, all from one member. `("index",
+    "buffer_ids")` names the member and `("index", "index")` the row. Values that the members' samplers return
+    about rows have their own keys.
 
-    The members' seeds, and how many batches they have returned, decide which members a batch is drawn from:
-    after a restart the next batch is the one that would have come. With a generator, that decides, and the
-    members draw by it, too.
+    The members' seeds, and how many batches they have returned, determine which members a batch is drawn
+    from: after a restart the next batch is the one that would have followed. With a generator, the generator
+    determines the members and the members' draws.
 
     Threads: any number may sample, one after another; members may be used meanwhile. Processes: a copy has
-    copies of the members, which follow their stores. Crashes: as the members; `dumps` makes a version of each
-    of them, one after another.
+    copies of the members, which follow their stores. Crashes: as the members; `dumps` creates a version of
+    each member, one after another.
 
     Args:
-        rbs: The members. Without them `storages`, `samplers` and `writers` are given.
+        rbs: The members. Without them give `storages`, `samplers` and `writers`.
         storages: Storages of the members, with their transforms.
         samplers: Samplers of the members.
         writers: Writers of the members.
-        transform: Transforms of batches, which act after the members' own.
-        batch_size: Rows per batch, all parts together.
-        collate_fn: Makes a batch of a list of parts; None: they are stacked.
-        collate_fns: One function per member, which makes a part of the member's batch.
+        transform: Transforms of batches, applied after the members' own.
+        batch_size: Rows per batch, over all parts.
+        collate_fn: Function that makes a batch from a list of parts; None: parts are stacked.
+        collate_fns: One function per member, which makes a part from the member's batch.
         p: How often each member is drawn from; see `SamplerEnsemble`.
-        sample_from_all: Draw from all members; see `SamplerEnsemble`.
-        num_buffer_sampled: How many parts a batch has; see `SamplerEnsemble`.
-        routing_key: The field that names the member which each row is written to.
-        routing_dim: The batch dim whose places are the members, instead of a routing key.
-        generator: Random numbers of all draws; None: the members' seeds.
-        as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise,
-            whatever the members do.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+        sample_from_all: Whether to draw from all members; see `SamplerEnsemble`.
+        num_buffer_sampled: Number of parts of a batch; see `SamplerEnsemble`.
+        routing_key: The field that holds, for each written row, the number of its member.
+        routing_dim: Alternative to `routing_key`: the batch dim whose positions are the members.
+        generator: Random generator of all draws; None: draws follow from the members' seeds.
+        as_numpy: Whether `sample` and iteration return NumPy arrays by default, whatever the members'
+            setting.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted with their default values,
+            otherwise refused with the reason.
 
     Raises:
-        RuntimeError: Members are given, and parts of them, too.
-        TypeError: Neither are; or there is no such keyword.
-        ValueError: Both a routing key and a dim are given; the transform looks at other steps of a store's
-            episodes; or see `SamplerEnsemble`.
+        RuntimeError: Both members and `storages`, `samplers` or `writers` are given.
+        TypeError: Neither is given, or there is no such keyword.
+        ValueError: Both a routing key and a dim are given; the transform reads other steps of a store's
+            episodes; or a setting of `SamplerEnsemble` is wrong.
 
     Example:
         >>> rb = ReplayBufferEnsemble(demonstrations, online, p=[1, 3], batch_size=32)
@@ -148,19 +148,20 @@ class ReplayBufferEnsemble:
         """Draw a batch.
 
         Args:
-            batch_size: How many rows, all parts together; None: the ensemble's.
-            return_info: Return a pair: the batch, and a TensorDict of what is known of its rows.
-            as_numpy: Return nested dicts of NumPy arrays instead of TensorDicts. None: as the ensemble was
-                made.
+            batch_size: Rows per batch, over all parts; None: the ensemble's.
+            return_info: Whether to return a pair: the batch, and a TensorDict with `index` and the samplers'
+                values about its rows.
+            as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts. None: the
+                ensemble's setting.
 
         Returns:
-            A TensorDict, batch size `[num_buffer_sampled, batch_size // num_buffer_sampled]`, or whatever
-            collation makes of the parts.
+            A TensorDict, batch size `[num_buffer_sampled, batch_size // num_buffer_sampled]`, or the result
+            of `collate_fn`.
 
         Raises:
-            NotReadyError: A member that was drawn is empty; or none can be sampled.
-            StateError: A transform has changed the shape, so that rows cannot be told from one another.
-            ValueError: The batch cannot be cut into parts of one size.
+            NotReadyError: A drawn member is empty, or no member can be sampled.
+            StateError: A transform has changed the shape, so that `info` cannot be matched with rows.
+            ValueError: The batch size is not a multiple of the number of parts.
         """
         size = self._samplers.part_size(self._require_size(batch_size))
         with self._lock:
@@ -174,7 +175,7 @@ class ReplayBufferEnsemble:
                 raise StateError(
                     "Failed to set the metadata (e.g., indices or weights) in the sampled tensordict: a "
                     f"transform has changed its shape from {list(info.shape)} to {list(batch.shape)}",
-                    hint="transform members instead, or take collate_fn= of parts of one shape",
+                    hint="transform the members instead, or use a collate_fn whose parts have one shape",
                 )
             with batch.unlock_():
                 for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
@@ -197,7 +198,7 @@ class ReplayBufferEnsemble:
         return [rb.count_candidates(size) for rb in self._rbs]
 
     def _parts(self, chosen: IntArray, size: int) -> tuple[list[Any], list[TensorDict]]:
-        """Draw the parts of a batch, those of one member by one draw."""
+        """Draw the parts of a batch, with one draw per member."""
         parts: list[Any] = [None] * chosen.size
         infos: list[Any] = [None] * chosen.size
         for member in np.unique(chosen).tolist():
@@ -211,15 +212,13 @@ class ReplayBufferEnsemble:
         return parts, infos
 
     def _draw_rows(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
-        """Draw rows of a member, again where its sampler gives fewer at once."""
+        """Draw rows of a member, in several draws if its sampler returns fewer rows at once."""
         batches, infos, missing = [], [], size
         while missing:
             batch, info = self._rbs[member].sample(missing, return_info=True, as_numpy=False)
             rows = info["index"].shape[0]
             if not 0 < rows <= missing:
-                raise StateError(
-                    f"the sampler of member {member} gave {rows} rows where {missing} were asked for"
-                )
+                raise StateError(f"the sampler of member {member} returned {rows} rows of {missing}")
             batches.append(batch)
             infos.append(info)
             missing -= rows
@@ -232,7 +231,7 @@ class ReplayBufferEnsemble:
         """Return whether `sample` would find rows to draw.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: Neither the call nor the ensemble has a batch size.
         """
         size = self._require_size(batch_size)
         if size % self._samplers.num_buffer_sampled:
@@ -244,7 +243,7 @@ class ReplayBufferEnsemble:
         """Yield batches without end.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: The ensemble has no batch size.
         """
         if self._batch_size is None:
             raise StateError(
@@ -273,24 +272,25 @@ class ReplayBufferEnsemble:
         idempotency_key: str | bytes | None = None,
         digest: bytes | None = None,
     ) -> TensorDict:
-        """Write each row to the member that the routing key, or dim, says; to each member all rows or none.
+        """Write each row to the member that the routing key or dim names.
+
+        Each member gets all its rows or none.
 
         Args:
             data: Rows, in any number of batch dims.
-            update_priority: As the members' `extend`.
-            idempotency_key: As the members' `extend`: each keeps it with its rows, so that a call that came
-                half way can be made again.
-            digest: Likewise.
+            update_priority: As in the members' `extend`.
+            idempotency_key: As in the members' `extend`. Each member stores the key with its rows, so a call
+                that failed half-way can be repeated.
+            digest: As in the members' `extend`.
 
         Returns:
-            `buffer_ids` and `index` of each row, in the order of `data.reshape(-1)`; -1 for one that its
-            member did not take in; `index_generation`, too, if all writers track generations. Batch size
-            `[n]`.
+            `buffer_ids` and `index` of each row, in the order of `data.reshape(-1)`; -1 for a row that its
+            member dropped; also `index_generation` if all writers track generations. Batch size `[n]`.
 
         Raises:
-            SchemaError: Rows do not fit a member; those of members before it are written.
-            StateError: Neither routing key nor dim was given.
-            TypeError: Members are not named by integers, or it is no TensorDict.
+            SchemaError: Rows do not fit a member; rows of earlier members are written.
+            StateError: The ensemble has neither a routing key nor a dim.
+            TypeError: Member numbers are not integers, or `data` is not a TensorDict.
             ValueError: There is no such member; nothing is written.
         """
         data = self._transform.inverse(data)
@@ -300,7 +300,7 @@ class ReplayBufferEnsemble:
         rows, members = self._route.of_rows(data, len(self._rbs))
         key: dict[str, Any] = {"idempotency_key": idempotency_key, "digest": digest}
         for member in np.unique(members).tolist():
-            make_key(self._rbs[member].writer, idempotency_key, digest)  # before one of them writes
+            make_key(self._rbs[member].writer, idempotency_key, digest)  # before any of them writes
         return self._metadata(rows, members, update_priority, key)
 
     def _metadata(
@@ -323,11 +323,11 @@ class ReplayBufferEnsemble:
         return TensorDict(found, [members.size])
 
     def add(self, data: TensorDictBase) -> TensorDict:
-        """Write one row to the member that the routing key says; return what `extend` returns of it.
+        """Write one row to the member that the routing key names; return the row's result of `extend`.
 
         Raises:
-            StateError: There is no routing key.
-            ValueError: It is more than one row.
+            StateError: The ensemble has no routing key.
+            ValueError: `data` has more than one row.
         """
         if self._route.dim is not None:
             raise StateError("Use extend() for routing_dim writes.")
@@ -337,11 +337,11 @@ class ReplayBufferEnsemble:
         return found
 
     def update_priority(self, index: TensorDictBase, priority: Any) -> int:
-        """Set the priorities of rows that are still there; return how many.
+        """Set the priorities of rows that still exist; return how many were set.
 
         Args:
-            index: Which rows: `buffer_ids` and `index`, as samples have them below `"index"`.
-            priority: One for all, or one each, in the shape of these.
+            index: The rows: `buffer_ids` and `index`, as in the entry `"index"` of samples.
+            priority: One value for all rows, or one each, in the shape of `buffer_ids`.
         """
         members, rows = pairs(index, len(self._rbs))
         values = np.broadcast_to(torch.as_tensor(priority).detach().cpu().numpy().reshape(-1), members.shape)
@@ -361,25 +361,25 @@ class ReplayBufferEnsemble:
         version: Any = None,
         require_newer: bool = False,
     ) -> ConditionalUpdateResult:
-        """Change fields of those rows that are still there; no other row is ever reached.
+        """Change fields of those of the given rows that still exist, and of no other row.
 
         Args:
-            index: Which rows: `buffer_ids` and `index`, as samples have them below `"index"`, and as `extend`
+            index: The rows: `buffer_ids` and `index`, as in the entry `"index"` of samples and as `extend`
                 returns them.
-            generation: Their `index_generation`. In the shape of `buffer_ids`.
-            patch: New values by key. In that shape, then that of the field.
-            version_key: As the members' `update_if_present`.
-            version: As the members' `update_if_present`.
-            require_newer: As the members' `update_if_present`.
+            generation: Their `index_generation`. Shape as `buffer_ids`.
+            patch: New values by key. Shapes: that of `buffer_ids`, then that of the field.
+            version_key: As in the members' `update_if_present`.
+            version: As in the members' `update_if_present`.
+            require_newer: As in the members' `update_if_present`.
 
         Returns:
-            What was done with each row, in that shape.
+            The result for each row, in the shape of `buffer_ids`.
 
         Raises:
             NotFoundError: There is no such field.
-            SchemaError: Values do not fit; patches of members before are applied.
+            SchemaError: Values do not fit; patches of earlier members are applied.
             StateError: A member's writer does not track generations; nothing was changed.
-            TypeError: Members are not named by integers.
+            TypeError: Member numbers are not integers.
             ValueError: There is no such member; nothing was changed.
         """
         members, rows = pairs(index, len(self._rbs))
@@ -415,7 +415,7 @@ class ReplayBufferEnsemble:
         )
 
     def submit_update_if_present(self, **patch: Any) -> Future[ConditionalUpdateResult]:
-        """Call `update_if_present`, and return its result or error as a future that is done.
+        """Call `update_if_present`; return its result or error as a completed future.
 
         Args:
             patch: As in `update_if_present`.
@@ -434,7 +434,7 @@ class ReplayBufferEnsemble:
         terminated_key: str | tuple[str, ...] | None = ("next", "terminated"),
         truncated_key: str | tuple[str, ...] | None = ("next", "truncated"),
     ) -> None:
-        """End the open episodes of members' unnamed streams, before collectors begin anew.
+        """End the open episodes of members' unnamed streams, before collectors start again.
 
         The newest row of every open episode becomes done, and truncated unless it is terminated. Later rows
         belong to new episodes, whatever their trajectory ids. Named streams (`source=`) stay open. No other
@@ -447,8 +447,8 @@ class ReplayBufferEnsemble:
 
         Raises:
             SchemaError: There is no such field; nothing was changed.
-            StateError: A member's sampler goes by trajectory ids that may come again; nothing was changed.
-            TypeError: It is no field of booleans; nothing was changed.
+            StateError: A member's sampler uses trajectory ids that later rows may reuse; nothing was changed.
+            TypeError: The field is not boolean; nothing was changed.
             ValueError: Two keys are the same.
         """
         tails = Tails(end_key, terminated_key, truncated_key)
@@ -459,17 +459,17 @@ class ReplayBufferEnsemble:
                 tails.close(rb.storage)
 
     def empty(self) -> None:
-        """Forget the rows of all members."""
+        """Delete the rows of all members."""
         for rb in self._rbs:
             rb.empty()
 
     # -- members ---------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a member, some members as an ensemble, or rows.
+        """Return a member, an ensemble of some members, or rows.
 
-        `rb[2]` is a member, `rb[:2]` and `rb[[0, 2]]` are ensembles, `rb[2, rows]` are rows of a member as it
-        gives them, `rb[:, rows]` the same rows of all members as they are stored, collated.
+        `rb[2]` is a member; `rb[:2]` and `rb[[0, 2]]` are ensembles; `rb[2, rows]` are rows of a member as
+        the member returns them; `rb[:, rows]` are the same rows of all members as they are stored, collated.
 
         Raises:
             IndexError: There is no such member.
@@ -504,7 +504,7 @@ class ReplayBufferEnsemble:
         return some
 
     def __len__(self) -> int:
-        """How many members there are."""
+        """Return the number of members."""
         return len(self._rbs)
 
     @property
@@ -526,31 +526,31 @@ class ReplayBufferEnsemble:
 
     @property
     def transform(self) -> Compose:
-        """What is done to batches, after the members' own transforms."""
+        """Transforms of batches, applied after the members' own."""
         return self._transform
 
     @property
     def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` is told otherwise."""
+        """Rows per batch, unless `sample` gets another number."""
         return self._batch_size
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Add a transform behind the ensemble's others; return the ensemble.
+        """Add a transform after the ensemble's others; return the ensemble.
 
         Args:
-            transform: A callable, which acts on batches, or a torchrl Transform.
-            invert: It acts on what is written instead.
+            transform: A callable that changes batches, or a torchrl Transform.
+            invert: Whether to change written rows instead.
         """
         self._transform.append(_joint(Compose(transform)), invert=invert)
         return self
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
-        """Add a transform before the ensemble's one of this number; return the ensemble.
+        """Insert a transform at a position in the ensemble's chain; return the ensemble.
 
         Args:
-            index: Its number.
-            transform: As `append_transform`.
-            invert: Change what is written instead.
+            index: Its position in the chain.
+            transform: As in `append_transform`.
+            invert: Whether to change written rows instead.
         """
         self._transform.insert(index, _joint(Compose(transform)), invert=invert)
         return self
@@ -558,13 +558,13 @@ class ReplayBufferEnsemble:
     # -- life ------------------------------------------------------------------------------------
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draw by another generator from the next batch on, and the members too; None: by their seeds."""
+        """Draw by another generator, also in the members, from the next batch on; None: by their seeds."""
         self._generator = generator
         for rb in self._rbs:
             rb.set_rng(generator)
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about all members together that JSON can keep."""
+        """Return statistics of all members together, as values that JSON can store."""
         each = [rb.stats() for rb in self._rbs]
         capacities = [rb.storage.capacity for rb in self._rbs]
         size = sum(one["size"] for one in each)
@@ -580,30 +580,31 @@ class ReplayBufferEnsemble:
         return facts | {"num_buffers": len(self._rbs)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the members' `state_dict` return, by their numbers, and what the transforms keep."""
+        """Return the members' `state_dict`s by their numbers, and the state of the transforms."""
         members = {str(number): rb.state_dict() for number, rb in enumerate(self._rbs)}
         return members | {"_transforms": self._transform.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the members what `state_dict` returned.
+        """Restore the result of `state_dict` in the members.
 
         Raises:
-            StateError: It is of another number of members (nothing was changed), or of others.
+            StateError: The state has another number of members (nothing was changed), or does not fit a
+                member.
         """
         if len(state_dict) != len(self._rbs) + 1 or "_transforms" not in state_dict:
-            raise StateError(f"that is no state of an ensemble of {len(self._rbs)} buffers")
+            raise StateError(f"this is not a state of an ensemble of {len(self._rbs)} buffers")
         for number, rb in enumerate(self._rbs):
             rb.load_state_dict(state_dict[str(number)])
         self._transform.load_state_dict(state_dict["_transforms"])
 
     def dumps(self, path: str | Path) -> None:
-        """Make a version of each member, in a folder below `path` that is named by its number."""
+        """Create a version of each member, in a folder below `path` that is named by the member's number."""
         path = local_path(path)
         for number, rb in enumerate(self._rbs):
             rb.dumps(path / str(number))
 
     def loads(self, path: str | Path) -> None:
-        """Put the newest version of each member below `path` in the place of what it holds."""
+        """Replace the content of each member by its newest version below `path`."""
         path = local_path(path)
         for number, rb in enumerate(self._rbs):
             rb.loads(path / str(number))
@@ -611,7 +612,7 @@ class ReplayBufferEnsemble:
     dump, save, load = dumps, dumps, loads
 
     def flush(self) -> None:
-        """Return when all that was written to any member survives a power cut."""
+        """Sync all members: written rows survive a power failure when this returns."""
         for rb in self._rbs:
             rb.flush()
 
@@ -639,11 +640,11 @@ class ReplayBufferEnsemble:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_generator")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; draws follow from the members' seeds."""
+        """Restore the result of `__getstate__`; draws follow from the members' seeds."""
         self.__dict__.update(state, _lock=threading.RLock(), _generator=None)
 
     def __repr__(self) -> str:
@@ -652,10 +653,10 @@ class ReplayBufferEnsemble:
 
 
 def _joint(transform: Compose) -> Compose:
-    """Return a chain that acts on parts of several stores.
+    """Return the chain of an ensemble's transforms.
 
     Raises:
-        ValueError: One of it looks at other steps.
+        ValueError: A transform reads other steps of an episode.
     """
     if transform.steps:
         raise ValueError(
@@ -668,7 +669,7 @@ def _joint(transform: Compose) -> Compose:
 def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
     for rb in rbs:
         if not isinstance(rb, ReplayBuffer):
-            raise TypeError(f"an ensemble is made of ReplayBuffers, not of {type(rb).__name__}")
+            raise TypeError(f"members of an ensemble must be ReplayBuffers, got a {type(rb).__name__}")
     return rbs
 
 
@@ -678,10 +679,10 @@ def _assemble(
     writers: WriterEnsemble,
     collate_fns: Sequence[Callable[[Any], Any]] | None,
 ) -> tuple[ReplayBuffer, ...]:
-    """Return buffers made of these parts."""
+    """Return buffers built from these parts."""
     if not len(storages) == len(samplers) == len(writers):
         raise ValueError(
-            "storages, samplers and writers must be of the same number of members, got "
+            "storages, samplers and writers must have the same number of members, got "
             f"{len(storages)}, {len(samplers)} and {len(writers)}"
         )
     count = len(storages)
@@ -696,7 +697,7 @@ def _assemble(
 
 
 def _flat(name: str, value: Any, shape: torch.Size) -> torch.Tensor:
-    """Return values of rows in one dim."""
+    """Flatten the leading dims of values to one dim of rows."""
     values = torch.as_tensor(value).cpu()
     if values.shape[: len(shape)] != shape:
         raise SchemaError(

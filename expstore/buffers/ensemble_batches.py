@@ -1,4 +1,4 @@
-"""Parts of batches: cut out, joined, and what is told of their rows.
+"""Cut and join parts of batches, and the samplers' values about their rows.
 
 Used by ensembles. It reads no store.
 """
@@ -28,7 +28,7 @@ def cut(batch: Any, rows: slice) -> Any:
 
 
 def join(batches: list[Any]) -> Any:
-    """Return the rows of batches, one behind another."""
+    """Concatenate the rows of batches."""
     if isinstance(batches[0], TensorDictBase) and batches[0].batch_dims == 1:
         return join_rows(batches)
     if is_tensor_collection(batches[0]):
@@ -39,7 +39,7 @@ def join(batches: list[Any]) -> Any:
 
 
 def columns_of(info: dict[Any, Any], rows: int) -> dict[Any, torch.Tensor]:
-    """Return the entries that have one value for each of so many rows."""
+    """Return the entries that have one value for each of `rows` rows."""
     return {
         key: value
         for key, value in info.items()
@@ -48,13 +48,13 @@ def columns_of(info: dict[Any, Any], rows: int) -> dict[Any, torch.Tensor]:
 
 
 def describe_rows(told: dict[Any, torch.Tensor], rows: slice, member: int, size: int) -> TensorDict:
-    """Return what is told of the rows of a part; which of which member they are, below `"index"`.
+    """Return the samplers' values about the rows of a part; `"index"` has member and index of each row.
 
     Args:
-        told: By key, of rows that were drawn together.
-        rows: Which of them are the part's.
-        member: Whose they are.
-        size: How many.
+        told: Values by key, of rows that were drawn together.
+        rows: The part's rows among them.
+        member: Number of the member.
+        size: Number of rows of the part.
     """
     part = TensorDict({}, [size])
     for key, values in told.items():
@@ -67,20 +67,18 @@ def describe_rows(told: dict[Any, torch.Tensor], rows: slice, member: int, size:
 
 
 def pairs(index: Any, count: int) -> tuple[IntArray, Array]:
-    """Return members and indices that samples, or `extend`, told. Shapes `(n,)` and `(n, ...)`.
+    """Return the members and indices that identify rows, as arrays. Shapes `(n,)` and `(n, ...)`.
 
     Args:
-        index: `buffer_ids` and `index`.
-        count: How many members there are.
+        index: A TensorDict with `buffer_ids` and `index`, from a sample or from `extend`.
+        count: Number of members.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: `index` is something else.
         ValueError: There is no such member.
     """
     if not isinstance(index, TensorDictBase) or "buffer_ids" not in index or "index" not in index:
-        raise TypeError(
-            "rows of an ensemble are found by routed index metadata: a TensorDict with buffer_ids and index"
-        )
+        raise TypeError("rows of an ensemble are identified by a TensorDict with buffer_ids and index")
     members, rows = index.get("buffer_ids"), index.get("index")
     if rows.shape[: members.ndim] != members.shape:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Which member of an ensemble each row of a batch goes to.
+"""Route each row of a batch to a member of an ensemble.
 
-Used by ensembles. It reads a field, or counts along a dim; it writes nothing.
+Used by ensembles. The member is read from a field or is the position along a dim. It writes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Route", "check_members"]
 
 @dataclass(frozen=True)
 class Route:
-    """Say by what rows find their members.
+    """How rows are assigned to members.
 
     Args:
-        key: A field.
-        dim: Or a batch dim.
+        key: The field with the members' numbers; None: `dim` is used.
+        dim: The batch dim whose positions are the members.
     """
 
     key: Key | None = None
@@ -31,10 +31,10 @@ class Route:
 
     @classmethod
     def of(cls, key: str | tuple[str, ...] | None, dim: int | None) -> Route:
-        """Check what a user has asked for.
+        """Return a route by a key or by a dim, after checks.
 
         Raises:
-            TypeError: The dim is no integer.
+            TypeError: The dim is not an integer.
             ValueError: Both are given.
         """
         if key is not None and dim is not None:
@@ -48,12 +48,12 @@ class Route:
 
         Args:
             data: The rows.
-            count: How many members there are.
+            count: Number of members.
 
         Raises:
-            StateError: There is nothing to go by.
-            TypeError: Members are not named by integers, or it is no TensorDict.
-            ValueError: There is no such member, or not one for each row.
+            StateError: There is neither a key nor a dim.
+            TypeError: Member numbers are not integers, or `data` is not a TensorDict.
+            ValueError: There is no such member, or rows do not have one member each.
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError("Routed replay writes require a TensorDict input.")
@@ -96,14 +96,14 @@ class Route:
 
 
 def check_members(members: torch.Tensor, count: int) -> IntArray:
-    """Return numbers of members, in one dim. Shape `(n,)`, int64.
+    """Return numbers of members in one dim. Shape `(n,)`, int64.
 
     Args:
         members: The numbers.
-        count: How many members there are.
+        count: Number of members.
 
     Raises:
-        TypeError: They are no integers.
+        TypeError: The numbers are not integers.
         ValueError: There is no such member.
     """
     if members.dtype == torch.bool or members.is_floating_point():

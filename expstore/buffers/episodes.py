@@ -1,6 +1,6 @@
-"""Episodes of a buffer, `rb.episodes`: query, annotate and delete them, end open ones, adopt earlier ones.
+"""`rb.episodes`: query, annotate and delete episodes, end open ones, and resume those of earlier sessions.
 
-Used by users and by the server. It appends no rows.
+Used by users and by the HTTP server. It appends no rows.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ def remote_session(name: str) -> SessionKey:
     """Return the key of a remote session.
 
     Raises:
-        SchemaError: The name is not 1 to 128 printable characters.
+        SchemaError: The name does not have 1 to 128 printable ASCII characters.
     """
     if not (isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable()):
         raise SchemaError(
-            f"{name!r:.150} is no name of a session",
-            hint=f"give 1 to {_LONGEST} printable ASCII characters, a random id say",
+            f"{name!r:.150} is not a valid name of a session",
+            hint=f"give 1 to {_LONGEST} printable ASCII characters, such as a random id",
         )
     return SessionKey(name, remote=True)
 
 
 class Episodes:
-    """Query episodes by calling it; its methods annotate, end, adopt and delete episodes.
+    """Query episodes by calling it; its methods annotate, end, resume and delete episodes.
 
-    Threads: any number may use it. Crashes: what returned survives what `annotate` survives.
+    Threads: any number may use it. Crashes: a change survives the end of the process when its call
+    returns, and a power failure after the next `flush`.
 
     Args:
-        store: Where the episodes are.
+        store: The store.
 
     Example:
-        >>> rb.episodes.resume("robot-1")  # after a restart, where the robot has gone on
+        >>> rb.episodes.resume("robot-1")  # after a restart, while the robot's episode continued
         tensor([7])
         >>> rb.episodes.end("robot-1")
     """
@@ -68,19 +69,20 @@ class Episodes:
         *,
         params: Sequence[object] | Mapping[str, object] | None = None,
     ) -> Result:
-        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+        """Return the relation `episodes`, or a part of it; it also has episodes whose rows were removed.
 
         Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
-        info`. `return` is NULL where rows have no reward.
+        info`. `return` is NULL if rows have no reward.
 
         Args:
-            where: Which ones: an SQL expression over these columns; None: all.
-            order_by: In which order: SQL expressions, as behind ORDER BY; the last is always `episode_id`.
-            limit: At most so many; None: all.
+            where: An SQL expression over these columns that selects episodes; None: all.
+            order_by: SQL expressions, as after ORDER BY; `episode_id` is always appended as the last one.
+            limit: Largest number of episodes; None: all.
             params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
 
         Raises:
-            QueryError: `where` is not one expression, `order_by` no list of them, or DuckDB refuses them.
+            QueryError: `where` is not one expression, `order_by` is not a list of them, or DuckDB refuses
+                them.
 
         Example:
             >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
@@ -88,29 +90,33 @@ class Episodes:
         return self._store.catalog.episodes(where, order_by, limit, params)
 
     def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
-        """Note facts about an episode: an open one, an ended one, or one whose rows have left.
+        """Attach facts to an episode; it may be open, ended, or without rows.
 
-        They are in the column `info` of the relation `episodes`. A call that has returned survives the
-        process, and the machine after the next `flush`.
+        The facts are in the column `info` of the relation `episodes`. They survive the end of the process
+        when this returns, and a power failure after the next `flush`.
 
         Args:
-            episode_id: Which one; samples and `sql` say it.
-            info: Text, numbers, booleans, lists and dicts of them: each replaces the fact of its name; None
-                removes the fact.
+            episode_id: Id of the episode, as in samples and SQL.
+            info: Facts by name: text, numbers, booleans, or lists and dicts of them. A fact replaces the
+                earlier fact of the same name; None removes it.
 
         Returns:
-            All facts about the episode now.
+            All facts about the episode.
 
         Raises:
             NotFoundError: There never was such an episode.
-            SchemaError: JSON has no form for a value; nothing was changed.
+            SchemaError: A value cannot be stored as JSON; nothing was changed.
             StateError: The store is closed, or open for reading only.
 
         Example:
             >>> rb.episodes.annotate(3, success=True, operator="ada")
             {'success': True, 'operator': 'ada'}
         """
-        storage, changes = self._store.storage, pack_info(info)
+        changes, proxy = pack_info(info), self._store.proxy
+        if proxy is not None:
+            found: dict[str, Any] = json.loads(proxy.annotate(check_episode(episode_id), changes))
+            return found
+        storage = self._store.storage
         with storage.lock:
             writer = storage.writer()
             entry = self._store.catalog.find_episode(check_episode(episode_id))
@@ -126,18 +132,18 @@ class Episodes:
         params: Sequence[object] | Mapping[str, object] | None = None,
         dry_run: bool = False,
     ) -> GivenUp:
-        """Delete the rows of all ended episodes that meet a condition; open episodes keep theirs.
+        """Delete the rows of all ended episodes that meet a condition. Open episodes are never deleted.
 
-        The facts of the episodes stay in the relation `episodes`, and ids are never used again. Rows are gone
-        for good when this returns; a crash before that deletes all of them or none.
+        The episodes and their facts stay in the relation `episodes`, and ids are never reused. The deletion
+        is durable when this returns; after a crash before that, all of these rows are deleted or none.
 
         Args:
-            where: Which episodes: an SQL expression over the columns of the relation `episodes`.
+            where: An SQL expression over the columns of the relation `episodes`.
             params: Values for `?` (a sequence) or `$name` (a mapping) in the expression.
             dry_run: Delete nothing; only return what would be deleted.
 
         Returns:
-            How many episodes and rows were deleted, and how much less space the columns take.
+            Number of deleted episodes and rows, and how many bytes less the columns take on disk.
 
         Raises:
             QueryError: `where` is not one expression, or DuckDB refuses it.
@@ -165,18 +171,23 @@ class Episodes:
         return runner.delete(np.array(ended, np.int64), dry_run=dry_run)
 
     def end(self, source: str | None = None, *, session: str | None = None) -> None:
-        """End open episodes: they become `cut`, and truncated ones take no more rows.
+        """End open episodes: their status becomes `cut`. Truncated ones keep it, but get no more rows.
 
-        Call it where an environment is reset without its last step saying so.
+        Call it when an environment is reset although its last step was not marked as done. In a process that
+        writes through another one only episodes of its own session are ended.
 
         Args:
-            source: Name of the stream; None: all open episodes, those of unnamed streams too.
-            session: Only those of this remote session; None: of all sessions.
+            source: Name of the stream; None: all open episodes, also those of unnamed streams.
+            session: Id of a remote session, to end only its episodes; None: those of all sessions.
 
         Raises:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no episode is ended.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source)
+            return
         end_episodes(
             self._store.storage, source, session=None if session is None else remote_session(session)
         )
@@ -185,10 +196,14 @@ class Episodes:
         """End the open episodes of one session, as `end` does.
 
         Args:
-            session: A remote session; None: this handle's own.
-            source: Name of the stream; None: all of them.
-            unnamed: Without a source: only the unnamed stream.
+            session: Id of a remote session; None: this handle's own session.
+            source: Name of the stream; None: all streams.
+            unnamed: Without a source: end only the unnamed stream's.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source, unnamed=unnamed)
+            return
         key = self._store.storage.episodes.session if session is None else remote_session(session)
         if unnamed:
             end_unnamed(self._store.storage, key)
@@ -199,7 +214,7 @@ class Episodes:
         """End the open episodes of one stream of this handle's own session, as `end` does.
 
         Args:
-            source: As `extend` was given it; None: the unnamed stream.
+            source: The `source` of `extend`; None: the unnamed stream.
 
         Raises:
             StateError: The store is closed, or open for reading only.
@@ -208,37 +223,40 @@ class Episodes:
         self.end_of(None, source, unnamed=source is None)
 
     def resume(self, source: str, *, check: bool = True, session: str | None = None) -> torch.Tensor:
-        """Adopt the open episodes of the newest ended session that wrote to a source of this name.
+        """Resume the open episodes of the newest ended session that wrote to a source.
 
-        They are `open` again, and the rows of this session continue them, by their trajectory ids. Call it
-        before the first row of the source.
+        Their status becomes `open` again, and later rows of this session continue them, matched by trajectory
+        id. Call it before the first row of the source.
 
         Args:
             source: Name of the stream.
-            check: The first row of each episode must continue it: its observation equals the last next
-                observation. Otherwise `extend` raises SchemaError and adds nothing. False: nothing is
+            check: Whether the first row of each episode must continue it: its observation must equal the last
+                next observation, otherwise `extend` raises SchemaError and appends nothing. False: nothing is
                 compared.
-            session: The remote session that adopts them; None: this handle's own.
+            session: Id of the remote session that resumes them; None: this handle's own session.
 
         Returns:
-            Ids of the adopted episodes; none if no session of that name has ended, or it left none open.
-            Shape `(n,)`, int64.
+            Ids of the resumed episodes; empty if no session that wrote to the source has ended, or it left no
+            episode open. Shape `(n,)`, int64.
 
         Raises:
-            StateError: This session has written rows of the source already; or the store is closed, or open
+            StateError: This session has written rows of the source already, or the store is closed, or open
                 for reading only.
-            SchemaError: `check` is set, but the rows have no observations to compare, or the last row is
-                gone.
-            StorageError: The disk failed; nothing is adopted.
+            SchemaError: `check` is set, but the rows have no observations to compare, or the last row was
+                removed.
+            StorageError: The disk failed; no episode is resumed.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            return torch.from_numpy(proxy.resume(source, check=check))
         to = None if session is None else remote_session(session)
         return torch.from_numpy(resume(self._store.storage, source, session=to, check=check))
 
     def end_session(self, sessions: Collection[str]) -> None:
-        """End remote sessions: their open episodes become `cut`. Rows that come later open them again.
+        """End remote sessions: the status of their open episodes becomes `cut`. Later rows reopen a session.
 
         Args:
-            sessions: Their ids. Those that have ended, or have written nothing, are skipped.
+            sessions: Ids of the sessions. Sessions that have ended or have written nothing are skipped.
 
         Raises:
             StateError: The store is closed, or open for reading only.
@@ -247,6 +265,6 @@ class Episodes:
         end_sessions(self._store.storage, [remote_session(name) for name in sessions])
 
     def remote_sessions(self) -> list[str]:
-        """Return the ids of the remote sessions that are live."""
+        """Return the ids of the remote sessions that have not ended."""
         with self._store.storage.locks.episodes:
             return [key.id for key in self._store.storage.episodes.live_sessions() if key.remote]

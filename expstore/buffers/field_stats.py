@@ -1,7 +1,7 @@
-"""Statistics of the fields of a buffer, which read again only the rows that are new or have changed.
+"""Statistics of fields, updated by reading only new and changed rows.
 
-Rows are summed up in blocks of ids. A block is read again when rows were added to it, have left it, or were
-changed in place; the results of all blocks are merged at each call. It never writes.
+Rows are summed in blocks of ids. A block is read again after rows were added to it, removed from it, or
+changed in place. Each call merges the results of all blocks. Nothing is written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from expstore.storages.read_view import ReadView, read_stable
 
 __all__ = ["FieldStats", "StatsKeeper"]
 
-#: Rows of a block, before blocks are merged because there are too many.
+#: Rows of a block, until blocks are merged in pairs because there are too many.
 _BLOCK_ROWS = 4096
-#: Most blocks of a field, and their bytes; at least so many.
+#: Limits of a field's blocks: their number and bytes; but at least `_FEWEST` blocks are kept.
 _BLOCKS, _BYTES, _FEWEST = 4096, 32 << 20, 16
-#: Most values that are read at a time.
+#: Largest number of values that are read at a time.
 _VALUES = 1 << 21
-#: Fields with more values per row are left out unless they are named.
+#: Fields with more values per row are skipped unless they are named.
 _WIDE = 4096
-#: How often the content of a store may be replaced during one call.
+#: Number of attempts if the store's content is replaced during the call.
 _TRIES = 3
 #: Dtypes whose values have no order, or no fixed size.
 _UNORDERED = frozenset({ARROW, OBJECT, "complex64"})
@@ -44,7 +44,7 @@ class FieldStats:
     """Statistics of one field over the readable rows, for each element of the field.
 
     Args:
-        count: How many rows.
+        count: Number of rows.
         mean: Mean. Shape the field's, float64.
         std: Standard deviation of the population (`ddof=0`). Shape the field's, float64.
         min: Smallest value. Shape and dtype the field's; float32 for bfloat16.
@@ -59,19 +59,19 @@ class FieldStats:
 
     @classmethod
     def of(cls, moments: Moments) -> Self:
-        """Return the statistics that moments describe, in arrays of their own."""
+        """Return the statistics for moments, as new arrays."""
         std = np.sqrt(moments.squares / moments.count)
         parts = moments.mean, std, moments.smallest, moments.largest
         return cls(moments.count, *(np.array(part) for part in parts))
 
 
 class _Seen(NamedTuple):
-    """What tells that rows which were summed up are others now, besides their ids.
+    """State of the store when rows were read. If it differs, rows with known ids may have changed.
 
     Args:
-        content: As of `Epochs`.
-        fields: As of `Epochs`.
-        changes: Number of the last change in place that was over.
+        content: As in `Epochs`.
+        fields: As in `Epochs`.
+        changes: Number of the last completed change in place.
     """
 
     content: int
@@ -84,7 +84,7 @@ class _Block(NamedTuple):
 
     Args:
         last: The newest id that the block could have when it was read.
-        moments: Of the rows that were readable.
+        moments: Moments of the rows that were readable.
     """
 
     last: int
@@ -92,14 +92,14 @@ class _Block(NamedTuple):
 
 
 class StatsKeeper(StorePart):
-    """Keep statistics of the fields of a store.
+    """Cache statistics of the fields of a store.
 
-    Memory: per field at most 32 MiB, or 16 blocks if these are larger. Threads: one computes at a time and
-    the rest wait; rows may be appended and changed meanwhile. Processes: each has its own results. Crashes:
-    nothing is kept.
+    Memory: per field at most 32 MiB, or 16 blocks if these are larger. Threads: one thread computes at a
+    time, the others wait; rows may be appended and changed meanwhile. Processes: each has its own results.
+    Crashes: nothing is stored.
 
     Args:
-        store: Whose fields.
+        store: The store.
     """
 
     def __init__(self, store: StoreHandle) -> None:
@@ -107,12 +107,12 @@ class StatsKeeper(StorePart):
         self.leave_parent()
 
     def attach(self, storage: ReadView) -> None:
-        """Forget the results of the former storage or content."""
-        # A call that runs in another thread fills the former dict, which no later call reads.
+        """Drop the results of the previous storage or content."""
+        # A call that runs in another thread fills the previous dict, which later calls do not read.
         self._known: dict[Field, _FieldBlocks] = {}
 
     def leave_parent(self) -> None:
-        """Begin with nothing: another thread of the parent may hold the lock."""
+        """Drop all results and the lock, which another thread of the parent may hold."""
         self._lock = threading.Lock()
         self._known = {}
 
@@ -121,17 +121,17 @@ class StatsKeeper(StorePart):
         if names is not None and not isinstance(names, list):
             raise TypeError(f"fields= is a list of names, got {names!r}")
         with self._lock:
-            known = self._known  # before the storage: `attach` follows a swap
+            known = self._known  # read before the storage: `attach` runs after a swap
             storage = self._store.check_open()
             storage.follow()
             return read_stable(storage, lambda: _compute(storage, known, names))
 
     def __getstate__(self) -> StoreHandle:
-        """Return what a copy needs: it reads all rows anew."""
+        """Return the state of a copy; the copy reads all rows again."""
         return self._store
 
     def __setstate__(self, store: StoreHandle) -> None:
-        """Restore what `__getstate__` returned."""
+        """Restore the result of `__getstate__`."""
         self._store = store
         self.leave_parent()
 
@@ -147,7 +147,7 @@ def _compute(
         del known[entry]
     epochs = storage.epochs
     for _ in range(_TRIES):
-        # Before the window: what changes from now on is looked at by the next call.
+        # Read before the window: later changes are handled by the next call.
         seen = _Seen(epochs.content, epochs.fields, storage.changes.number & ~1)
         window = storage.window
         found: dict[str | Key, Moments | None] = {}
@@ -164,10 +164,10 @@ def _compute(
 
 
 def _choose(schema: Schema, names: list[str | tuple[str, ...]] | None) -> Sequence[Field]:
-    """Return the fields to be summed up.
+    """Return the fields to summarize.
 
     Raises:
-        SchemaError: A named field does not exist, or its values have no mean.
+        SchemaError: A named field does not exist, or has no statistics.
     """
     if names is None:
         return [
@@ -177,9 +177,9 @@ def _choose(schema: Schema, names: list[str | tuple[str, ...]] | None) -> Sequen
     for entry in chosen:
         if entry.dtype in _UNORDERED:
             raise SchemaError(
-                f"field {key_name(entry.key)!r} is {entry}, and statistics are of bools and real numbers of "
-                "a fixed size",
-                hint="leave it out, or ask by sql()",
+                f"field {key_name(entry.key)!r} is {entry}; only bools and real numbers of a fixed size "
+                "have statistics",
+                hint="leave it out, or use sql()",
             )
     return chosen
 
@@ -189,10 +189,10 @@ def _no_rows() -> NotReadyError:
 
 
 class _FieldBlocks:
-    """The results of one field, block by block: block k has the ids from k * rows + 1 to (k + 1) * rows.
+    """The results of one field by block: block k has the ids from k * rows + 1 to (k + 1) * rows.
 
-    A block is up to date while it has as many readable rows as it had, and no newer ones: of the ids that
-    could be read, one that cannot any more never comes back.
+    A block is up to date while it has as many readable rows as before, and no newer ones: a row that becomes
+    unreadable never becomes readable again.
     """
 
     def __init__(self, entry: Field) -> None:
@@ -212,10 +212,10 @@ class _FieldBlocks:
         """Read the blocks that are not up to date; return the moments of all rows, or None without rows.
 
         Args:
-            storage: Where the rows are.
-            place: Of the field.
-            window: The rows to be read; those that leave meanwhile may be missing.
-            seen: Taken before the window.
+            storage: Storage of the rows.
+            place: Position of the field in the schema.
+            window: The rows to read; rows that are removed meanwhile may be missing.
+            seen: The store's state, read before the window.
         """
         self._drop_changed(storage, seen)
         self._seen, self._last = seen, window.last
@@ -243,7 +243,7 @@ class _FieldBlocks:
         return Moments.merge([block.moments for block in blocks.values()]) if blocks else None
 
     def _drop_changed(self, storage: ReadView, seen: _Seen) -> None:
-        """Forget the blocks with rows that were changed in place since the last call."""
+        """Drop the blocks with rows that were changed in place since the last call."""
         before = self._seen
         if before is None or (before.content, before.fields) != (seen.content, seen.fields):
             self._clear()
@@ -257,7 +257,7 @@ class _FieldBlocks:
                     self._blocks.pop(number, None)
 
     def _merge_pairs(self) -> None:
-        """Make one block of two."""
+        """Halve the number of blocks by merging neighbours."""
         merged: dict[int, _Block] = {}
         for number, block in self._blocks.items():  # ascending
             other = merged.get(number // 2)
@@ -266,7 +266,7 @@ class _FieldBlocks:
         self._blocks, self._rows = merged, 2 * self._rows
 
     def _read(self, storage: ReadView, place: int, ids: IntArray) -> Moments | None:
-        """Return the moments of those of some rows that are still there, or None without such rows."""
+        """Return the moments of the given rows that still exist, or None if none does."""
         moments: Moments | None = None
         for start in range(0, ids.size, self._piece):
             found, (rows,) = read_present(storage, ids[start : start + self._piece], [place])

@@ -1,7 +1,7 @@
-"""Hindsight experience replay: sample rows whose goals are replaced by what was reached later.
+"""Hindsight experience replay: sample rows whose goals are replaced by goals that were achieved later.
 
-Goals are drawn among the rows of a store as its episodes have them, in whatever order they came. No stored
-row is changed.
+Goals are drawn from the rows of an episode or of the store, in whatever order rows were written. Stored rows
+are not changed.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _DONE: Key = ("next", "done")
 
 
 class HindsightStrategy(StrEnum):
-    """Say where a row's new goal comes from; each row that may give it has the same chance.
+    """Where a row's new goal comes from. All rows that qualify have the same probability.
 
     Example:
         >>> HindsightStrategy("final") is HindsightStrategy.FINAL
         True
     """
 
-    #: What was reached in this step or a later one of the row's episode.
+    #: The goal achieved in this step or a later step of the row's episode.
     FUTURE = "future"
-    #: What was reached in the last step of the row's episode, as far as it can be read now.
+    #: The goal achieved in the last readable step of the row's episode.
     FINAL = "final"
-    #: What was reached in any step of the row's episode.
+    #: The goal achieved in any step of the row's episode.
     EPISODE = "episode"
-    #: What was reached in any row of the store.
+    #: The goal achieved in any row of the store.
     RANDOM = "random"
 
 
 def _setting(name: str, doc: str) -> Any:
-    """Return a property for a setting of the buffer's `HindsightGoals`; setting it acts on the next batch."""
+    """Return a property for a setting of `HindsightGoals`; a new value applies to the next batch."""
 
     def read(buffer: HERReplayBuffer) -> Any:
         return getattr(buffer._goals, name)
@@ -64,39 +64,42 @@ def _setting(name: str, doc: str) -> Any:
 
 
 class HERReplayBuffer(TensorDictReplayBuffer):
-    """Sample rows, of which a part pursues goals that were in fact reached.
+    """Sample rows, a part of them with goals that were actually achieved.
 
     The first `int(her_ratio * n)` rows of a batch get the `achieved_goal_key` of other rows as their goal, at
-    the root and, if it is there, below "next", and the reward that `reward_fn` then gives. Goals come out of
-    a row's own episode wherever its rows lie: through interleaved workers and lanes, the end of the ring and
-    restarts, of storages of any `ndim`. Steps that have left the store give none.
+    the root and, if the goal is there too, below "next"; and the reward that `reward_fn` returns for them.
+    Goals come from the row's own episode, also if its rows are interleaved with other workers and lanes, wrap
+    around the end of the ring or were written before a restart, for storages of any `ndim`. Steps that were
+    evicted or deleted give no goals.
 
-    Goals follow from the store's rows, its seed and the number of the draw, as rows do. Rows become others in
-    samples alone: `[]`, `trajectory`, `query` and `sql` show what was stored, and priorities go to the rows
-    that were drawn. Transforms act on rows that have their new goals, but for those that look at other
-    steps, which see what is stored: behind a `MultiStepTransform` rows are n steps long, and their reward is
-    what `reward_fn` says of the whole, no sum.
+    Like the rows of a batch, goals follow from the store's rows, its seed and the number of the draw. Rows
+    are changed in samples only: `[]`, `trajectory`, `query` and `sql` return stored values, and priorities
+    are set on the rows that were drawn. Transforms are applied after the new goals, except transforms that
+    read other steps, which get stored values: after a `MultiStepTransform` a row covers n steps, and its
+    reward is the result of `reward_fn` for the whole row, not a sum.
 
-    Threads, processes and crashes as `TensorDictReplayBuffer`; `reward_fn` must bear threads with `prefetch`.
+    Threads, processes and crashes: as `TensorDictReplayBuffer`. With `prefetch`, `reward_fn` is called in
+    another thread, and must be thread-safe.
 
     Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
 
     Args:
-        reward_fn: Takes the rows that have new goals, as a TensorDict, and returns their rewards. Shape
+        reward_fn: Function of the rows that have new goals, as a TensorDict; returns their rewards. Shape
             `(n,)` or `(n, 1)`.
-        her_ratio: Which part of a batch. From 0 to 1.
+        her_ratio: Fraction of the rows of a batch that get new goals. From 0 to 1.
         strategy: Where goals come from.
         goal_key: The field with the goal.
-        achieved_goal_key: The field with what was reached.
+        achieved_goal_key: The field with the achieved goal.
         reward_key: The field with the reward.
-        end_key: The field that ends episodes, or "terminated" in the same group; those of the
-            store are meant by ("next", "done").
-        sampler: What makes up a batch; uniform by default.
-        keywords: As `TensorDictReplayBuffer`.
+        end_key: The field that ends episodes, or "terminated" in the same group. With the default ("next",
+            "done") the store's own episodes are used.
+        sampler: How the rows of a batch are chosen; uniform by default.
+        keywords: As in `TensorDictReplayBuffer`.
 
     Raises:
-        TypeError: `reward_fn` cannot be called, the ratio is no number, or what names a field is no key.
-        ValueError: The ratio is out of its bounds, or there is no such strategy.
+        TypeError: `reward_fn` cannot be called, the ratio is not a number, or the name of a field is not a
+            key.
+        ValueError: The ratio is out of bounds, or there is no such strategy.
 
     Example:
         >>> def reached(rows):
@@ -124,7 +127,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         **keywords: Any,
     ) -> None:
         if not callable(reward_fn):
-            raise TypeError(f"reward_fn takes rows and returns their rewards; {reward_fn!r} cannot be called")
+            raise TypeError(f"reward_fn must be a function of rows, got {reward_fn!r}")
         for argument, key in (
             ("goal_key", goal_key), ("achieved_goal_key", achieved_goal_key), ("reward_key", reward_key),
             ("end_key", end_key),
@@ -137,9 +140,9 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         super().__init__(sampler=sampler, **keywords)
         self._sampling.relabel_by(goals)
 
-    reward_fn = _setting("reward_fn", "What returns the rewards of rows that have new goals.")
+    reward_fn = _setting("reward_fn", "Function that returns the rewards of rows with new goals.")
     goal_key = _setting("goal_key", "The field with the goal.")
-    achieved_goal_key = _setting("achieved_goal_key", "The field with what was reached.")
+    achieved_goal_key = _setting("achieved_goal_key", "The field with the achieved goal.")
     reward_key = _setting("reward_key", "The field with the reward.")
 
     @property
@@ -149,7 +152,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def her_ratio(self) -> float:
-        """Which part of a batch gets new goals; of the next one, if it is set."""
+        """The fraction of rows with new goals; a new value applies to the next batch."""
         return self._goals.ratio
 
     @her_ratio.setter
@@ -158,7 +161,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def strategy(self) -> HindsightStrategy:
-        """Where goals come from; those of the next batch, if it is set."""
+        """Where goals come from; a new value applies to the next batch."""
         return self._goals.strategy
 
     @strategy.setter
@@ -166,14 +169,15 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         self._goals.set_strategy(strategy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes; how goals are found is part of it."""
+        """Return the state for `load_state_dict`, including the settings of goals."""
         return super().state_dict() | {"_her": self._goals.settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; see `ReplayBuffer.load_state_dict`.
+        """Restore the result of `state_dict`; see `ReplayBuffer.load_state_dict`.
 
         Raises:
-            StateError: The state does not fit, or is of a buffer with other goals; nothing was changed.
+            StateError: The state does not fit, or the buffer has other settings of goals; nothing was
+                changed.
         """
         self._goals.check_settings(state_dict.get("_her"))
         super().load_state_dict(state_dict)
@@ -184,12 +188,12 @@ class HERReplayBuffer(TensorDictReplayBuffer):
 
 
 class HindsightGoals:
-    """Give a part of the rows of each batch goals that were reached: what `HERReplayBuffer` relabels by.
+    """Replace the goals of a part of each batch. The implementation of `HERReplayBuffer`.
 
     Args:
-        reward_fn: As `HERReplayBuffer`, and so are the keys.
+        reward_fn: As in `HERReplayBuffer`.
         goal_key: The field with the goal.
-        achieved_goal_key: The field with what was reached.
+        achieved_goal_key: The field with the achieved goal.
         reward_key: The field with the reward.
         end_key: The field that ends episodes.
     """
@@ -207,7 +211,7 @@ class HindsightGoals:
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = reward_key
         self.end_key = end_key
-        #: Which part of a batch gets new goals.
+        #: Fraction of the rows of a batch that get new goals.
         self.ratio = 0.0
         #: Where goals come from.
         self.strategy = HindsightStrategy.FUTURE
@@ -222,12 +226,12 @@ class HindsightGoals:
         self._checked = None
 
     def set_ratio(self, ratio: float) -> None:
-        """Set which part of a batch gets new goals."""
+        """Set the fraction of the rows of a batch that get new goals."""
         try:
             inside = 0.0 <= ratio <= 1.0
         except TypeError:
             raise TypeError(
-                f"her_ratio is which part of a batch gets new goals, from 0 to 1, got {ratio!r}"
+                f"her_ratio must be the fraction of rows that get new goals, from 0 to 1, got {ratio!r}"
             ) from None
         if not inside:
             raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
@@ -240,7 +244,7 @@ class HindsightGoals:
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
-        """Return a view that has seen the rows that give the goals; see `Relabeling`."""
+        """Return a view that has read the rows that give the goals; see `Relabeling.look`."""
         count = int(ids.size * self.ratio)
         if not count:
             return view
@@ -260,12 +264,12 @@ class HindsightGoals:
         return view
 
     def user_of(self, key: Key) -> str | None:
-        """Return the name of what reads a field; see `Relabeling`."""
+        """Return "the choice of goals" if it reads a field, otherwise None; see `Relabeling.user_of`."""
         own = {to_key(name) for name in (self.goal_key, self.achieved_goal_key, self.reward_key)}
         return "the choice of goals" if key in own or key in self._ends else None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings, which JSON can keep."""
+        """Return the settings, as values that JSON can store."""
         names = ("goal_key", "achieved_goal_key", "reward_key", "end_key")
         own = {name: getattr(self, name) for name in names}
         return own | {"her_ratio": self.ratio, "strategy": str(self.strategy)}
@@ -274,12 +278,12 @@ class HindsightGoals:
         """Raise StateError if a state was made with other settings."""
         if settings != self.settings():
             raise StateError(
-                f"the state is of a buffer with goals by {settings}, here by {self.settings()}",
+                f"the state is of a buffer with goals by {settings}; this buffer has {self.settings()}",
                 hint="load it into a buffer with the same settings",
             )
 
     def _check_fields(self, storage: ReadView) -> None:
-        """Raise an error if the rows do not have what is needed."""
+        """Raise an error if the rows lack a required field, or goals have different shapes or dtypes."""
         schema = storage.require_schema()
         if schema is self._checked:
             return
@@ -296,14 +300,14 @@ class HindsightGoals:
         goal, achieved = schema[roles["goal_key"]], schema[roles["achieved_goal_key"]]
         if goal.shape != achieved.shape:
             raise SchemaError(
-                f"{key_name(roles['goal_key'])!r} is {goal}, but what takes its place, "
+                f"{key_name(roles['goal_key'])!r} is {goal}, but the field that replaces it, "
                 f"{key_name(roles['achieved_goal_key'])!r}, is {achieved}",
-                hint="store what was reached in the shape of goals",
+                hint="store achieved goals with the dtype and shape of goals",
             )
         self._checked = schema
 
     def _runs_of(self, storage: ReadView) -> Runs:
-        """Return the runs of steps that are episodes here."""
+        """Return the runs of steps that are the episodes."""
         keys, schema = storage.keys, storage.require_schema()
         told = (keys.done, keys.terminated, keys.truncated, keys.trajectory)
         if self._ends[0] == _DONE and any(key is not None for key in told):
@@ -318,14 +322,14 @@ class HindsightGoals:
 
 @dataclass(frozen=True)
 class _Goals(StepTransform):
-    """Give the first rows of one batch their goals.
+    """Set the goals of the first rows of one batch.
 
     Args:
-        reward_fn: Returns the rewards of rows that have new goals.
+        reward_fn: Function that returns the rewards of rows that have new goals.
         strategy: Where goals come from.
-        count: How many rows get one.
+        count: Number of rows that get a new goal.
         goal: The field with the goal.
-        achieved: The field with what was reached.
+        achieved: The field with the achieved goal.
         reward: The field with the reward.
         runs: The steps of episodes.
     """
@@ -339,7 +343,7 @@ class _Goals(StepTransform):
     runs: Runs
 
     def look(self, view: StepView) -> torch.Tensor:
-        """Return what was reached in the rows that give the goals. Shape `(count, *goal)`."""
+        """Return the goals achieved in the rows that give the goals. Shape `(count, *goal)`."""
         return view.tensor(self._rows(view), self.achieved)
 
     def _rows(self, view: StepView) -> IntArray:
@@ -360,13 +364,13 @@ class _Goals(StepTransform):
         return view.at(ids, offsets[:, None], self.runs)[0][:, 0]
 
     def apply(self, batch: TensorDictBase, seen: torch.Tensor) -> TensorDictBase:
-        """Write goals and rewards into the first rows, of which no other batch has the fields."""
+        """Write goals and rewards into the first rows of the batch, whose memory no other batch shares."""
         rows = batch[: self.count]
         for key in (self.goal, ("next", *self.goal)):
             goal = rows.get(key, None)
             if goal is not None:
                 goal.copy_(seen)
-        stored = rows.get(self.reward)  # the batch's, whatever `reward_fn` makes of the rows
+        stored = rows.get(self.reward)  # the batch's, as `reward_fn` may change the rows
         reward = self._rewards(rows)
         if reward.numel() != stored.numel() or reward.shape[:1] != stored.shape[:1]:
             raise SchemaError(
@@ -378,7 +382,7 @@ class _Goals(StepTransform):
         return batch
 
     def _rewards(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return what `reward_fn` gives for some rows."""
+        """Return the rewards that `reward_fn` gives some rows."""
         made = self.reward_fn(rows)
         try:
             return torch.as_tensor(made).detach()

@@ -1,6 +1,6 @@
-"""Rows by index and by id: what users' indices mean, reading rows, and replacing whole rows.
+"""Rows by index and by id: interpret indices, read rows, and replace whole rows.
 
-It never draws, and never decides where new rows go.
+It draws no batches and does not decide where new rows are placed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["RowIndex", "StoredRows"]
 
 
 class RowIndex:
-    """Translate the numbers by which users know rows.
+    """Translate indices of rows to ids and back.
 
     Args:
-        store: Whose rows they are.
-        time_dim: Which dim of a batch that is written is time; None: the last of those that make rows.
+        store: The store.
+        time_dim: Dim of a written batch that is time; None: the last of the dims that make rows.
 
     Raises:
         ValueError: The dim is negative.
@@ -45,16 +45,16 @@ class RowIndex:
         if time_dim is not None and time_dim < 0:
             raise ValueError(f"dim_extend must be a positive value, got {time_dim}")
         self._store = store
-        #: What the user asked for; None: the default.
+        #: The dim that the user asked for; None: the default.
         self.asked_time_dim = time_dim
 
     @property
     def time_dim(self) -> int:
-        """Which dim of a batch that is written is time."""
+        """The dim of a written batch that is time."""
         return self._store.storage.ndim - 1 if self.asked_time_dim is None else self.asked_time_dim
 
     def find(self, index: Any) -> tuple[IntArray, tuple[int, ...]]:
-        """Return the ids of the rows that an index means, flat, and the shape that they have together.
+        """Return the ids of the rows at an index as a flat array, and the shape of the selection.
 
         Raises:
             NotFoundError: There is no such row.
@@ -62,14 +62,14 @@ class RowIndex:
         return find(self._store.storage, index, self.time_dim)
 
     def ravel(self, index: Any) -> Array:
-        """Return one number per row, given indices as `extend` returns them."""
+        """Return one number per row, given indices in the shape that `extend` returns."""
         if isinstance(index, tuple):
             index = stack_index(index)
         numbers, storage = to_array(index), self._store.storage
         return numbers if storage.ndim == 1 else storage.geometry.ravel(numbers, storage.window)
 
     def to_tensor(self, numbers: IntArray) -> torch.Tensor:
-        """Return indices as users get them. Shape `(n,)`, or `(n, ndim)`."""
+        """Return indices in the shape that users get. Shape `(n,)`, or `(n, ndim)`."""
         geometry = self._store.storage.geometry
         return torch.from_numpy(numbers if geometry.ndim == 1 else geometry.unravel(numbers))
 
@@ -77,14 +77,14 @@ class RowIndex:
 class StoredRows:
     """Read rows as users get them, and replace rows.
 
-    Threads: any number may read; a replacement waits for the writer. Crashes: on disk a replacement is there
-    as a whole or not at all.
+    Threads: any number may read; a replacement waits for the writer. Crashes: on disk a replacement is
+    applied completely or not at all.
 
     Args:
-        store: Whose rows they are.
-        index: What indices mean.
-        batches: Makes batches of columns.
-        ingest: Makes columns of batches.
+        store: The store.
+        index: Interprets indices.
+        batches: Builds batches from columns.
+        ingest: Converts batches to columns.
     """
 
     def __init__(self, store: StoreHandle, index: RowIndex, batches: BatchBuilder, ingest: Ingest) -> None:
@@ -121,7 +121,7 @@ class StoredRows:
             if self._batches.transform.transforms:
                 data = self._ingest.invert(data, len(shape), single=shape == ())
             if data is not None:
-                # As the index has it, not as time and lanes have it.
+                # The shape of the index counts here, not time and lanes.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
                 replace_rows(writer, ids, self._ingest.read_columns(data, layout, single=shape == ()))
 

@@ -1,14 +1,13 @@
-"""How rows get into a store: data to columns, columns to the writer, and writes that are repeated.
+"""How rows are appended: convert data to columns, pass columns to the writer, and answer repeated writes.
 
-`Ingest.append` is the whole path, from what a user passes to the storage. It never draws.
+`Ingest.append` is the whole path, from the user's data to the storage. It never draws batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tensordict import is_tensor_collection
@@ -19,6 +18,8 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.buffers.write_options import WriteOptions
+from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core import tuning
 from expstore.core.idempotency import WriteKey, Written, key_reused
 from expstore.core.rate_limiters import RateLimiter
@@ -29,7 +30,6 @@ from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.row_cells import Cells, compile_put, nest
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
-from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
@@ -39,7 +39,7 @@ from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
 from expstore.storages.read_view import ReadView
-from expstore.storages.sessions import end_episodes, end_unnamed
+from expstore.storages.sessions import end_episodes, end_stream, end_unnamed
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
 from expstore.wire.tables import is_table, take_table
@@ -48,37 +48,15 @@ from expstore.writers.writers import RoundRobinWriter, Writer
 __all__ = ["Ingest", "WriteOptions", "make_key"]
 
 
-class WriteOptions(NamedTuple):
-    """What a write asks for besides its rows.
-
-    Args:
-        source: Name of the stream; None: the session's unnamed stream.
-        info: Facts about the episodes of the rows, as JSON text.
-        key: The idempotency key; None: the write has none.
-        session: Who writes; None: the handle's own session.
-        checks_domain: Check values against the store's specs.
-        takes_priorities: Set the priorities that come with the rows.
-        return_ids: Return ids, not indices.
-    """
-
-    source: str | None = None
-    info: str = ""
-    key: WriteKey | None = None
-    session: SessionKey | None = None
-    checks_domain: bool = False
-    takes_priorities: bool = False
-    return_ids: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Readers:
-    """What reads rows of one schema.
+    """Readers of rows of one schema.
 
     Args:
         schema: The schema.
-        steps: Reads what rows are to their episodes.
-        intake: Takes batches that look like the schema with few steps; None: rows need a closer look.
-        rows: Takes single rows with few steps; None: rows need a closer look.
+        steps: Reads the episode fields of rows: lanes, trajectory ids, ends.
+        intake: Fast reader of batches that match the schema; None: rows need the general path.
+        rows: Fast path of single rows; None: rows need the general path.
     """
 
     schema: Schema
@@ -89,11 +67,11 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True)
 class _RowIntake:
-    """Takes single rows that are dicts of arrays and numbers just as the schema has them.
+    """Fast path of single rows: dicts of arrays and numbers with exactly the fields of the schema.
 
     Args:
         put: Writes a row to the appender; see `compile_put`.
-        runs: Reads what the row is to its episode.
+        runs: Reads the episode fields of the row.
         appender: Appends the row. Its memory is shared by the threads that hold the lock of the writers.
     """
 
@@ -103,10 +81,10 @@ class _RowIntake:
 
     @classmethod
     def for_storage(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
-        """Return what takes the rows of a storage; None: it appends no single rows faster than batches."""
+        """Return the fast path for a storage; None: it appends single rows no faster than batches."""
         appender = storage.row_appender(schema)
         if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
-            return None  # long rows go to the columns at once
+            return None  # long rows are written to the columns at once
         sizes = np.cumsum([entry.row_bytes for entry in schema.fields])
         columns = [
             part.view(entry.numpy_dtype).reshape(1, *entry.shape)
@@ -122,18 +100,19 @@ class _RowIntake:
 class Ingest(StorePart):
     """Append rows to a store.
 
-    Threads: any number may append; they wait for one another. Crashes: a write that returned survives the
-    process, one that did not return is there whole or not at all.
+    Threads: any number may append; they wait for one another. Crashes: rows of a write that returned survive
+    the end of the process; a write that did not return is applied completely or not at all.
 
     Args:
-        store: Where rows go.
+        store: The store.
         index: How users number rows; it knows which dim of a batch is time.
-        sampling: Whose sampler is told about new rows, and which of their keys are skipped.
+        sampling: The sampling part: its sampler is notified of new rows, and `extend` skips the keys that its
+            samples add.
         style: Which data are accepted, and where priorities are.
-        transform: What is done to rows before they are stored.
-        writer: Gives rows their places.
-        limiter: How fast rows may come; None: as fast as they can.
-        skips_metadata: Skip the root key `metadata`, which samples carry.
+        transform: Transforms of rows before they are stored.
+        writer: Assigns places to rows.
+        limiter: Limits how fast rows may be written; None: no limit.
+        skips_metadata: Whether to skip the root key `metadata`, which samples have.
     """
 
     def __init__(
@@ -153,7 +132,7 @@ class Ingest(StorePart):
         self._sampling = sampling
         self._style = style
         self._transform = transform
-        #: Gives rows their places.
+        #: Assigns places to rows.
         self.writer = writer
         self._limiter = limiter
         self._skips_metadata = skips_metadata
@@ -161,31 +140,31 @@ class Ingest(StorePart):
         self._readers: _Readers | None = None
 
     def attach(self, storage: ReadView) -> None:
-        """Write to a storage from now on; what was known of the former schema is dropped."""
+        """Write to a storage from now on; drop what was cached for the previous one's schema."""
         self.writer.register_storage(storage)
         self.writer.tell_writes(self._tell_sampler)
         self._readers = None
 
     def _tell_sampler(self, ids: IntArray) -> None:
-        """Tell the sampler of rows that the writer was given without this object."""
+        """Notify the sampler of rows that were passed to the writer directly."""
         self._sampling.sampler.on_write(ids)
 
     def leave_parent(self) -> None:
-        """Drop what is known of the schema."""
+        """Drop what was cached for the schema."""
         self._readers = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         return vars(self) | {"_readers": None}
 
     def set_writer(self, writer: Writer) -> Writer:
-        """Place rows by another writer from now on; return the one before.
+        """Place rows by another writer from now on; return the previous one.
 
         Raises:
-            TypeError: It is no writer.
+            TypeError: The argument is not a writer.
         """
         if not isinstance(writer, Writer):
-            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
+            raise TypeError(f"the writer must be a Writer, got a {type(writer).__name__}")
         storage = self._store.storage
         writer.register_storage(storage)
         writer.tell_writes(self._tell_sampler)
@@ -221,14 +200,14 @@ class Ingest(StorePart):
         )
 
     def add_plain(self, row: dict[str, Any], source: str | None) -> int:
-        """Append a row in a fraction of the time of `append`; return its index, -1 if it is not taken.
+        """Append a row in a fraction of the time of `append`; return its index, or -1 if it needs `append`.
 
-        A row is taken if it has just the fields of the schema, continues an episode as the row before it
-        leaves one to expect, or begins one, and only the storage has to know of it.
+        The row must have exactly the fields of the schema, and must continue its episode in the expected way
+        or begin one; and no transform, writer, sampler or limiter may have to process it.
 
         Args:
             row: Nested dicts of arrays and numbers.
-            source: As of `WriteOptions`.
+            source: As in `WriteOptions`.
         """
         storage, readers = self._store.storage, self._readers
         intake = None if readers is None else readers.rows
@@ -252,13 +231,16 @@ class Ingest(StorePart):
 
         Args:
             data: The rows.
-            options: What the write asks for besides.
-            single: It is one row, or one for each lane.
+            options: The options of the write.
+            single: Whether `data` is one row, or one row for each lane.
 
         Returns:
             The index, or id, of each row; -1 for rows that were dropped. Shape `(n,)`.
         """
         storage, key = self._store.storage, options.key
+        proxy = self._store.proxy
+        if proxy is not None:
+            return self._append_by(proxy, storage, data, options, single=single)
         if key is not None and (known := _find_write(storage, key)) is not None and not known.dropped:
             return _numbers_of(storage, known, options.return_ids)
         batch = self._to_batch(storage, data, single=single)
@@ -268,8 +250,46 @@ class Ingest(StorePart):
             return self._write(storage, batch, options)
         return self._write_in_time(storage, batch, options, self._limiter)
 
+    def append_batch(self, batch: Batch, options: WriteOptions, check: Callable[[], None]) -> IntArray:
+        """Append rows that are columns already; return the index, or id, of each. Shape `(n,)`.
+
+        Args:
+            batch: The rows.
+            options: What the write asks for besides.
+            check: Called now and then while the rate limiter makes the write wait; raises to give it up.
+        """
+        storage = self._store.storage
+        if self._limiter is None:
+            return self._write(storage, batch, options)
+        return self._write_in_time(storage, batch, options, self._limiter, check)
+
+    def _append_by(
+        self, proxy: WritingProxy, storage: ReadView, data: Any, options: WriteOptions, *, single: bool
+    ) -> IntArray:
+        """Append rows through the process that has the store open."""
+        for attempt in (1, 2):
+            if storage.schema is None:
+                storage.follow()
+            known = storage.schema
+            if known is not None and (self._readers is None or self._readers.schema is not known):
+                self._readers = self._make_readers(storage, known)
+            batch = self._to_batch(storage, data, single=single)
+            if batch is None or batch.count == 0:
+                return np.zeros(0, np.int64)
+            try:
+                numbers, outdated = proxy.append(batch, options, known)
+            except SchemaError:
+                storage.follow()
+                if attempt == 2 or storage.schema is known or self._transform.transforms:
+                    raise
+                continue  # the fields have changed: the values may have to become other dtypes
+            if outdated:
+                storage.follow()
+            return numbers
+        raise AssertionError("unreachable")
+
     def _to_batch(self, storage: ReadView, data: Any, *, single: bool) -> Batch | None:
-        """Return rows as columns; None: the transforms say that nothing is stored."""
+        """Convert data to columns; None: a transform dropped the batch."""
         if self._transform.transforms:
             data = self.invert(data, storage.ndim - single, single=single)
             if data is None:
@@ -284,15 +304,26 @@ class Ingest(StorePart):
         return self.read_columns(data, layout_of(storage, self._index.asked_time_dim), single=single)
 
     def _write_in_time(
-        self, storage: ReadView, batch: Batch, options: WriteOptions, limiter: RateLimiter
+        self,
+        storage: ReadView,
+        batch: Batch,
+        options: WriteOptions,
+        limiter: RateLimiter,
+        check: Callable[[], None] | None = None,
     ) -> IntArray:
-        """Write a batch when the rate limiter lets it pass."""
+        """Write a batch once the rate limiter permits it."""
+
+        def is_needless() -> bool:
+            if check is not None:
+                check()
+            return _is_known(storage, options.key)
+
         storage.writer()
-        with limiter.wait_to_insert(batch.count, needless=partial(_is_known, storage, options.key)):
+        with limiter.wait_to_insert(batch.count, needless=is_needless):
             return self._write(storage, batch, options)
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
-        """Write a batch; return the index, or id, of each of its rows. The caller may append."""
+        """Write a batch; return the index, or id, of each row. The rate limiter has been asked."""
         with storage.locks.extend, storage.lock:
             writable, key = storage.writer(), options.key
             self.writer.check()
@@ -321,6 +352,8 @@ class Ingest(StorePart):
             if options.takes_priorities:
                 priorities = self._style.priorities_in(sampler, readers.schema, columns)
             keyed = {} if key is None else {"key": replace(key, dropped=kept is not None)}
+            if options.restarts:
+                end_stream(writable, options.source, session=options.session)
             last = storage.state.window.last
             ids = self.writer.write(
                 writable, columns, steps, source=options.source, info=options.info, **keyed
@@ -333,32 +366,48 @@ class Ingest(StorePart):
         numbers = ids if options.return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else _spread(numbers, kept)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a rate limiter may make a write wait."""
+        return self._limiter is not None
+
     # -- for recorders -----------------------------------------------------------------------------
 
     def schema(self) -> Schema | None:
-        """Return the fields; None: no rows have come yet."""
+        """Return the schema; None before the first rows."""
         return self._store.storage.schema
 
     def fix_fields(self, row: Mapping[str, Any]) -> Schema:
-        """Fix the fields by those of one row, which is not written; return them.
+        """Fix the schema by the fields of one row, without writing the row; return the schema.
 
         Raises:
-            SchemaError: Rows have no fields here, or other ones.
+            SchemaError: Rows of this store have no fields, or other fields.
             StateError: The store cannot be written.
         """
         storage = self._store.storage
         if storage.row_traits.whole:
             raise SchemaError(
-                f"rows of a {type(storage).__name__} are objects without fields, which a step has",
+                f"rows of a {type(storage).__name__} are objects without fields, but a step has fields",
                 hint="use a LazyTensorStorage, a MemoryStorage, or expstore.open()",
             )
+        proxy = self._store.proxy
+        if proxy is not None:
+            layout = layout_of(storage, self._index.asked_time_dim)
+            proxy.fix_fields(self.read_columns(dict(row), layout, single=True))
+            storage.follow()
+            return storage.require_schema()
         with storage.lock:
             writable = storage.writer()
             layout = layout_of(storage, self._index.asked_time_dim)
             return self._prepare(writable, self.read_columns(dict(row), layout, single=True)).schema
 
+    def fix_fields_of(self, batch: Batch) -> None:
+        """Fix the fields by those of a batch, which is not written."""
+        with self._store.storage.lock:
+            self._prepare(self._store.storage.writer(), batch)
+
     def append_columns(self, batch: Batch, source: str | None) -> None:
-        """Append rows in the columns of the schema.
+        """Append rows whose columns are in the schema's order.
 
         Args:
             batch: The rows.
@@ -375,15 +424,19 @@ class Ingest(StorePart):
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
         options = WriteOptions(source, takes_priorities=self._style.takes_priorities(None), return_ids=True)
-        if self._limiter is None:
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.append(batch, options, storage.schema)
+        elif self._limiter is None:
             self._write(storage, batch, options)
         else:
             self._write_in_time(storage, batch, options, self._limiter)
 
     def is_plain(self, schema: Schema) -> bool:
-        """Return whether rows go to the storage as they are, and only the storage has to know of them.
+        """Return whether only the storage has to process rows.
 
-        Transforms, writers and samplers can be set at any time: it is asked for each row.
+        It is False if a transform, limiter, priority, or another kind of writer is involved, or the sampler
+        must be notified of writes. It is checked for each row, as these can be set at any time.
 
         Args:
             schema: The fields of the rows.
@@ -399,16 +452,18 @@ class Ingest(StorePart):
         )
 
     def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
-        """Return what appends so many rows faster than `append_columns` while `is_plain`; None: nothing does.
+        """Return an appender that is faster than `append_columns` while `is_plain`, or None.
 
         Args:
             schema: The fields of the rows.
-            rows: How many are appended together.
+            rows: Number of rows that are appended together.
         """
+        if self._store.proxy is not None:
+            return None
         return self._store.storage.writer().row_appender(schema, rows)
 
     def run_reader(self, schema: Schema, columns: Sequence[Array]) -> RunReader:
-        """Return what reads how rows lie in episodes, where `row_appender` returns an appender.
+        """Return a reader of the episode fields of rows; for rows that `row_appender` appends.
 
         Args:
             schema: The fields of the rows.
@@ -418,7 +473,10 @@ class Ingest(StorePart):
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session; see `RecorderTarget.cut`."""
-        storage = self._store.storage
+        storage, proxy = self._store.storage, self._store.proxy
+        if proxy is not None:
+            proxy.end(source, unnamed=source is None)
+            return
         with storage.lock:
             table = storage.episodes
             if source is None:
@@ -427,7 +485,7 @@ class Ingest(StorePart):
                 end_episodes(storage, source, session=table.session)
 
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
-        """Return what reads rows of the schema, which the first rows fix. The lock is held."""
+        """Return the readers of the schema, which the first rows fix. The caller holds the lock."""
         if storage.schema is None:
             self.writer.check_fields(Schema.infer(batch.signature(), batch.form))
             self.writer.begin(storage)
@@ -437,30 +495,31 @@ class Ingest(StorePart):
             schema = storage.require_schema()
             if self._limiter is None and storage.draws.limits[1]:
                 storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
-            quick = (
-                is_plain(schema.form)
-                and not schema.variable
-                and storage.geometry.ndim == 1
-                and not self._index.time_dim
-            )
-            readers = _Readers(
-                schema,
-                StepReader(schema, storage.keys),
-                Intake(schema) if quick else None,
-                _RowIntake.for_storage(storage, schema) if quick else None,
-            )
-            self._readers = readers
+            readers = self._readers = self._make_readers(storage, schema)
+            if readers.intake is not None:
+                readers = self._readers = replace(readers, rows=_RowIntake.for_storage(storage, schema))
         return readers
+
+    def _make_readers(self, storage: ReadView, schema: Schema) -> _Readers:
+        """Return what reads rows of a schema, except single rows."""
+        is_quick = (
+            is_plain(schema.form)
+            and not schema.variable
+            and storage.geometry.ndim == 1
+            and not self._index.time_dim
+        )
+        steps = StepReader(schema, storage.keys)
+        return _Readers(schema, steps, Intake(schema) if is_quick else None, None)
 
     # -- data as columns -----------------------------------------------------------------------------
 
     def invert(self, data: Any, dims: int, *, single: bool) -> Any:
-        """Return rows as the transforms have them stored; None: nothing is to be written.
+        """Apply the inverse transforms to rows; return None if a transform drops the batch.
 
         Args:
-            data: The rows; transforms are given TensorDicts for dicts and tables.
-            dims: How many dims of it are rows.
-            single: It is one row, or one for each lane.
+            data: The rows; dicts and tables are converted to TensorDicts for the transforms.
+            dims: Number of leading dims that make rows.
+            single: Whether `data` is one row, or one row for each lane.
         """
         if self._has_fields(data):
             layout = replace(layout_of(self._store.storage), ndim=1, dim=0, all_dims=True)
@@ -470,14 +529,14 @@ class Ingest(StorePart):
         return self._transform.inverse(data, single=single)
 
     def read_columns(self, data: Any, layout: Layout, *, single: bool) -> Batch:
-        """Return rows of any kind as columns."""
+        """Convert rows of any kind to columns."""
         skip = self._sampling.own_keys
         if self._skips_metadata:
             skip |= {"metadata"}
         if not self._has_fields(data):
             return take(data, layout, single=single, skip=skip)
         schema = self._store.storage.schema
-        if isinstance(data, Mapping):  # no TensorDict, which would be one, too
+        if isinstance(data, Mapping):  # TensorDicts, which are Mappings too, were handled above
             return take_mapping(data, layout, single=single, skip=skip, schema=schema)
         if single:
             raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
@@ -490,9 +549,9 @@ class Ingest(StorePart):
         return batch_of(table.schema, columns)
 
     def _has_fields(self, data: Any) -> bool:
-        """Return whether rows come in dicts, or in an Arrow table, whose names are those of fields.
+        """Return whether the data are dicts or an Arrow table, whose names are names of fields.
 
-        Dicts have none where rows are trees or objects.
+        A dict does not count if rows of the store are trees or objects.
         """
         if is_table(data):
             return True
@@ -508,49 +567,49 @@ class Ingest(StorePart):
 
 
 def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> WriteKey | None:
-    """Return the key of a write; None: it has none.
+    """Return the key of a write; None: the write has no key.
 
     Raises:
-        StateError: The writer keeps no keys.
-        TypeError: There is a digest, but no key; or they are no bytes.
+        StateError: The writer does not support keys.
+        TypeError: A digest is given without a key, or they are not bytes.
         ValueError: The key is empty, or the digest does not have 16 bytes.
     """
     if key is None:
         if digest is not None:
-            raise TypeError("a digest is of a write with an idempotency key; give both, or neither")
+            raise TypeError("digest requires idempotency_key; give both, or neither")
         return None
     if not writer.keeps_keys:
         raise StateError(
-            f"{writer!r} keeps no idempotency keys: what it writes is no batch that stays together",
+            f"{writer!r} does not support idempotency keys, as it does not keep the rows of a batch together",
             kind="no_keys",
-            hint="write without one",
+            hint="leave idempotency_key out",
         )
     return WriteKey.of(key, digest)
 
 
 def _find_write(storage: ReadView, key: WriteKey) -> Written | None:
-    """Return the result of the write with a key; None: it was not made.
+    """Return the result of the earlier write with a key; None: there was none.
 
     Raises:
-        StateError: The key is that of another write, or the storage cannot be written.
+        StateError: The key belongs to another write, or the storage cannot be written.
     """
-    storage.writer()  # after an interruption only the journal knows what was written
+    storage.writer()  # after an interruption this reads the journal, which knows what was written
     return storage.state.write_keys.find(key, now_us())
 
 
 def _is_known(storage: ReadView, key: WriteKey | None) -> bool:
-    """Return whether the write with a key was made: by another thread, perhaps, while this one waited."""
+    """Return whether a write with this key is done; another thread may have done it while this one waited."""
     return key is not None and storage.state.write_keys.find(key, now_us()) is not None
 
 
 def _numbers_in_part(storage: ReadView, known: Written, kept: Array | None, return_ids: bool) -> IntArray:
-    """Return indices, or ids, of a repeated batch of which rows were dropped: -1 for those.
+    """Return indices, or ids, of a repeated batch; -1 for rows that were dropped.
 
     Args:
-        storage: Where the rows are.
-        known: What was written.
-        kept: Which rows of the batch are not dropped; None: all are kept. Shape `(n,)`.
-        return_ids: Whether ids are asked for.
+        storage: Storage of the rows.
+        known: The result of the first write.
+        kept: Whether each row of the batch is kept; None: all are. Shape `(n,)`.
+        return_ids: Whether to return ids.
 
     Raises:
         StateError: The first write had another number of rows.
@@ -567,7 +626,7 @@ def _numbers_of(storage: ReadView, known: Written, return_ids: bool) -> IntArray
 
 
 def _spread(numbers: IntArray, kept: Array) -> IntArray:
-    """Put numbers in the places of the rows that were kept, and -1 in the others. Shape `kept.shape`."""
+    """Return numbers at the positions of kept rows and -1 elsewhere. Shape `kept.shape`."""
     found = np.full(kept.size, -1, np.int64)
     found[kept] = numbers
     return found

@@ -1,6 +1,6 @@
-"""Close the open episodes of unnamed streams, before other streams begin.
+"""End the open episodes of unnamed streams, before other streams begin.
 
-Used by ensembles. It appends no rows and ends no named stream.
+Used by ensembles. It appends no rows and does not end named streams.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["Tails"]
 
 
 class Tails:
-    """Close the streams of storages: what comes next begins episodes of its own.
+    """Mark the newest rows of open episodes as ends, so that later rows begin new episodes.
 
     Args:
-        end: The field that ends an episode; it becomes True at every tail.
-        terminated: The field that says that it ended by itself; it stays.
-        truncated: The field that says that it was cut off; it becomes True at tails that say neither.
+        end: The field that ends an episode; set to True in each newest row.
+        terminated: The field that marks a terminated episode; never changed.
+        truncated: The field that marks a truncated episode; set to True in each newest row that is not
+            terminated.
 
     Raises:
-        ValueError: Two of them are the same.
+        ValueError: Two of the fields are the same.
     """
 
     def __init__(self, end: Any, terminated: Any, truncated: Any) -> None:
@@ -40,35 +41,36 @@ class Tails:
             raise ValueError("end, terminated and truncated keys must be distinct.")
 
     def check(self, storage: ReadView, sampler: Any) -> None:
-        """Raise if the streams of a storage cannot be closed, so that its sampler sees it.
+        """Check that the streams of a storage can be ended in such a way that its sampler notices.
 
         Raises:
             SchemaError: There is no such field.
-            StateError: Nothing can be written; or trajectories go by names that may come again.
-            TypeError: It is no field of booleans.
+            StateError: The storage cannot be written, or the sampler uses trajectory ids that later rows may
+                reuse.
+            TypeError: The field is not boolean.
         """
         if not len(storage):
             return
         storage.writer()
         schema = storage.require_schema()
         if self.end not in schema:
-            raise SchemaError(f"no field {key_name(self.end)!r} to end streams by", hint=f"it has {schema!r}")
+            raise SchemaError(f"no field {key_name(self.end)!r} that ends streams", hint=f"it has {schema!r}")
         if schema[self.end].dtype != "bool":
             raise TypeError("end_streams requires a boolean end_key field.")
         found = getattr(sampler, "_trajectories", None)
         if not isinstance(found, Trajectories) or found.name in (None, storage.keys.trajectory):
-            return  # episodes of the store: new ones begin whatever names come again
+            return  # the store's own episodes: later rows begin new ones, even with the same trajectory ids
         (names,) = storage.read(storage.window.ids(), [storage.require_schema().place_of(found.name or ())])
         if self.end not in (found.ends or ()) or (names != names[:1]).any():
             raise StateError(
                 f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have "
-                f"end_key={self.end!r} and every record of a member carries the same trajectory id: others "
-                "may come again",
+                f"end_key={self.end!r} and every record of a member carries the same trajectory id: "
+                "otherwise later rows may reuse ids",
                 hint="leave traj_key out: the store tells streams apart by itself",
             )
 
     def close(self, storage: ReadView) -> None:
-        """Close the streams of a storage."""
+        """End the open episodes of a storage's unnamed streams."""
         with storage.locks.extend, storage.lock:
             ids = self._open(storage)
             if ids.size:
@@ -77,7 +79,7 @@ class Tails:
             end_unnamed(storage)
 
     def _open(self, storage: ReadView) -> IntArray:
-        """Return the newest rows of the episodes without a name that are not over."""
+        """Return the newest rows of the open episodes of unnamed streams."""
         lasts = np.array(storage.episodes.tails(), np.int64)
         return np.sort(lasts[storage.window.holds(lasts)])
 

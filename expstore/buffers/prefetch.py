@@ -1,7 +1,8 @@
-"""Make batches ahead of time, while the user's program works with the one before.
+"""Prepare batches in a background thread while the program uses the previous one.
 
-A `Prefetcher` keeps the order and the numbers of batches; its source makes them, and says whether one may
-still be returned. It never returns a batch twice, nor one that a call at that moment would not have made.
+A `Prefetcher` keeps the order and the numbers of batches; its source makes them, and says whether they are
+still valid. It never returns a batch twice, and returns only batches that a direct call
+would return at that moment.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ __all__ = ["Batches", "Made", "Prefetcher", "Request"]
 
 
 class Request(NamedTuple):
-    """Say what batch is asked for.
+    """A request for a batch.
 
     Args:
-        size: How many rows.
-        as_numpy: Whether it is to be of NumPy arrays.
+        size: Number of rows.
+        as_numpy: Whether to return NumPy arrays.
     """
 
     size: int
@@ -35,9 +36,10 @@ class Made:
     """A batch that is ready.
 
     Args:
-        batch: What the user gets.
-        selection: The rows.
-        changes: A token that changes when the batch becomes stale: when rows were changed in place, say.
+        batch: The batch as the user gets it.
+        selection: Its rows.
+        changes: A token that changes when the batch becomes stale, for instance because rows were changed in
+            place.
     """
 
     batch: Any
@@ -46,35 +48,36 @@ class Made:
 
 
 class Batches(Protocol):
-    """What makes batches."""
+    """Source of batches."""
 
     def draw_ahead(self, number: int) -> DrawNumber:
-        """Return the draw after `number` others that are not handed out yet."""
+        """Return the draw of the batch after `number` prefetched batches."""
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
-        """Make a batch, if need be instead of one whose rows have left."""
+        """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
 
     def stands(self, made: Made | None) -> bool:
-        """Return whether batches made when this one was (None: any) may still be handed out."""
+        """Return whether batches of the same age as this one (None: any batches) may still be returned."""
 
     def readable(self, made: Made) -> bool:
-        """Return whether none of its rows, nor of those that were looked at for it, has left."""
+        """Return whether all rows that were read for the batch are still readable."""
 
     def hand_out(self, made: Made) -> None:
-        """Count the oldest batch made ahead as handed out."""
+        """Count the oldest prefetched batch as returned."""
 
     def give_back(self) -> None:
-        """Take draws and sampler back to the last batch that was returned."""
+        """Reset draws and sampler to the state after the last returned batch."""
 
 
 class Prefetcher:
-    """Make the next batches in a thread of its own.
+    """Prepare the next batches in a background thread.
 
-    Threads: any number may ask; they are served one after another, so that batches go out in the order of
-    their numbers. It holds no buffer, so that a forgotten one can go; its thread ends with it.
+    Threads: any number may call `next`; calls are served one after another, so batches are returned in the
+    order of their numbers. It has no reference to the buffer, so an unused buffer can be collected; the
+    thread ends with the prefetcher.
 
     Args:
-        count: How many batches are made ahead.
+        count: Number of batches to prepare.
     """
 
     def __init__(self, count: int) -> None:
@@ -82,7 +85,7 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._request: Request | None = None
         self._queue: deque[tuple[DrawNumber, Future[Made]]] = deque()
-        # One thread: samplers that keep a place must be asked in the order of the batches.
+        # A single thread: samplers with a position must be called in the order of the batches.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-prefetch")
 
     def next(self, source: Batches, request: Request) -> Made:
@@ -94,7 +97,7 @@ class Prefetcher:
                     self._request = request
                 self._fill(source, request, self.count + 1)
                 draw, future = self._queue[0]
-                # What failed then may go well now: rows may have come.
+                # Try again after a failure: rows may have been appended since.
                 made = None if future.exception() else future.result()
                 if made is None or not source.stands(made):
                     self._drop(source)
@@ -124,7 +127,7 @@ class Prefetcher:
         source.give_back()
 
     def drop(self, source: Batches) -> None:
-        """Forget what was made ahead."""
+        """Drop the prefetched batches."""
         with self._lock:
             self._drop(source)
 
@@ -132,6 +135,6 @@ class Prefetcher:
         return len(self._queue)
 
     def close(self, source: Batches) -> None:
-        """Forget what was made ahead, and end the thread."""
+        """Drop the prefetched batches and end the thread."""
         self.drop(source)
         self._pool.shutdown(wait=True)

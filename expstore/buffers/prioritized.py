@@ -1,7 +1,6 @@
-"""Replay buffers that sample by priority, under TorchRL's names.
+"""Prioritized replay buffers, under TorchRL's names.
 
-What users of TorchRL's prioritized buffers import. They put a prioritized sampler into a buffer; all
-else is there.
+Each is a buffer with a prioritized sampler.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """Sample by priority; `sample(return_info=True)` says which rows, and their weights.
+    """Sample by priority; `sample(return_info=True)` also returns the rows' indices and weights.
 
     Threads, processes and crashes as `ReplayBuffer`.
 
     Args:
-        alpha: How much priorities count; see `PrioritizedSampler`.
-        beta: How much of the bias the weights undo.
+        alpha: Exponent of priorities; see `PrioritizedSampler`.
+        beta: Exponent of the importance weights; see `PrioritizedSampler`.
         eps: Added to priorities.
-        dtype: Of the weights.
-        storage: Where rows are kept; `MemoryStorage(1000)` by default.
-        keywords: As `ReplayBuffer`.
+        dtype: Dtype of the weights.
+        storage: Where rows are stored; `MemoryStorage(1000)` by default.
+        keywords: As in `ReplayBuffer`.
 
     Example:
         >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=MemoryStorage(10), batch_size=5)
@@ -59,18 +58,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """Sample by priority; batches carry `index` and `priority_weight`.
 
-    Rows that come with `priority_key` start at that priority. Threads, processes and crashes as
-    `ReplayBuffer`.
+    Rows that have `priority_key` when they are appended start with that priority. Threads, processes and
+    crashes: as `ReplayBuffer`.
 
     Args:
-        alpha: How much priorities count; see `PrioritizedSampler`.
-        beta: How much of the bias the weights undo.
-        priority_key: Where `extend` and `update_tensordict_priority` find priorities.
+        alpha: Exponent of priorities; see `PrioritizedSampler`.
+        beta: Exponent of the importance weights; see `PrioritizedSampler`.
+        priority_key: The field from which `extend` and `update_tensordict_priority` read priorities.
         eps: Added to priorities.
-        dtype: Of the weights.
-        reduction: What becomes of several priorities for one row.
-        storage: Where rows are kept; `MemoryStorage(1000)` by default.
-        keywords: As `TensorDictReplayBuffer`.
+        dtype: Dtype of the weights.
+        reduction: How several priorities of one row are reduced to one.
+        storage: Where rows are stored; `MemoryStorage(1000)` by default.
+        keywords: As in `TensorDictReplayBuffer`.
 
     Example:
         >>> storage = MemoryStorage(10)
@@ -102,6 +101,6 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 def _sampler(keywords: dict[str, Any], *settings: Any) -> PrioritizedSampler:
     if keywords.pop("sampler", None) is not None:
         raise ValueError(
-            "a prioritized buffer makes its sampler of alpha, beta and eps; give others to a ReplayBuffer"
+            "a prioritized buffer builds its sampler from alpha, beta and eps; use a ReplayBuffer for others"
         )
     return PrioritizedSampler(*settings)

@@ -1,7 +1,7 @@
-"""How many bytes one read of rows may return, counted before their values are read.
+"""Limit the bytes that one read of rows may return; checked before values are read.
 
-Used by the HTTP layer, which bounds its answers. The bound belongs to what a thread does within a `with`
-block, since one buffer answers requests of several kinds.
+Used by the HTTP layer, which limits its responses. The limit applies to one thread within a `with` block,
+since one buffer answers requests of several kinds.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from expstore.storages.read_view import ReadView
 
 __all__ = ["READ_LIMIT", "ReadLimit", "limit_reads"]
 
-#: `index` and `id`, which come with the fields.
+#: Number of values per row besides the fields: `index` and `id`.
 _OWN_VALUES = 2
 _OWN_BYTES = 16
-#: As JSON a number takes at most so many characters, and a byte of a text, or of a list, so many.
+#: Largest number of JSON characters of a number, and of one byte of a text or list.
 _NUMBER_CHARACTERS, _BYTE_CHARACTERS = 24, 6
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimit:
-    """Bound the bytes of rows.
+    """A limit of the bytes of rows.
 
     Args:
-        size: Most bytes.
-        text: Whether they are counted as JSON; otherwise as Arrow has them.
+        size: Largest number of bytes.
+        text: Whether rows are counted as JSON; otherwise as Arrow stores them.
     """
 
     size: int
     text: bool = False
 
     def row_bytes(self, schema: Schema) -> int:
-        """Return what the fields of fixed size take per row."""
+        """Return the bytes per row of the fields of fixed size."""
         if self.text:
             return _NUMBER_CHARACTERS * (sum(entry.row_items for entry in schema.fields) + _OWN_VALUES)
         wider = sum(entry.row_bytes for entry in schema.fields if entry.dtype == "bfloat16")
         return schema.row_bytes + wider + _OWN_BYTES
 
     def check_count(self, schema: Schema | None, count: int) -> None:
-        """Raise QueryError if so many rows take too much by the schema alone."""
+        """Raise QueryError if the fields of fixed size of `count` rows are too large."""
         each = 0 if schema is None else self.row_bytes(schema)
         if count * each > self.size:
             raise self._build_size_error(count, count * each, self.size // each)
 
     def check(self, storage: ReadView, ids: IntArray) -> None:
-        """Raise QueryError (kind "too_large") if these rows take too much. Shape `(n,)`."""
+        """Raise QueryError (kind "too_large") if these rows are too large. Ids have shape `(n,)`."""
         schema = storage.schema
         if schema is None:
             return
@@ -66,7 +66,7 @@ class ReadLimit:
                 raise self._build_size_error(ids.size, int(ends[-1]), fitting)
 
     def check_bytes(self, size: int) -> None:
-        """Raise QueryError if an answer of so many bytes, as Arrow has them, is too large."""
+        """Raise QueryError if a response of `size` bytes in Arrow format is too large."""
         size *= _BYTE_CHARACTERS if self.text else 1
         if size > self.size:
             raise QueryError(
@@ -86,17 +86,17 @@ class ReadLimit:
         )
 
 
-#: What bounds the reads of this thread; None: nothing does.
+#: The limit of reads in this thread; None: no limit.
 READ_LIMIT: ContextVar[ReadLimit | None] = ContextVar("expstore_read_limit", default=None)
 
 
 @contextmanager
 def limit_reads(size: int, *, text: bool = False) -> Iterator[ReadLimit]:
-    """Bound what one sample, `by_id` or `trajectory` of this thread may return.
+    """Limit what one sample, `by_id` or `trajectory` of this thread may return.
 
     Args:
-        size: Most bytes of it.
-        text: Whether it is to be JSON.
+        size: Largest number of bytes.
+        text: Whether the rows will be sent as JSON.
     """
     limit = ReadLimit(size, text)
     token = READ_LIMIT.set(limit)

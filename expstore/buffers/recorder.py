@@ -1,7 +1,7 @@
-"""Record the steps of an environment loop: one call per step, and no TensorDict, dict or batch is built.
+"""Record the steps of an environment loop: one call per step, without building a TensorDict or batch.
 
-`ReplayBuffer.record` makes it. Values are copied into arrays that were allocated once; a flush appends them
-as one batch, by the same path that `extend` takes. It never samples.
+`ReplayBuffer.record` creates it. Values are copied into preallocated arrays; a flush appends them as one
+batch, in the same way as `extend`. It draws no batches.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from expstore.storages.capabilities import RowAppending
 __all__ = ["Recorder", "RecorderTarget"]
 
 _NEXT = "next"
-#: How environments reset, in gymnasium's words.
+#: How environments reset, by gymnasium's names.
 _MODES = ("NextStep", "SameStep", "Disabled")
 _FLAGS = ("done", "terminated", "truncated")
 
 
 class RecorderTarget(Protocol):
-    """What a recorder needs of a buffer."""
+    """The methods of a buffer that a recorder uses."""
 
     def schema(self) -> Schema | None:
-        """Return the fields; None: no rows have come yet."""
+        """Return the schema; None before the first rows."""
 
     def fix_fields(self, row: Mapping[str, Any]) -> Schema:
-        """Fix the fields by those of one row, which is not written; return them."""
+        """Fix the schema by the fields of one row, without writing the row; return the schema."""
 
     def append_columns(self, batch: Batch, source: str | None) -> None:
-        """Append rows in the columns of the schema."""
+        """Append rows whose columns are in the schema's order."""
 
     def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
-        """Return what appends so many rows faster while `is_plain`; None: nothing does."""
+        """Return an appender that is faster than `append_columns` while `is_plain`, or None."""
 
     def run_reader(self, schema: Schema, columns: Sequence[Array]) -> RunReader:
-        """Return what reads out of columns how their rows lie in episodes, where rows have an appender."""
+        """Return a reader of the episode fields of rows; for rows that `row_appender` appends."""
 
     def is_plain(self, schema: Schema) -> bool:
-        """Return whether rows go to the storage as they are, and only the storage has to know of them."""
+        """Return whether only the storage has to process rows."""
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session.
 
-        Those that were adopted stay open until a row continues them.
+        Resumed episodes stay open until a row continues them.
         """
 
 
 class Recorder:
     """Record the steps of one environment, or of several that step together.
 
-    Each episode begins with the first step after the one before ended: after a step that was `terminated` or
-    `truncated`, after `reset`, and with the recorder itself. `reset` and `close` cut an episode that is open.
+    An episode begins with the first step of the recorder, and with the first step after one that was
+    `terminated` or `truncated` and after `reset`. `reset` and `close` cut open episodes.
 
-    Threads: one thread uses a recorder; others may use the buffer, and recorders of other sources.
-    Processes: a forked child cannot record. Crashes: with `flush_steps=1` a step that returned survives the
-    process; with n, up to n - 1 steps are lost. After a power cut the steps since the last sync of the
-    store are gone, about one second, or none with `durability="sync"`.
+    Threads: one thread uses a recorder; others may use the buffer, and recorders of other sources. Processes:
+    a forked child cannot record. Crashes: with `flush_steps=1` a step survives the end of the process once
+    `step` has returned; with n, up to n - 1 steps are lost. A power failure loses the steps since the last
+    sync of the store, about one second, or none with `durability="sync"`.
 
     Args:
         target: The buffer.
-        source: Name of the stream; with several lanes each lane is a stream of its own below it.
-        lanes: How many environments step together: every value has a first dim of that size then. None: one,
-            whose values have no such dim.
-        flush_steps: So many steps are published together.
-        autoreset_mode: How the environment resets, as gymnasium names it. "NextStep": the step after one that
-            ended an episode only resets, and is left out. "SameStep" and "Disabled", or None: every step
-            counts.
+        source: Name of the stream; with several lanes each lane is a separate stream below it.
+        lanes: Number of environments that step together; the first dim of every value has this size. None:
+            one environment, and values have no such dim.
+        flush_steps: Number of steps that are published together.
+        autoreset_mode: How the environment resets, by gymnasium's names. "NextStep": the step after one that
+            ended an episode only resets, and is not recorded. "SameStep", "Disabled" or None: every step is
+            recorded.
 
     Raises:
         ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
@@ -109,7 +109,7 @@ class Recorder:
             modes = ", ".join(map(repr, _MODES))
             raise ValueError(f"autoreset_mode is {mode!r}; it is one of {modes}, or None")
         self._skips_resets = mode == "NextStep"
-        #: Which lanes ended an episode by their last step. Shape `(lanes,)`, or `()`.
+        #: Whether each lane's last step ended an episode. Shape `(lanes,)`, or `()`.
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
@@ -135,28 +135,29 @@ class Recorder:
 
         The first step of a store without fields fixes them: `observation`, `action`, `next.observation`,
         `next.reward` (float32), and the flags `next.terminated`, `next.truncated` and `next.done`. Later
-        steps must have the same. A number is cast to the dtype of its field where it loses no more than the
-        precision of a float. Where rows have flags at the root, too, they are False.
+        steps must have the same fields. A number is cast to the dtype of its field if it loses no more than
+        the precision of a float. If rows also have flags at the root, these are False.
 
         Args:
-            observation: What the action answered: an array, a number, or a dict of them.
-            action: As `observation`.
+            observation: The observation before the action: an array, a number, or a dict of them.
+            action: The action, in a form as `observation`.
             reward: A number; with lanes shape `(lanes,)`.
-            next_observation: As `observation`; of a step that ended an episode the last observation of that
-                episode, not the first one of the next.
+            next_observation: The observation after the action. At the end of an episode the last observation
+                of that episode, not the first one of the next.
             terminated: Whether the environment ended the episode; with lanes shape `(lanes,)`.
-            truncated: Whether it was stopped from outside, by a time limit for instance; likewise.
-            valid: Which lanes made a step at all: a vector environment whose lanes reset in a step of their
-                own has none there. Shape `(lanes,)`; None: all.
+            truncated: Whether the episode was stopped from outside, by a time limit for instance; shape as
+                `terminated`.
+            valid: Which lanes made a step. In a vector environment whose lanes reset in a separate step,
+                False for the lanes that only reset. Shape `(lanes,)`; None: all.
             more: Other fields, by name; a name with dots is a path: `**{"next.value": value}`.
 
         Raises:
             SchemaError: A value does not fit its field, or a field is missing; nothing was recorded.
             StateError: The recorder or the store is closed.
-            StorageError: The disk failed. The step is kept, and written by the next call or `flush`.
+            StorageError: The disk failed. The step is kept; the next call or `flush` writes it.
         """
         if self._filled == self._flush_steps:
-            self.flush()  # which has failed before
+            self.flush()  # the previous flush has failed
         if self._skips_resets:
             if self._lanes is None and self._ended:
                 self._ended[()] = False
@@ -180,7 +181,7 @@ class Recorder:
             self.flush()
 
     def _find_steps(self, valid: Any) -> Any:
-        """Return which lanes make a step that is no reset; None: there are no lanes."""
+        """Return which lanes make a step that is not just a reset; None: there are no lanes."""
         if self._lanes is None:
             return valid
         return ~self._ended if valid is None else np.asarray(valid, np.bool_) & ~self._ended
@@ -190,14 +191,14 @@ class Recorder:
 
         Raises:
             StateError: The store is closed, or open for reading only; the steps are kept.
-            StorageError: The disk failed; the steps are kept, and written by the next flush.
-            SchemaError: The first step does not continue an episode that `episodes.resume` adopted; the steps
-                are dropped.
+            StorageError: The disk failed; the steps are kept, and the next flush writes them.
+            SchemaError: The first step does not continue a resumed episode (`episodes.resume`); the steps are
+                dropped.
         """
         block, filled = self._block, self._filled
         if not filled or block is None:
             return
-        self._filled = 0  # before: after an interruption no step is written twice
+        self._filled = 0  # first, so that no step is written twice after an interruption
         try:
             runs = block.runs if filled == self._flush_steps else None
             if runs is not None and self._appender is not None and self._target.is_plain(block.schema):
@@ -212,16 +213,16 @@ class Recorder:
             raise
 
     def reset(self) -> None:
-        """Cut the episodes that are open: the next step of each lane begins another one.
+        """Cut the open episodes: the next step of each lane begins a new episode.
 
-        Call it where an environment is reset amid an episode.
+        Call it when an environment is reset during an episode.
         """
         self.flush()
         self._ended[...] = False
         self._target.cut(self._source)
 
     def close(self) -> None:
-        """Publish what was recorded, and cut the episodes that are open; a second call does nothing."""
+        """Publish the recorded steps and cut the open episodes; a second call does nothing."""
         if not self._closed:
             self.reset()
             self._closed = True
@@ -233,7 +234,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An error of the loop is the one to show, not what follows from it here.
+        # Raise the loop's own error rather than one that follows from it here.
         with contextlib.suppress(ExpStoreError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -256,17 +257,17 @@ class Recorder:
 
 
 def _check_sizes(schema: Schema) -> None:
-    """Raise SchemaError if a field has no fixed size."""
+    """Raise SchemaError if a field is variable-length."""
     for entry in schema.fields:
         if entry.dtype in (OBJECT, ARROW):
             raise SchemaError(
-                f"field {key_name(entry.key)!r} is {entry}, and a recorder takes fields of a fixed size",
+                f"field {key_name(entry.key)!r} is {entry}, but a recorder needs fields of a fixed size",
                 hint="use extend() or add()",
             )
 
 
 def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | None) -> dict[str, Any]:
-    """Return the first row as a nested dict, with the shapes and dtypes that its fields are to have."""
+    """Return the first row as a nested dict, with the shapes and dtypes that its fields will have."""
 
     def one(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -292,12 +293,12 @@ def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | No
 
 
 def _lanes_of(value: Any, lanes: int) -> Any:
-    """Return values of all lanes, which must be as many."""
+    """Return the values of all lanes; raise an error if their number differs from `lanes`."""
     found = value if isinstance(value, torch.Tensor) else np.asarray(value)
     if not found.shape or found.shape[0] != lanes:
         raise SchemaError(
             f"a value has shape {[*found.shape]}, and {lanes} lanes step together",
-            hint="the first dim of every value is lanes",
+            hint="the first dim of every value must be the lanes",
         )
     return found
 
@@ -307,9 +308,9 @@ class _Column:
 
     Args:
         entry: The field.
-        lanes: As of `Recorder`.
-        steps: How many.
-        memory: Where the values lie. Shape `(bytes,)`, uint8.
+        lanes: As in `Recorder`.
+        steps: Number of steps.
+        memory: Memory for the values. Shape `(bytes,)`, uint8.
     """
 
     __slots__ = ("_dtype", "_entry", "_lanes", "_shape", "cells", "rows", "values")
@@ -320,7 +321,7 @@ class _Column:
         self.values: Array = memory.view(dtype).reshape(
             steps, *(() if lanes is None else (lanes,)), *entry.shape
         )
-        # Fields with one value per row are given without their dim of size 1, as a rule.
+        # Fields with one value per row are usually passed without their dim of size 1.
         own = () if entry.row_items == 1 else entry.shape
         self._shape: tuple[int, ...] = own if lanes is None else (lanes, *own)
         #: The same memory; shape `(steps, *_shape)`.
@@ -333,15 +334,15 @@ class _Column:
         """Write the value of a step.
 
         Raises:
-            SchemaError: It does not fit.
+            SchemaError: The value does not fit.
         """
         self.rows[at] = self._convert(value)
 
     def _convert(self, value: Any) -> Array:
-        """Return a value in the dtype and shape of the field."""
+        """Convert a value to the dtype and shape of the field."""
         entry = self._entry
         cast = _cast(_as_array(value, entry.dtype == "bfloat16"), self._dtype)
-        # A field with one value per row may have its dim of size 1, or not.
+        # The value of a field with one value per row may have or lack the dim of size 1.
         fits = cast is not None and (
             cast.shape in (self._shape, self.values.shape[1:])
             or (entry.row_items == 1 and cast.size == self.rows[0].size)
@@ -355,7 +356,7 @@ class _Column:
 
 
 def _as_array(value: Any, is_bfloat16: bool) -> Array:
-    """Return a value as an array, for a field of bfloat16 as its bits; of objects if it is no number."""
+    """Return a value as an array: for bfloat16 its bits, and an array of objects if it is not a number."""
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
@@ -374,7 +375,7 @@ def _as_array(value: Any, is_bfloat16: bool) -> Array:
 
 
 def _cast(array: Array, wanted: np.dtype[Any]) -> Array | None:
-    """Return an array in another dtype; None if more than the precision of a float would be lost."""
+    """Cast an array to another dtype; None if more than the precision of a float would be lost."""
     if array.dtype.kind not in "biufc" or not np.can_cast(array.dtype, wanted, "same_kind"):
         return None
     if array.dtype == wanted:
@@ -386,32 +387,32 @@ def _cast(array: Array, wanted: np.dtype[Any]) -> Array | None:
 
 
 def _name(value: Any) -> str:
-    """Return what a value is, for a message."""
+    """Describe a value in a message."""
     if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         return f"{value.dtype} of shape {[*value.shape]}"
     return f"{value!r:.60}"
 
 
 class _Group:
-    """The values of fields that a step has as a dict.
+    """The values of fields that a step passes as a dict.
 
     Args:
-        parts: What is below each name.
-        key: Where the dict lies.
+        parts: The columns and groups below each name.
+        key: Key of the dict.
     """
 
     __slots__ = ("_key", "_parts", "cells")
 
     def __init__(self, parts: dict[str, _Column | _Group], key: Key) -> None:
         self._parts, self._key = parts, key
-        #: The places of the values, by name.
+        #: The cells of the values, by name.
         self.cells: dict[str, Any] = {name: part.cells for name, part in parts.items()}
 
     def put(self, at: int, value: Any) -> None:
         """Write the values of a step.
 
         Raises:
-            SchemaError: They do not fit.
+            SchemaError: The values do not fit.
         """
         if not isinstance(value, Mapping) or value.keys() != self._parts.keys():
             raise SchemaError(
@@ -426,14 +427,14 @@ class _Block:
 
     Args:
         schema: The fields of the store.
-        values: The first step: what `Recorder.step` is given.
-        more: Its other fields.
-        lanes: As of `Recorder`.
-        steps: How many steps it has room for.
-        memory: Where the columns lie, one behind another; None: anywhere. Shape `(bytes,)`, uint8.
+        values: The arguments of the first `Recorder.step`.
+        more: Its additional fields.
+        lanes: As in `Recorder`.
+        steps: Number of steps that fit.
+        memory: Memory for the columns, one after another; None: it is allocated. Shape `(bytes,)`, uint8.
 
     Raises:
-        SchemaError: The step has other fields than the store.
+        SchemaError: The fields of the step differ from the store's.
     """
 
     def __init__(
@@ -463,26 +464,26 @@ class _Block:
             self._take((_NEXT, "truncated"), None),
         )
         self._more = {name: self._take(tuple(name.split(".")), value) for name, value in more.items()}
-        #: The names of the other fields.
+        #: The names of the additional fields.
         self.names = more.keys() | set()
-        #: Writes the values of a step, of which the last is the dict of other fields, if none needs a
+        #: Writes the values of a step, the last of which is the dict of additional fields, if none needs a
         #: conversion; see `compile_put`.
         self.put_plain = compile_put(
             [*(part.cells for part in self._values), {name: part.cells for name, part in self._more.items()}]
         )
-        #: How the steps lie in episodes; None: the storage has to find out.
+        #: Reader of the episode fields of the steps; None: the storage reads them.
         self.runs: RunReader | None = None
         self._terminated, self._truncated = (
             self._by_key[_NEXT, name].rows for name in ("terminated", "truncated")
         )
         self._done = self._left.pop((_NEXT, "done"), None)
-        for flag in _FLAGS:  # of the observation before the step: it ended no episode
+        for flag in _FLAGS:  # flags of the observation before the step, which did not end an episode
             self._left.pop((flag,), None)
         if self._left:
             names = ", ".join(map(key_name, self._left))
             raise SchemaError(
-                f"rows of this store have fields that the step has not: {names}",
-                hint="give them by name: step(..., **{'name.with.dots': value})",
+                f"the step lacks fields of this store: {names}",
+                hint="pass them by name: step(..., **{'name.with.dots': value})",
             )
         self._valid = np.ones((steps, lanes), np.bool_) if lanes is not None else None
         self._lane_numbers: IntArray = np.tile(np.arange(lanes or 1), steps)
@@ -490,7 +491,7 @@ class _Block:
         self.columns = self._flat(steps)
 
     def _take(self, key: Key, value: Any) -> _Column | _Group:
-        """Return where the values of a field go, or those of all fields below it."""
+        """Return the column of a field, or the group of all fields below it."""
         if isinstance(value, Mapping):
             return _Group(
                 {str(name): self._take((*key, str(name)), part) for name, part in value.items()}, key
@@ -506,7 +507,7 @@ class _Block:
         """Write the values of a step.
 
         Raises:
-            SchemaError: One does not fit.
+            SchemaError: A value does not fit.
         """
         for part, value in zip(self._values, values, strict=True):
             part.put(at, value)
@@ -514,22 +515,22 @@ class _Block:
             self._more[name].put(at, value)
 
     def set_valid(self, at: int, valid: Any) -> None:
-        """Note which lanes make a step; None: all.
+        """Set which lanes make a step; None: all.
 
         Raises:
             SchemaError: There are no lanes.
         """
         if self._valid is None:
-            raise SchemaError("valid= is for several lanes", hint="do not record what is no step")
+            raise SchemaError("valid= requires several lanes", hint="do not call step() for a reset")
         self._valid[at] = True if valid is None else valid
 
     def find_ended(self, step: int) -> Array:
-        """Return which lanes end an episode by a step that they make. Shape `(lanes,)`, or `()`."""
+        """Return which lanes end an episode in a step. Shape `(lanes,)`, or `()`."""
         ends: Array = self._terminated[step] | self._truncated[step]
         return ends if self._valid is None else ends & self._valid[step]
 
     def set_done(self, steps: int) -> None:
-        """Set the flag `done` of the first steps, which follows from the others."""
+        """Compute the flag `done` of the first steps from the other flags."""
         if self._done is None:
             return
         done, terminated, truncated = self._done.rows, self._terminated, self._truncated
@@ -547,7 +548,7 @@ class _Block:
         ]
 
     def batch(self, steps: int) -> Batch:
-        """Return the first steps as rows."""
+        """Return the first steps as a batch."""
         self.set_done(steps)
         columns = self.columns if steps == self._steps else self._flat(steps)
         count, lanes = steps * (self._lanes or 1), None

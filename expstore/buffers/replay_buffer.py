@@ -1,7 +1,7 @@
-"""The replay buffers: storage, sampler and writer put together, batches in and out.
+"""The replay buffer: it combines a storage, a sampler and a writer.
 
-What users hold. A buffer owns its parts and passes each call to one of them: `Ingest` appends, `Sampling`
-draws, `StoredRows` reads by index, `RowUpdates` changes rows, all of them on one `StoreHandle`.
+A buffer owns its parts and passes each call to one of them: `Ingest` appends, `Sampling` draws, `StoredRows`
+reads by index, `RowUpdates` changes rows. All of them share one `StoreHandle`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from expstore.buffers.retention import Retention
 from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling
+from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
@@ -73,36 +74,43 @@ class ReplayBuffer:
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while others write; writers wait for one another. Processes: a store has
-    one writer. In a forked child, and in a pickled copy (in a DataLoader's worker, say), the buffer is a
-    follower: it reads what the writer writes, and draws batches of its own. A copy of a buffer in RAM has
-    rows of its own. Crashes: on disk, rows of an `extend` that returned survive the process, and rows written
-    before a `flush` that returned survive the machine.
+    one writer. In a forked child, and in a pickled copy (as in a worker of a DataLoader), the buffer is a
+    follower: it reads what the writer writes, and draws its own batches. After `share` it
+    also writes, through the process that has the store open. A copy of a buffer in RAM has its
+    own rows. Crashes: on disk, rows survive the end of the process once `extend` has returned, and a power
+    failure once a later `flush` has returned.
 
     Args:
-        storage: Where rows are kept, or a function that returns it; `MemoryStorage(1000)` by default.
-        sampler: Chooses the rows of a batch, or a function that returns the sampler; uniform by default.
-        writer: Gives rows their places, or a function that returns the writer. By default the newest rows of
-            a ring replace the oldest; a store that was filled by another writer keeps its rule.
-        collate_fn: Makes a batch of what the storage returns: a list of objects, or rows that are a batch
-            already. None: objects are stacked if they can be.
-        transform: A callable that changes samples, or a torchrl Transform, which may change writes, too.
+        storage: Where rows are stored, or a function that returns the storage; `MemoryStorage(1000)` by
+            default.
+        sampler: Chooses the rows of a batch: a sampler, its name, or a function that returns it; uniform by
+            default.
+        writer: Places new rows: a writer, or a function that returns it. By default the newest rows of a ring
+            replace the oldest; a store that another kind of writer filled continues with that kind.
+        collate_fn: Function that makes a batch from what the storage returns: a list of objects, or rows that
+            form a batch already. None: objects are stacked if possible.
+        transform: A callable that changes samples, or a torchrl Transform, which may also change written
+            rows.
         transform_factory: A function that returns the transform.
-        dim_extend: Which dim of a batch given to `extend` is time; None: the last of those that make rows.
+        dim_extend: The dim of a batch given to `extend` that is time; None: the last of the dims that make
+            rows.
         batch_size: Rows per batch; may be given to `sample` instead.
         device: Device of the batches; None: the storage's.
-        prefetch: How many batches a thread makes ahead. A batch is drawn again if its rows were overwritten
-            or changed, if another size is asked for, or if the generator was seeded. Priorities set during
-            the last `prefetch` batches may not count yet.
-        pin_memory: Return batches in pinned memory; with `device` they are copied without waiting.
-        generator: Random numbers of all draws; None: the store's seed. Each sync stores its state, and the
-            next opening continues from the stored state.
-        consume_after_n_samples: Return each row so many times, and no more; see `ConsumingSampler`.
-        sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
+        prefetch: Number of batches that a background thread prepares. A prefetched batch is drawn again if
+            its rows were overwritten or changed, if another size is requested, or if the generator was
+            seeded. Priorities that were set during the last `prefetch` batches may not be used yet.
+        pin_memory: Whether to return batches in pinned memory; with `device` they are copied without waiting.
+        generator: Random generator of all draws; None: draws follow from the store's seed. Each sync stores
+            the generator's state, and the next opening continues from it.
+        consume_after_n_samples: Return each row this number of times at most; see `ConsumingSampler`.
+        sample_unit: What a sampled row is extended to: None for the row alone, or a `Sequence` of steps
+            around it.
         rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
-            wait for it. See `MinSize` and `SampleToInsertRatio`.
-        as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+            wait until it permits them. See `MinSize` and `SampleToInsertRatio`.
+        as_numpy: Whether `sample` and iteration return NumPy arrays by default.
+        shared: Whether to call `share`, so that other processes can write through copies of the buffer.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted with their default values,
+            otherwise refused with the reason.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -131,6 +139,7 @@ class ReplayBuffer:
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
         as_numpy: bool = False,
+        shared: bool = False,
         _style: RowStyle | None = None,
         **torchrl: Any,
     ) -> None:
@@ -152,11 +161,9 @@ class ReplayBuffer:
         stored = meta_of(opened).get(SAMPLE_METADATA)
         metadata = None if stored is None else decode_metadata(stored)
 
-        #: TorchRL's word for a buffer that other processes write to.
-        self.shared = False
         self._batch_size = check_batch_size(batch_size)
         self._as_numpy = as_numpy
-        self._iterating = False  # `next` has returned a batch of the present pass
+        self._iterating = False  # whether `next` has returned a batch of the current pass
         self._store = store = StoreHandle(opened)
         self._index = RowIndex(store, dim_extend)
         self._batches = BatchBuilder(
@@ -177,13 +184,16 @@ class ReplayBuffer:
         )  # fmt: skip
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._sharing = Sharing(store, self._ingest, self._updates)
         self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
+        if shared:
+            self.share()
 
     def _connect(self) -> None:
         """Attach the parts to the storage."""
-        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper):
+        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper, self._sharing):
             self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -206,52 +216,53 @@ class ReplayBuffer:
 
         Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
 
-        A call that repeats an idempotency key writes nothing and returns what the first call returned, also
-        after a restart and after its rows were evicted: on disk a key survives what its rows survive. The
-        last 100,000 keys are known, for 24 hours. Of two concurrent calls with the same key one writes and
-        the other waits for it.
+        A call with an idempotency key that was used before writes nothing and returns the result of the first
+        call, also after a restart and after its rows were evicted. On disk a key is as durable as its rows.
+        The last 100,000 keys are remembered, for 24 hours. Of two concurrent calls with the same key one
+        writes and the other waits for it.
 
         Args:
-            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A dict
-                of arrays, nested, is one value per row for each field; buffers that `expstore.open`
-                returns, and others whose rows have fields, take these, and Arrow tables whose columns are
-                named with dots (`next.reward`). A list holds one row per item. Variable-length rows (in an
-                `ArrowStorage`) may differ in shape, and hold nested tensors and Python values. In stores made
-                by `expstore.open` all batch dims make rows: time is the dim named "time", else the last one,
-                and each place along the others is a stream of its own. Elsewhere the first `ndim` dims make
-                rows, and `dim_extend` is time.
-            tensordicts: `data`, under the name that TorchRL's TensorDictReplayBuffer has for it.
-            source: Name of the stream of experience, within the session. None: the session's unnamed stream.
-                Rows of two sessions never share an episode: after a restart the same name begins new
-                episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
-                under one source look like n-step rows, and share an episode.
-            return_ids: Return ids, which are never used again, instead of indices.
-            episode_info: Facts to note about every episode that has a row in the batch, as
-                `episodes.annotate` does. They are committed with the rows.
-            update_priority: Whether to set the priorities that come with the rows, in a buffer that knows
-                where they are; None: set them.
+            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. Buffers
+                that `expstore.open` returns, and others whose rows have fields, also take (nested) dicts of
+                arrays with one value per row, and Arrow tables whose columns are named with dots
+                (`next.reward`). A list has one item per row. Variable-length rows (in an `ArrowStorage`) may
+                differ in shape, and may have nested tensors and Python values. In stores created by
+                `expstore.open` all batch dims make rows: time is the dim named "time", otherwise the last
+                one, and each position along the others is a separate stream. In other stores the first `ndim`
+                dims make rows, and `dim_extend` is time.
+            tensordicts: Alias of `data`, for TorchRL's TensorDictReplayBuffer.
+            source: Name of the stream of experience within the session. None: the session's unnamed stream.
+                Rows of two sessions never share an episode: after a restart the same source begins new
+                episodes, unless `episodes.resume` adopts the earlier ones. If writers alternate row by row
+                under one source, their rows cannot be told from n-step rows and share an episode.
+            return_ids: Whether to return ids, which are never reused, instead of indices.
+            episode_info: Facts to attach to every episode that has a row in the batch, as by
+                `episodes.annotate`. They are committed with the rows.
+            update_priority: Whether to set the priorities that come with the rows, in a buffer with a
+                priority key. None: set them.
             validate: "domain": also check values against `specs`, and append nothing if one is not allowed.
-            idempotency_key: The name of this write, and of no other one.
-            digest: 16 bytes that follow from the rows, such as a hash of a request's body. The same key with
-                another digest is refused. None: the same key means the same rows.
-            session: Id of the remote session that writes, as a server names its clients. None: the local
-                session, which ends when the store is closed or opened for writing again. A remote session
-                ends by `episodes.end_session`; later rows reopen it.
+            idempotency_key: A name for this write that no other write has.
+            digest: 16 bytes that identify the rows, such as a hash of a request's body. A repeated key with
+                another digest is refused. None: a repeated key means the same rows.
+            session: Id of the remote session that writes, by which a server names its clients. None: the
+                local session, which ends when the store is closed or opened for writing again.
+                `episodes.end_session` ends a remote session; later rows reopen it.
 
         Returns:
             Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64. If `ndim` is larger than 1,
             indices have shape `(n, ndim)`.
 
         Raises:
-            SchemaError: The batch does not fit the store or its specs, or JSON has no form for a fact.
+            SchemaError: The batch does not fit the store or its specs, or a fact cannot be stored as JSON.
             TypeError: Both `data` and `tensordicts` are given.
-            StateError: The store is closed or cannot be written; it has no specs to validate by; the key is
-                that of another write (kind "key_reused"); or the writer keeps no keys (kind "no_keys").
+            StateError: The store is closed or cannot be written; `validate="domain"` is given and there are
+                no specs; the key belongs to another write (kind "key_reused"); or the writer does not support
+                keys (kind "no_keys").
             StorageError: The disk failed; nothing was appended.
         """
         if tensordicts is not None:
             if data is not None:
-                raise TypeError("data and tensordicts are the same argument; give one of them")
+                raise TypeError("data and tensordicts are two names of one argument; give one of them")
             data = tensordicts
         options = self._ingest.options(
             source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
@@ -265,25 +276,26 @@ class ReplayBuffer:
     ) -> Any:
         """Draw a batch.
 
-        Draw number k is the same whatever happened before it: after a restart the next batches are those that
-        would have come without it.
+        Draw number k does not depend on what happened in the process before: after a restart, sampling
+        continues with the batches that would have followed.
 
         Args:
-            batch_size: How many rows; None: the buffer's `batch_size`.
-            return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
-                what the sampler says of it (`priority_weight`, the ends of slices).
-            as_numpy: Return NumPy arrays in nested dicts instead of TensorDicts, also in `info`. They are in
-                host memory, whatever the buffer's device. bfloat16 becomes float32; variable-length fields
-                are arrays of objects, one per row. JAX takes them by `jax.numpy.asarray` or
-                `jax.dlpack.from_dlpack`. None: as the buffer was made.
+            batch_size: Number of rows; None: the buffer's `batch_size`.
+            return_info: Whether to return a pair: the batch, and a dict with each row's `index` and `id`, and
+                the sampler's values about it (`priority_weight`, the ends of slices).
+            as_numpy: Whether to return NumPy arrays in nested dicts instead of TensorDicts, also in `info`.
+                They are in host memory, whatever the buffer's device. bfloat16 becomes float32;
+                variable-length fields are arrays of objects, one per row. JAX accepts them by
+                `jax.numpy.asarray` or `jax.dlpack.from_dlpack`. None: the buffer's setting.
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; some samplers
-            return fewer rows. Variable-length fields are nested tensors and `NonTensorStack`s. With
-            `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
+            A TensorDict that owns its memory, batch size `[batch_size]`; or tensors, trees or objects if
+            these are the rows. Some samplers return fewer rows. Variable-length fields are nested tensors and
+            `NonTensorStack`s. With `as_numpy` a dict of arrays by field name. Shapes `(batch_size, *row
+            shape)`.
 
         Raises:
-            NotReadyError: The store is empty, or no row is left that may still be drawn.
+            NotReadyError: The store is empty, or no more rows may be drawn.
         """
         as_numpy = self._as_numpy if as_numpy is None else as_numpy
         batch, rows = self._sampling.next(Request(self._size(batch_size), as_numpy))
@@ -297,7 +309,7 @@ class ReplayBuffer:
         """Return the number of rows of a batch.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: Neither the call nor the buffer has a batch size.
         """
         size = self._batch_size if batch_size is None else batch_size
         if type(size) is int and size > 0:
@@ -321,8 +333,8 @@ class ReplayBuffer:
         """Append one row; return its index, or -1 if it is dropped.
 
         Args:
-            data: One row: a TensorDict without batch dims, for instance. If `ndim` is larger than 1: one row
-                for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
+            data: One row, such as a TensorDict without batch dims. If `ndim` is larger than 1: one row for
+                each lane; their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
             validate: As in `extend`.
@@ -353,19 +365,19 @@ class ReplayBuffer:
     ) -> Recorder:
         """Record the steps of an environment loop, one call per step.
 
-        It takes a quarter of the time of `add` of a TensorDict: values go to arrays that are allocated once,
-        and nothing is built. An episode of the source that is open is cut, unless it was adopted by
-        `episodes.resume`.
+        It takes a quarter of the time of `add` of a TensorDict: values are copied into preallocated arrays,
+        and no objects are built. An open episode of the source is cut, unless `episodes.resume` has adopted
+        it.
 
         Args:
             source: Name of the stream, as in `extend`.
-            lanes: How many environments step together: every value has a first dim of that size then. None:
-                one, whose values have no such dim.
-            flush_steps: So many steps are published together. With 1 what `step` returned survives the
-                process; with n up to n - 1 steps are lost.
-            autoreset_mode: How the environment resets, as gymnasium names it. "NextStep", which is what
-                `gymnasium.make_vec` makes: the step after one that ended an episode only resets, and is left
-                out. "SameStep" and "Disabled", or None: every step counts.
+            lanes: Number of environments that step together; the first dim of every value has this size.
+                None: one environment, and values have no such dim.
+            flush_steps: Number of steps that are published together. With 1 each step survives the end of the
+                process once `step` has returned; with n, up to n - 1 steps are lost.
+            autoreset_mode: How the environment resets, by gymnasium's names. "NextStep", the default of
+                `gymnasium.make_vec`: the step after one that ended an episode only resets, and is not
+                recorded. "SameStep", "Disabled" or None: every step is recorded.
 
         Raises:
             ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
@@ -383,10 +395,10 @@ class ReplayBuffer:
         return self._sampling.sampler.count_left(self._store.storage)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, for ever or until the sampler has run out of rows.
+        """Yield batches, without end or until the sampler has no more rows.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: The buffer has no batch size.
         """
         self._check_iterable()
         while True:
@@ -403,7 +415,7 @@ class ReplayBuffer:
             )
 
     def next(self) -> Any:
-        """Return the next batch of an iteration that continues from call to call; None: it has ended."""
+        """Return the next batch of an iteration that continues from call to call; None at its end."""
         self._check_iterable()
         if self._iterating and self._sampling.sampler.ran_out:
             self._iterating = False
@@ -415,7 +427,7 @@ class ReplayBuffer:
         """Return whether `sample` would find rows to draw.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: Neither the call nor the buffer has a batch size.
         """
         return self._sampling.sampler.can_sample(self._store.storage, self._size(batch_size))
 
@@ -429,19 +441,19 @@ class ReplayBuffer:
         """Read rows by index, or one field of all rows by key.
 
         Args:
-            index: As for a tensor of all rows: an integer, a slice, integers, a mask, or a tuple of them; or
-                a field's key.
+            index: An index as for a tensor of all rows: an integer, a slice, integers, a mask, or a tuple of
+                these; or the key of a field.
 
         Raises:
             NotFoundError: There is no such row, or no such field.
-            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+            StateError: The store is closed, or the writer overwrites rows faster than they can be read.
         """
         return self._rows.get(index)
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Replace rows by index; neither length nor episodes change.
 
-        On disk a crash leaves the whole change or none of it.
+        After a crash, all of the change or none of it is on disk.
 
         Raises:
             NotFoundError: There is no such row.
@@ -450,42 +462,43 @@ class ReplayBuffer:
         self._rows.set(index, data)
 
     def read_all_in_order(self, end: int | None = None) -> Any:
-        """Read rows in the order of their indices: all, or the first `end`."""
+        """Read all rows, or the first `end`, in the order of their indices."""
         return self[:end]
 
     def write_all(self, data: Any, end: int | None = None) -> None:
-        """Replace rows in the order of their indices: the first `end`; None: as many as `data` has."""
+        """Replace the first `end` rows, in the order of their indices; None: as many as `data` has."""
         if end is None:
             end = len(data if is_tensor_collection(data) or isinstance(data, list) else tree_leaves(data)[0])
         self[:end] = data
 
     def by_id(self, ids: Any) -> TensorDictBase:
-        """Read rows by id, in the order in which they are asked for.
+        """Read rows by id, in the given order.
 
         Args:
-            ids: Which ones. Shape `(n,)`, int64.
+            ids: Ids of the rows. Shape `(n,)`, int64.
 
         Returns:
-            A TensorDict with what samples carry (`index`, `id`), batch size `[n]`.
+            A TensorDict with the entries of samples (also `index`, `id`), batch size `[n]`.
 
         Raises:
-            NotFoundError: A row has left, or never was; the message names it.
-            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+            NotFoundError: A row was removed, or never existed; the message names it.
+            StateError: The store is closed, or the writer overwrites rows faster than they can be read.
         """
         return self._rows.by_id(ids)
 
     def trajectory(self, episode_id: int) -> TensorDictBase:
-        """Read the rows of an episode that are still there, in the order of its steps.
+        """Read the rows of an episode that still exist, in the order of steps.
 
         Args:
-            episode_id: Which one.
+            episode_id: Id of the episode.
 
         Returns:
-            A TensorDict with what samples carry (`index`, `id`), batch size `[rows]`, its dim named "time".
+            A TensorDict with the entries of samples (also `index`, `id`), batch size `[rows]`, its dim named
+            "time".
 
         Raises:
-            NotFoundError: There never was such an episode, or all its rows have left.
-            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+            NotFoundError: There never was such an episode, or all its rows were removed.
+            StateError: The store is closed, or the writer overwrites rows faster than they can be read.
         """
         return self._rows.trajectory(episode_id)
 
@@ -494,21 +507,23 @@ class ReplayBuffer:
         predicate: Callable[[Any], Any] | None = None,
         trajectory_key: str | tuple[str, ...] | None = None,
     ) -> list[Any]:
-        """Return the trajectories that meet a condition, the oldest first.
+        """Return the trajectories that meet a condition, oldest first.
 
-        Of a condition made of `expstore.traj` only the fields that it names are read; whole rows are read for
-        the trajectories that meet it. `sql` and `episodes` also know episodes whose rows have left.
+        For a condition built with `expstore.traj` only the fields that it names are read; complete rows are
+        read only for the trajectories that meet it. `sql` and `episodes` also include episodes whose rows
+        were removed.
 
         Args:
-            predicate: Made of `traj`, or a function of a `Trajectory`; None: all trajectories.
-            trajectory_key: The field that names trajectories; None: the store's episodes.
+            predicate: A condition built with `traj`, or a function of a `Trajectory`; None: all trajectories.
+            trajectory_key: The field with trajectory ids; None: the store's episodes.
 
         Returns:
-            A `Trajectory` for each: a sample of its rows, in the order of its steps.
+            One `Trajectory` for each of them: a sample of its rows, in the order of steps.
 
         Raises:
             NotFoundError: There is no such field, or no field ends trajectories.
-            TypeError: Rows are not TensorDicts, or the condition has a value per step.
+            TypeError: Rows are not TensorDicts, or the condition has one value per step instead of one per
+                trajectory.
 
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
@@ -530,21 +545,22 @@ class ReplayBuffer:
         shuffle: bool = True,
         rows: RowKind = "tensordict",
     ) -> RowsDataset | SlicesDataset:
-        """Return the buffer as torch's `Dataset`, for a `DataLoader` with any number of workers.
+        """Return the buffer as a `Dataset` of torch, for a `DataLoader` with any number of workers.
 
-        Workers follow the store: they take no lock, and see what the writer appends meanwhile.
+        Workers follow the store: they take no lock, and see rows that the writer appends meanwhile.
 
         Args:
-            slice_len: None: rows by index; otherwise slices of so many steps of one episode, each of them
-                once per pass, in one of the workers.
-            stride: Steps from the first one of a slice to the first one of the next; None: `slice_len`.
-            strict_length: Skip shorter slices at the end of episodes.
-            shuffle: Return slices in random order, by torch's seed. The order of rows is the `DataLoader`'s.
-            rows: "tensordict": the `DataLoader` needs the data set's `collate` as its `collate_fn`. "dict":
-                nested dicts of tensors, which the `DataLoader` collates by itself.
+            slice_len: None: the items are rows by index. Otherwise slices of this number of steps of one
+                episode; each slice is returned once per pass, by one of the workers.
+            stride: Number of steps from the start of a slice to the start of the next; None: `slice_len`.
+            strict_length: Whether to skip shorter slices at the end of episodes.
+            shuffle: Whether to return slices in random order, by torch's seed. The order of rows is set in
+                the `DataLoader`.
+            rows: "tensordict": pass the data set's `collate` as `collate_fn` of the `DataLoader`. "dict":
+                nested dicts of tensors, which a `DataLoader` collates itself.
 
         Raises:
-            ValueError: An argument has no valid value, or needs `slice_len`.
+            ValueError: The value of an argument is not allowed, or the argument requires `slice_len`.
 
         Example:
             >>> dataset = rb.to_torch_dataset()
@@ -555,21 +571,21 @@ class ReplayBuffer:
     # -- changes of stored rows ----------------------------------------------------------------------
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows that are still there.
+        """Set the priorities of rows that still exist.
 
-        With `id`, a row that has left since it was sampled is skipped, and no other row is changed.
+        With `id`, a row that was removed since it was sampled is skipped, and no other row is changed.
 
         Args:
-            index: Which rows, by index; -1 is skipped. Shape `(n,)`. If `ndim` is larger than 1, the shape is
-                `(..., ndim)`, or it is a tuple of `ndim` tensors, which are broadcast together. Either
-                `index` or `id` is given.
+            index: Indices of the rows; -1 is skipped. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+                `(..., ndim)`, or it is a tuple of `ndim` tensors, which are broadcast together. Give either
+                `index` or `id`.
             priority: Finite, not negative: one for all rows, or one or several per row, which the sampler
                 reduces to one. Shape `()` or `(n, ...)`. If `ndim` is larger than 1, one value per row in the
                 order of `index` may have any shape, such as `(time, lane)`.
-            id: Which rows, by id. Any shape.
+            id: Ids of the rows. Any shape.
 
         Returns:
-            How many were set.
+            Number of rows whose priority was set.
 
         Raises:
             PriorityError: A priority is negative, NaN or infinite; none was set.
@@ -577,10 +593,10 @@ class ReplayBuffer:
         return self._updates.update_priority(index, priority, id)
 
     def mark_update(self, index: Any) -> None:
-        """Tell the sampler that rows were changed; a sampler by priority gives them the largest priority.
+        """Notify the sampler that rows were changed; prioritized samplers give them the largest priority.
 
         Args:
-            index: Which rows, as `extend` returns it.
+            index: Indices of the rows, as `extend` returns them.
         """
         self._sampling.sampler.mark_update(index, storage=self._store.storage)
 
@@ -588,9 +604,9 @@ class ReplayBuffer:
         """Set a field of some rows; return the buffer.
 
         Args:
-            key: Which field.
+            key: The field.
             value: Its values. Shape `(*index shape, *row shape)`, or one that can be broadcast to it.
-            index: Which rows, as for `[]`.
+            index: The rows, as for `rb[index]`.
 
         Raises:
             NotFoundError: There is no such field, or no such row.
@@ -603,7 +619,7 @@ class ReplayBuffer:
         """Set a field of all rows, in the order of their indices; return the buffer.
 
         Args:
-            key: Which field.
+            key: The field.
             value: Its values. Shape `(rows, *row shape)`, or one that can be broadcast to it.
 
         Raises:
@@ -618,8 +634,9 @@ class ReplayBuffer:
         """Set several fields of all rows, in the order of their indices; return the buffer.
 
         Args:
-            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or such that can be broadcast to it.
-            clone: Has no effect: values are copied in any case.
+            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or ones that can be broadcast to
+                them.
+            clone: Has no effect: values are always copied.
             keys_to_update: Set only these fields; None: all.
 
         Raises:
@@ -644,29 +661,30 @@ class ReplayBuffer:
         require_newer: bool = False,
         id: Any = None,
     ) -> ConditionalUpdateResult:
-        """Change fields of those rows that are still there, and of no other row.
+        """Change fields of those of the given rows that still exist, and of no other row.
 
         Args:
-            index: Which rows, as samples say. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+            index: Indices of the rows, from a sample. Shape `(n,)`. If `ndim` is larger than 1, the shape is
                 `(..., ndim)`, or it is a tuple of `ndim` tensors.
-            generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
+            generation: Their `index_generation`, which samples have if the writer tracks generations. One per
+                row.
             patch: New values by key. Shapes `(n, *row shape)`. If `ndim` is larger than 1, the `n` rows may
                 have as many dims: `(time, lane, *row shape)`.
-            version_key: A field with one number per row, which is set to `version`; only rows whose number
-                is not larger are changed.
+            version_key: A field with one number per row, which is set to `version`; rows with a larger number
+                are skipped.
             version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
-            require_newer: Also skip rows whose version is the same.
-            id: Which rows, instead of index and generation. Any shape. Of a row that is named twice the
-                highest version counts, or without versions the last one.
+            require_newer: Whether to skip rows with the same version too.
+            id: Ids of the rows, instead of index and generation. Any shape. If a row is named twice, the
+                values with the highest version are written, or without versions the last ones.
 
         Returns:
-            What was done with each row, in the shape in which rows were given.
+            The result for each row, in the shape of the rows.
 
         Raises:
             NotFoundError: There is no such field (a KeyError).
             SchemaError: Values do not fit (a ValueError); nothing was changed.
             StateError: There are no rows yet; `index` is given and the writer does not track generations; or
-                the store keeps the best rows, which take over the ids of others.
+                the writer keeps the best rows, where a new row takes over the id of the row that it replaces.
 
         Example:
             >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
@@ -687,9 +705,9 @@ class ReplayBuffer:
         require_newer: bool = False,
         id: Any = None,
     ) -> Future[ConditionalUpdateResult]:
-        """Call `update_if_present`, and return its result or error as a future that is done.
+        """Call `update_if_present`; return its result or error as a completed future.
 
-        Nothing has to be put in order after it: a batch made ahead is drawn again if its rows were changed.
+        Other calls need not wait for it: a prefetched batch is drawn again if its rows were changed.
 
         Args:
             index: As in `update_if_present`.
@@ -713,14 +731,14 @@ class ReplayBuffer:
         return done
 
     def empty(self, empty_write_count: bool | None = None) -> None:
-        """Delete all rows. Ids and episode ids are not used again; indices of a ring begin at 0.
+        """Delete all rows. Ids and episode ids are not reused; indices of a ring begin at 0 again.
 
         Args:
-            empty_write_count: Only False or None: `write_count` is the number of rows ever written.
+            empty_write_count: Must be False or None: `write_count` always counts all rows ever written.
 
         Raises:
             ValueError: `empty_write_count` is True.
-            StateError: The store is closed, or open for reading only; or its writer refuses changes.
+            StateError: The store is closed, open for reading only, or its writer refuses changes.
         """
         if empty_write_count:
             raise ValueError(
@@ -735,7 +753,7 @@ class ReplayBuffer:
 
     @property
     def episodes(self) -> Episodes:
-        """Query episodes by calling it; its methods annotate, end, adopt and delete episodes.
+        """Query episodes by calling it; its methods annotate, end, resume and delete episodes.
 
         Example:
             >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
@@ -755,7 +773,7 @@ class ReplayBuffer:
 
     @property
     def retention(self) -> Retention:
-        """Say which rows of a store without a capacity stay."""
+        """Set which rows a store without a capacity keeps."""
         return Retention(self._store)
 
     # -- the whole store -----------------------------------------------------------------------------
@@ -763,20 +781,21 @@ class ReplayBuffer:
     def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
         """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
 
-        A query sees all earlier writes of this process. Nested keys are written as in `next.reward`. A store
-        with an archive also has `history`: `transitions` and all evicted rows, with a column `_archived`.
+        A query sees all earlier writes of this process. Nested keys are written with dots, as in
+        `next.reward`. A store with an archive also has `history`: `transitions` and all evicted rows, with a
+        column `_archived`.
 
         Args:
             query: The statement.
             params: Values for `?` (a sequence) or `$name` (a mapping).
 
         Returns:
-            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
+            A result with `df()`, `arrow()`, `pl()`, `fetchall()` and `to_parquet(file)`.
 
         Raises:
-            QueryError: It is not one SELECT, or DuckDB refuses it.
-            StateError: The store is closed; or, in a follower, the writer overwrote rows under the query for
-                two seconds.
+            QueryError: The statement is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed; or, in a follower, the writer kept overwriting the query's rows
+                for two seconds.
         """
         return self._store.catalog.query(query, params)
 
@@ -786,15 +805,19 @@ class ReplayBuffer:
         Raises:
             StorageError: The disk failed; the store must be opened again.
         """
-        self._store.storage.writer().sync()
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.flush()
+        else:
+            self._store.storage.writer().sync()
 
     def refresh(self) -> None:
         """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
 
-        `where` and `weight` are evaluated for all present rows. The next batches are then those of any other
-        process, or run, with the same rows, seed and draw number. A follower also reads new episodes and,
+        `where` and `weight` are evaluated for all present rows. The next batches then equal those of any
+        other process or run with the same rows, seed and draw number. A follower also reads new episodes and,
         after the writer has stopped, its last rows. While the writer runs, new rows appear without `refresh`;
-        small batches (up to 64 rows, 16 KiB together) appear within 0.1 s. `sql` and `stats` refresh, too.
+        small batches (up to 64 rows, 16 KiB together) appear within 0.1 s. `sql` and `stats` refresh too.
 
         Raises:
             QueryError: `where` or `weight` cannot be computed, or a weight is negative or not finite.
@@ -804,15 +827,15 @@ class ReplayBuffer:
         self._sampling.refresh()
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Create a version: the store as it is now, complete and closed, in `path`/vNNNN.
+        """Create a version: a complete, closed copy of the current store in `path`/vNNNN.
 
-        Other threads append and sample meanwhile; a write that would overwrite or change a row which is not
-        copied yet waits. Files that have not changed since the version before are shared with it (hard
-        links). A crash leaves the whole version or none of it.
+        Other threads append and sample meanwhile; a write waits if it would overwrite or change a row that is
+        not copied yet. Files that have not changed since the previous version are shared with it (hard
+        links). After a crash the version is complete or does not exist.
 
         Args:
-            path: A folder for versions; made if it is missing.
-            keep: How many versions remain; those with a tag always do.
+            path: Folder of versions; created if it is missing.
+            keep: Number of versions to keep; tagged versions are always kept.
 
         Returns:
             The version: number, rows, bytes.
@@ -838,16 +861,17 @@ class ReplayBuffer:
         return self.dumps(path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Replace the store's content by a version's. A crash leaves one or the other, whole.
+        """Replace the store's content by a version's.
 
-        Rows, priorities, counts, episodes and seed become the version's, and so do `alpha` and `beta` of a
-        sampler by priority. The next batches are those that would have followed the version. The capacity
-        stays. Ids and episode ids continue above those of both (a store that never had rows takes over the
-        version's); indices are the same if the capacities are. Versions in the folder stay. Fields that were
-        added or dropped since a version of this store was made are as they were then.
+        After a crash the store has either the old or the new content. Rows, priorities, counts, episodes,
+        seed, and `alpha` and `beta` of a prioritized sampler become the version's. The next batches are those
+        that would have followed the version. The capacity does not change. Ids and episode ids continue above
+        those of both (a store that never had rows continues the version's); indices are the same if the
+        capacities are. Versions in the store's folder are kept. If the version is of this store, fields that
+        were added or dropped since are restored to the version's state.
 
         Args:
-            path: What `dumps` was given, or a store that has tagged versions.
+            path: The folder that `dumps` was given, or a store that has tagged versions.
             version: Number or tag; None: the newest.
 
         Raises:
@@ -863,9 +887,9 @@ class ReplayBuffer:
         self.loads(path, version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+        """Return the state for `load_state_dict`, under torchrl's names; of storages in RAM with the rows.
 
-        Rows of a store on disk are not part of it (`dumps` copies them); the state only says which they are.
+        The state of a store on disk only identifies its rows; `dumps` copies them.
         """
         return self._sampling.state_dict() | {
             "_writer": self._ingest.writer.state_dict(),
@@ -874,21 +898,21 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the batch that followed `state_dict`, as far as the rows are the same.
+        """Continue with the batch that followed `state_dict`, provided that the rows are the same.
 
         Rows in the state replace those of the storage, as by `loads`; without rows in the state the storage
-        must have them. The batch size, and what transforms keep, become the state's. Open episodes end.
+        must have them. The batch size and the state of transforms become the state's. Open episodes end.
 
         Raises:
-            StateError: The state is of another sampler or other transforms, of another `where` or `weight`,
-                of a store with another seed or rows that are not here, or of a buffer that draws by a
-                generator where this one does not, or by one for another device; nothing was changed.
+            StateError: The state does not fit, and nothing was changed: it is of another sampler, other
+                transforms, another `where` or `weight`, a store with another seed, rows that are missing
+                here, or only one of both draws by a generator, or their generators are for different devices.
             SchemaError: The rows have other fields; nothing was changed.
             ValueError: The writer has other settings; nothing was changed.
         """
         self._sampling.check_state(state_dict)
         if not {"_writer", "_transforms", "_batch_size"} <= state_dict.keys():
-            raise StateError(f"that is no state of a {type(self).__name__}")
+            raise StateError(f"this is not a state of a {type(self).__name__}")
         self._ingest.writer.load_state_dict(state_dict["_writer"])
         self._batches.transform.load_state_dict(state_dict["_transforms"])
         self._sampling.load_state_dict(state_dict)
@@ -896,16 +920,17 @@ class ReplayBuffer:
         self._batch_size = state_dict["_batch_size"]
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
+        """Store the result of a hook in the storage's `state_dict`; see `PortableStorage`."""
         self._store.storage.writer().register_save_hook(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Have the storage's `load_state_dict` pass its rows through a hook; see `PortableStorage`."""
+        """Pass rows through a hook in the storage's `load_state_dict`; see `PortableStorage`."""
         self._store.storage.writer().register_load_hook(hook)
 
     def close(self) -> None:
-        """Flush, bring the index up to date for other programs, and release the store."""
+        """Flush, update the index for other programs, and release the store."""
         self._sampling.close()
+        self._sharing.stop()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -917,39 +942,39 @@ class ReplayBuffer:
     # -- facts -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer, as values that JSON can keep.
+        """Return statistics of the buffer, as values that JSON can store.
 
         Returns:
             storage: The kind of storage: "zarr", "arrow" or "memory".
             uuid: Identifies a store on disk; it never changes, and versions have the same one. Save it with
                 the weights of a model to check later that both belong together. None: in RAM.
-            size: How many rows can be read.
-            capacity: How many at most; None: the store grows.
+            size: Number of readable rows.
+            capacity: Largest number of readable rows; None: unbounded.
             utilization: size / capacity; only with a capacity.
-            spare: Slots beyond the capacity.
-            write_count: How many rows were written in all.
-            last_id: The id of the newest row.
-            draws: How many batches were drawn.
-            extends, redraws, waits, wait_seconds, syncs: Of this opening: batches written; draws repeated
-                because rows were overwritten; how often and for how long writers waited; syncs.
-            write_keys: How many idempotency keys are known; None: a reader does not know.
-            prefetch_queue_size: How many batches are made ahead.
+            spare: Number of slots beyond the capacity.
+            write_count: Number of rows that were ever written.
+            last_id: Id of the newest row.
+            draws: Number of batches that were drawn.
+            extends, redraws, waits, wait_seconds, syncs: Since this opening: batches written; draws repeated
+                because rows were overwritten; how often and how long writers waited; syncs.
+            write_keys: Number of known idempotency keys; None: unknown in a reader.
+            prefetch_queue_size: Number of prefetched batches.
             rate_limiter: Its counts; None: there is no limiter.
-            batch_size: Rows per batch, unless `sample` is told otherwise.
-            initialized: Always true, as TorchRL's name for it.
+            batch_size: The buffer's rows per batch.
+            initialized: Always True; for TorchRL.
 
             On disk also
             path: The folder.
             generation: How often the store was opened for writing.
             recovered: What this opening recovered after a crash; None: nothing.
-            durability: "sync" or "process". Only while writing, as are the following ones.
-            unsynced_rows: How many rows a power cut would take.
-            fsyncs, last_sync_seconds, last_sync_age: How many fsyncs there were, how long the last sync
-                took, and how long ago it was, in seconds.
+            durability: "sync" or "process". This and the following only while open for writing.
+            unsynced_rows: Number of rows that a power failure would lose.
+            fsyncs, last_sync_seconds, last_sync_age: Number of fsyncs; duration of the last sync, and time
+                since then, in seconds.
             free_bytes: Free space of the file system.
-            poisoned: The failure of the disk after which nothing can be written; None: there was none.
-            packed: By which factor each packed field is smaller than its rows.
-            live, damaged: Of a reader: whether a writer has the store open, and which files are damaged.
+            poisoned: The disk failure after which nothing can be written; None: there was none.
+            packed: Compression ratio of each packed field.
+            live, damaged: Only of a reader: whether a writer has the store open, and which files are damaged.
         """
         storage = self._store.current()
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
@@ -964,21 +989,22 @@ class ReplayBuffer:
 
     @property
     def specs(self) -> Composite | None:
-        """What values the fields may have, as far as that was set; a copy. None: nothing was set."""
+        """A copy of the specs of the fields' values, as far as they were set; None: none were set."""
         return specs_of(self._store.storage)
 
     def set_specs(self, specs: Composite | None) -> None:
-        """Set what values the fields of a row may have; None: remove the specs.
+        """Set which values the fields of a row may have; None: remove the specs.
 
-        Values of stored rows are not checked, only that the schema has these fields, with these dtypes and
-        shapes. Later rows with other dtypes or shapes are refused; `extend(validate="domain")` checks values.
-        The specs are kept in the store, like the schema.
+        Only the schema is checked: it must have these fields with these dtypes and shapes. The values of
+        stored rows are not checked. Later rows with other dtypes or shapes are refused;
+        `extend(validate="domain")` also checks values. The specs are stored like the schema.
 
         Args:
-            specs: Of some or all fields, nested like the rows; without batch dims.
+            specs: Specs of some or all fields, nested like the rows, without batch dims.
 
         Raises:
-            SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
+            SchemaError: The rows have other fields, or the specs cannot be stored as text; nothing was
+                changed.
             StateError: The store is closed, or open for reading only.
 
         Example:
@@ -988,33 +1014,33 @@ class ReplayBuffer:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The user's own facts, given when the store was made."""
+        """The user's facts that were given when the store was created."""
         return meta_of(self._store.storage)
 
     @property
     def recovered(self) -> str | None:
-        """One line that says what opening recovered after an unclean stop; None otherwise."""
+        """One line that describes what opening recovered after an unclean stop; None: nothing."""
         return self._store.storage.counters.recovered
 
     @property
     def write_count(self) -> int:
-        """The number of rows that were ever written; of time, where `ndim` is larger than 1."""
+        """The number of rows ever written; if `ndim` is larger than 1, counted along time."""
         storage = self._store.current()
         return storage.write_count // storage.geometry.lanes
 
     @property
     def initialized(self) -> bool:
-        """True: nothing is made later than the buffer itself."""
+        """Always True: the buffer is complete once it is constructed."""
         return True
 
     @property
     def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` is told otherwise."""
+        """Rows per batch, unless `sample` gets another number."""
         return self._batch_size
 
     @property
     def dim_extend(self) -> int:
-        """Which dim of a batch given to `extend` is time."""
+        """The dim of a batch given to `extend` that is time."""
         return self._index.time_dim
 
     def __repr__(self) -> str:
@@ -1027,20 +1053,20 @@ class ReplayBuffer:
 
     @property
     def storage(self) -> ReadView:
-        """Where the rows are."""
+        """The storage of the rows."""
         return self._store.storage
 
     @property
     def _storage(self) -> ReadView:
-        """The storage, under the name by which TorchRL's collectors of several processes read it."""
+        """The storage; TorchRL's multi-process collectors read it under this name."""
         return self._store.storage
 
     def set_storage(self, storage: ReadView, collate_fn: Callable[[Any], Any] | None = None) -> ReadView:
-        """Read and write another storage from now on; return the one before, which stays open.
+        """Use another storage from now on; return the previous one, which stays open.
 
         Args:
-            storage: The new one.
-            collate_fn: Replaces the former function; None: the default.
+            storage: The new storage.
+            collate_fn: Replaces the collate function; None: the default one.
 
         Raises:
             StateError: The buffer is closed.
@@ -1049,40 +1075,46 @@ class ReplayBuffer:
         """
         self._store.check_open()
         if not isinstance(storage, ReadView):
-            raise TypeError(f"rows are kept by a Storage, not by {type(storage).__name__}")
+            raise TypeError(f"the storage must be a Storage, got a {type(storage).__name__}")
+        self._sharing.stop()
         former = self._store.replace(storage)
         self._batches.set_collate(collate_fn)
         return former
 
     @property
     def sampler(self) -> Any:
-        """What chooses the rows of batches, as it was given."""
+        """The sampler, as it was given."""
         return unwrap(self._sampling.sampler)
 
-    def set_sampler(self, sampler: Any) -> Any:
-        """Draw by another sampler from the next batch on; return the one before.
+    @property
+    def _sampler(self) -> Any:
+        """The sampler, under the name by which TorchRL's collectors of several processes read it."""
+        return self.sampler
 
-        Draw numbers continue. A sampler that keeps a place in the store begins anew, unless the one before
-        was of its kind.
+    def set_sampler(self, sampler: Any) -> Any:
+        """Draw by another sampler from the next batch on; return the previous one.
+
+        Draw numbers continue. A sampler with a position in the store starts again, unless the previous one
+        was of the same kind.
 
         Raises:
             StateError: The store is closed.
-            TypeError: It is not a sampler.
-            ValueError: It does not fit this buffer; nothing was changed.
-            QueryError: The rows lack the fields that its `where` or `weight` names.
+            TypeError: The argument is not a sampler.
+            ValueError: The sampler does not fit this buffer; nothing was changed.
+            QueryError: The rows lack fields that its `where` or `weight` names.
         """
         return self._sampling.set_sampler(sampler)
 
     @property
     def writer(self) -> Writer:
-        """What gives rows their places."""
+        """The writer, which places new rows."""
         return self._ingest.writer
 
     def set_writer(self, writer: Writer) -> Writer:
-        """Place rows by another writer from now on; return the one before.
+        """Place rows by another writer from now on; return the previous one.
 
         Raises:
-            TypeError: It is not a writer.
+            TypeError: The argument is not a writer.
         """
         former = self._ingest.set_writer(writer)
         self._batches.label_generations(writer.tracks_generations)
@@ -1097,8 +1129,8 @@ class ReplayBuffer:
         """Add a transform after the others; return the buffer.
 
         Args:
-            transform: A callable, which changes samples, or a torchrl Transform.
-            invert: Change what is written instead.
+            transform: A callable that changes samples, or a torchrl Transform.
+            invert: Whether to change written rows instead.
 
         Raises:
             StateError: The buffer is closed.
@@ -1113,8 +1145,8 @@ class ReplayBuffer:
 
         Args:
             index: Its position in the chain.
-            transform: As `append_transform`.
-            invert: Change what is written instead.
+            transform: A callable that changes samples, or a torchrl Transform.
+            invert: Whether to change written rows instead.
 
         Raises:
             StateError: The buffer is closed.
@@ -1129,29 +1161,62 @@ class ReplayBuffer:
         """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
         self._sampling.set_rng(generator)
 
-    # -- names that TorchRL has for a service ------------------------------------------------------------
+    # -- TorchRL's service API ------------------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not been closed."""
+        """Whether the buffer is open."""
         return not self._store.storage.closed
 
     service_backend = property(torchrl_service.service_backend)
     start = torchrl_service.start
     client = torchrl_service.client
-    share = torchrl_service.share
+
+    @property
+    def shared(self) -> bool:
+        """Whether copies of the buffer in other processes may write; see `share`."""
+        return self._sharing.is_on
+
+    def share(self, shared: bool = True) -> Self:
+        """Let forked and pickled copies of the buffer write to the store, through this process.
+
+        `extend`, `add`, `record`, `update_priority` and the methods of `episodes` that annotate, end and
+        resume then return in the other process when this one has committed; `sample` and all other reads
+        follow the store there. Each process is a session of its own: its rows share no episode with those of
+        others, and if it dies its open episodes are cut. A thread of this process does the writing; `close`
+        ends it. Copies that were made before `share` only read.
+
+        Args:
+            shared: False: let no other process write any more.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            StateError: The rows are in RAM, or the store is open for reading only or closed.
+
+        Example:
+            >>> rb.share()
+            >>> torch.multiprocessing.spawn(collect, args=(rb,), nprocs=4)  # which calls rb.extend
+        """
+        if shared:
+            self._sharing.start()
+        else:
+            self._sharing.stop()
+        return self
+
     synchronize = torchrl_service.synchronize
     shutdown = torchrl_service.shutdown
 
     # -- copies --------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Self:
-        """Return a buffer with parts of its own over the same storage; over a store on disk it follows."""
+        """Return a buffer with its own parts over the same storage; over a store on disk it is a follower."""
         shared = [self._store.storage] if self._store.is_in_memory else []
         return copy.deepcopy(self, {id(storage): storage for storage in shared})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs: it follows the store, or has its rows in RAM, too.
+        """Return the state of a copy in another process: it follows the store, or gets the rows in RAM.
 
         Raises:
             StateError: The store is closed.
@@ -1159,6 +1224,6 @@ class ReplayBuffer:
         return vars(self) | {"_iterating": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned; a store on disk is opened when it is first needed."""
+        """Restore the result of `__getstate__`; a store on disk is opened when it is first used."""
         vars(self).update(state)
         self._connect()

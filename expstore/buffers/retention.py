@@ -1,7 +1,6 @@
-"""Which rows of a store that grows stay: `rb.retention`, and what applies the policy in the background.
+"""`rb.retention`: which rows of a store without a capacity are kept, and the thread that applies the policy.
 
-How rows are deleted is up to the storage; the code here asks the index, evaluates conditions, and names the
-episodes to delete.
+This module queries the index, evaluates conditions and selects episodes; the storage deletes their rows.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _FACTS = ("episode_id", "status", "end_time")
 
 
 class Retention:
-    """Say which rows of a store without a capacity stay: `rb.retention`.
+    """Set and apply the retention policy of a store without a capacity: `rb.retention`.
 
-    The policy is kept in the store, and applied every few seconds while the store is open for writing.
+    The policy is stored, and applied every few seconds while the store is open for writing.
 
     Args:
-        store: Whose rows they are.
+        store: The store.
 
     Example:
         >>> rb.retention.set({"bytes": "10GB", "where": "episode.return > 0"})
@@ -56,19 +55,19 @@ class Retention:
 
     @property
     def policy(self) -> Retain | None:
-        """Which rows stay; None: all of them."""
+        """The stored policy; None: all rows are kept."""
         return load_policy(self._store.storage)
 
     def set(self, policy: Retain | Mapping[str, Any] | None) -> None:
-        """Set which rows stay from now on.
+        """Set which rows are kept from now on.
 
         Args:
-            policy: A `Retain`, or a dict of its parts; None: all rows stay.
+            policy: A `Retain`, or a dict of its parts; None: all rows are kept.
 
         Raises:
-            ValueError: It is no policy.
-            QueryError: The rows lack what its condition names; nothing was changed.
-            StateError: The store is a ring or in RAM, closed, or open for reading only.
+            ValueError: The argument is not a policy.
+            QueryError: The rows lack fields that the condition names; nothing was changed.
+            StateError: The store has a capacity, is in RAM, closed, or open for reading only.
         """
         wanted, runner = Retain() if policy is None else Retain.of(policy), self._store.runner
         runner.check(wanted)
@@ -76,16 +75,17 @@ class Retention:
         self._store.start_retention()
 
     def apply(self, *, dry_run: bool = False) -> GivenUp:
-        """Delete now the rows that the policy does not keep.
+        """Delete the rows that the policy does not keep now.
 
-        Whole episodes are deleted; their facts stay in the relation `episodes`, and ids are never used again.
-        Rows are gone for good when this returns; a crash before that deletes all of them or none.
+        Whole episodes are deleted; they and their facts stay in the relation `episodes`, and ids are never
+        reused. The deletion is durable when this returns; after a crash before that, all of these rows are
+        deleted or none.
 
         Args:
             dry_run: Delete nothing; only return what would be deleted.
 
         Returns:
-            How many episodes and rows were deleted, and how much less space the columns take.
+            Number of deleted episodes and rows, and how many bytes less the columns take on disk.
 
         Raises:
             QueryError: The condition cannot be computed.
@@ -99,22 +99,22 @@ class Retention:
 
 
 def load_policy(storage: ReadView) -> Retain | None:
-    """Return the policy that a store keeps; None: all rows stay."""
+    """Return the policy of a store; None: all rows are kept."""
     manifest = storage.manifest
     return Retain(**manifest.retain) if manifest is not None and manifest.retain else None
 
 
 class PolicyRunner:
-    """Keep a store to its policy.
+    """Apply retention policies to a store.
 
-    Threads: one applies at a time; others write and read meanwhile. The thread that applies it in the
-    background holds this weakly, and ends with it. Processes: only the store's writer applies. Crashes: as
-    `expstore.storages.engine.delete.Deletion`.
+    Threads: one thread applies a policy at a time; others write and read meanwhile. The background thread has
+    a weak reference to this object, and ends with it. Processes: only the store's writer applies policies.
+    Crashes: as `expstore.storages.engine.delete.Deletion`.
 
     Args:
-        storage: Whose rows leave.
-        deletion: Deletes them.
-        catalog: Its index.
+        storage: The storage.
+        deletion: Deletes its rows.
+        catalog: Its SQL index.
 
     Example:
         >>> make_runner(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
@@ -125,54 +125,54 @@ class PolicyRunner:
         self._storage, self._deletion, self._catalog = storage, deletion, catalog
         self._lock = storage.locks.order.rank_lock("retention", threading.Lock())
         self._filter: Filter | None = None
-        self._told = ""  # of which trouble in the background
+        self._told = ""  # the last problem that was logged
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- in the background -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Apply the stored policy every few seconds from now on."""
+        """Start to apply the stored policy every few seconds."""
         if self._thread is None and not self._ended.is_set():
             self._thread = threading.Thread(
                 target=_rounds, args=(weakref.ref(self), self._ended), name="expstore-retention", daemon=True
             )
             self._thread.start()
-            # At the process's end, too: a thread that asks DuckDB then would end it otherwise.
+            # Also at the end of the process: a thread that calls DuckDB then would crash it.
             weakref.finalize(self, _end, self._ended, self._thread, os.getpid())
 
     def stop(self) -> None:
-        """Apply nothing in the background any more; waits for what is going on."""
+        """Stop the background thread; wait for a run in progress."""
         self._ended.set()
         if self._thread is not None:
             _end(self._ended, self._thread, os.getpid())
 
     def go_round(self) -> None:
-        """Apply the stored policy; say what is wrong once."""
+        """Apply the stored policy; log each problem once."""
         try:
             self.apply(self._deletion.policy or Retain())
             self._told = ""
         except ExpStoreError as exc:
             if not self._storage.closed and str(exc) != self._told:
                 self._told = str(exc)
-                _log.warning("rows could not be given up: %s", exc)
+                _log.warning("the retention policy could not be applied: %s", exc)
 
     def keep(self, policy: Retain) -> None:
-        """Keep a policy in the store; on the disk when this returns.
+        """Store a policy; it is durable when this returns.
 
         Raises:
-            StateError: The store is a ring, closed, or cannot be written.
+            StateError: The store has a capacity, is closed, or cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
         self._deletion.keep_policy(policy.to_json())
 
-    # -- what is to leave ------------------------------------------------------------------------
+    # -- selecting and deleting ------------------------------------------------------------------
 
     def check(self, policy: Retain) -> None:
-        """Find out whether the store's rows have what a policy speaks of.
+        """Check that the store's rows have the fields that a policy names.
 
         Raises:
-            QueryError: They have not, or `where` is no boolean expression.
+            QueryError: A field is missing, or `where` is not a boolean expression.
         """
         filter = self._filter_of(policy.where)
         schema = self._storage.schema
@@ -180,11 +180,11 @@ class PolicyRunner:
             filter.fields(self._storage)
 
     def apply(self, policy: Retain, *, dry_run: bool = False) -> GivenUp:
-        """Give up what a policy does not keep.
+        """Delete the rows that a policy does not keep.
 
         Args:
-            policy: Which rows stay.
-            dry_run: Only say what would leave; `bytes` is then what these rows take.
+            policy: Which rows are kept.
+            dry_run: Delete nothing; return what would be deleted, with the size of these rows as `bytes`.
 
         Raises:
             QueryError: The condition cannot be computed.
@@ -198,11 +198,11 @@ class PolicyRunner:
             return self.delete(self._find(policy), dry_run=dry_run)
 
     def delete(self, episodes: IntArray, *, dry_run: bool = False) -> GivenUp:
-        """Delete the rows of episodes that have ended.
+        """Delete the rows of ended episodes.
 
         Args:
-            episodes: Their ids. Shape `(n,)`.
-            dry_run: Delete nothing; `bytes` is then what the rows take.
+            episodes: Ids of the episodes. Shape `(n,)`.
+            dry_run: Delete nothing; return what would be deleted, with the size of these rows as `bytes`.
 
         Raises:
             StateError: The store is closed, or cannot be written.
@@ -215,7 +215,7 @@ class PolicyRunner:
         return GivenUp(int(episodes.size), rows, int(rows * self._deletion.bytes_per_row()))
 
     def _find(self, policy: Retain) -> IntArray:
-        """Return the episodes that are to leave, ascending. Shape `(n,)`."""
+        """Return the episodes to delete, ascending. Shape `(n,)`."""
         table = self._catalog.facts(_FACTS, None).sort_by("episode_id")
         ended = np.array([status != "open" for status in table["status"].to_pylist()], np.bool_)
         episodes = table["episode_id"].to_numpy()[ended]
@@ -231,7 +231,7 @@ class PolicyRunner:
         return found
 
     def _fragments(self, episodes: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the fragments of episodes, and the place of each one's episode."""
+        """Return the fragments of episodes, and the position of each fragment's episode in the argument."""
         storage = self._storage
         with storage.locks.episodes:
             rows = storage.episodes.fragments.rows
@@ -239,7 +239,7 @@ class PolicyRunner:
         return chosen, np.searchsorted(episodes, chosen[0])
 
     def _match(self, where: str, episodes: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return for which episodes a condition holds for at least one row."""
+        """Return for each episode whether a condition is true for at least one of its rows."""
         storage, filter = self._storage, self._filter_of(where)
         matched = np.zeros(episodes.size, np.bool_)
         if filter is None or not episodes.size:
@@ -252,13 +252,13 @@ class PolicyRunner:
         masses[known] = filter.masses_of(storage, ids[known])
         owners = np.repeat(places, fragments[2])
         matched[owners[masses > 0]] = True
-        matched[owners[~known]] = True  # it went on just now
+        matched[owners[~known]] = True  # rows newer than the filter's last evaluation
         return matched
 
     def _find_surplus(
         self, most: int, episodes: IntArray, going: np.ndarray[tuple[int], np.dtype[np.bool_]]
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return which of the oldest episodes to delete for the size, besides those that go anyway."""
+        """Return which of the oldest episodes to delete for the size, besides those already selected."""
         storage = self._storage
         fragments, places = self._fragments(episodes)
         rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)
@@ -292,17 +292,17 @@ def _rounds(held: weakref.ref[PolicyRunner], ended: threading.Event) -> None:
 
 def _end(ended: threading.Event, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:
-        return  # a fork, in which there is no such thread
+        return  # a forked child, which does not have this thread
     ended.set()
     if thread is not threading.current_thread():
         thread.join()
 
 
 def make_runner(storage: ReadView, catalog: Catalog) -> PolicyRunner:
-    """Return what applies policies to a storage.
+    """Return a runner of policies for a storage.
 
     Raises:
-        StateError: Its rows do not leave so.
+        StateError: The storage does not delete rows by a policy.
     """
     deletion = None if storage.follows else storage.writer().retention
     if deletion is None:

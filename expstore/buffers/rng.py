@@ -1,6 +1,6 @@
-"""The random numbers of every draw. After a restart the next batch is the one that would have come.
+"""Random numbers of draws. After a restart, sampling continues with the batches that would have followed.
 
-A sampling holds one `Draws`; samplers get a NumPy generator for one draw out of it. It never chooses rows.
+The sampling part has one `Draws`; samplers get a NumPy generator from it for each draw.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ if TYPE_CHECKING:
 __all__ = ["DrawNumber", "Draws", "GivenDraws", "set_state"]
 
 _MASK64 = (1 << 64) - 1
-#: The second word of the key of a generator that was given: no stream has it.
+#: Second word of the random key of a given generator; no stream of a storage uses it.
 _GIVEN = 1 << 63
 
 
 class GivenDraws(Draws):
-    """Take every draw's numbers from a torch.Generator: two 64-bit words of it are the draw's counter.
+    """Derive every draw's random numbers from a torch.Generator.
 
-    The generator moves by the same step for every batch, whatever its size. Its state goes to the disk at
-    every sync, and from there the steps since are done again when the store is opened; who uses the
-    generator for something else, too, continues from the sync alone.
+    Two 64-bit words of the generator are the draw's counter. The generator advances by the same step for
+    every batch, whatever its size. Each sync stores its state; at the next opening the steps since that sync
+    are repeated. If the program also uses the generator for something else, it continues from the state of
+    the last sync only.
 
     Threads: any number may draw. Processes: a forked or pickled buffer draws by the store's seed.
 
     Args:
         given: The generator; on any device.
-        draws: The draws of the storage. If a state of a generator is kept there, the generator continues from
-            it; followers keep none.
+        draws: The draws of the storage.
+        resume: Whether to continue from the state that the storage has, if there is one; followers have none.
 
     Raises:
-        StateError: The state that is kept is of another kind of generator.
+        StateError: The stored state is of another kind of generator.
     """
 
     def __init__(self, given: torch.Generator, draws: DrawState, *, resume: bool) -> None:
         self._given = given
         self._lock = threading.Lock()
-        self._ahead: deque[tuple[int, torch.Tensor]] = deque()  # numbers, and the states before each
-        self._after: torch.Tensor | None = None  # the state after the newest of these
+        self._ahead: deque[tuple[int, torch.Tensor]] = deque()  # draw numbers, and the states before them
+        self._after: torch.Tensor | None = None  # the state after the newest of them
         super().__init__(0, _GIVEN)
         if resume and draws.randomness is not None:
             self._resume(draws, *draws.randomness)
@@ -64,13 +65,13 @@ class GivenDraws(Draws):
         return words[0] & _MASK64, words[1] & _MASK64
 
     def next(self, draws: DrawState) -> DrawNumber:
-        """Count a batch handed out, and return its draw number."""
+        """Count a batch as returned, and return its draw number."""
         with self._lock:
             draws.next()
             return self._words()
 
     def ahead(self, draws: DrawState, number: int) -> DrawNumber:
-        """Return the draw after `number` others that were taken ahead and are not handed out yet."""
+        """Return the draw after `number` turns that were taken ahead and are not returned yet."""
         with self._lock:
             before = self._given.get_state()
             words = self._words()
@@ -79,13 +80,13 @@ class GivenDraws(Draws):
             return words
 
     def hand_out(self, draws: DrawState) -> None:
-        """Count the oldest draw taken ahead as handed out."""
+        """Count the oldest draw taken ahead as returned."""
         with self._lock:
             self._ahead.popleft()
             draws.next()
 
     def give_back(self) -> None:
-        """Take the generator back to the oldest draw taken ahead, unless it was moved since."""
+        """Reset the generator to the oldest draw taken ahead, unless it was seeded or used since."""
         with self._lock:
             if self._ahead and self._is_unmoved():
                 self._given.set_state(self._ahead[0][1])
@@ -102,7 +103,7 @@ class GivenDraws(Draws):
         return self._after is not None and torch.equal(self._after, self._given.get_state())
 
     def state(self, draws: DrawState) -> tuple[int, bytes]:
-        """Return what a restart needs: the number of the next draw, and the generator's state before it."""
+        """Return the state for a restart: the next draw's number, and the generator's state before it."""
         with self._lock:
             if self._ahead and self._is_unmoved():
                 draw, state = self._ahead[0]
@@ -111,7 +112,7 @@ class GivenDraws(Draws):
             return draw, state.numpy().tobytes()
 
     def state_now(self, draws: DrawState) -> torch.Tensor:
-        """Return the generator's state before the next batch that is handed out. Shape `(n,)`, uint8."""
+        """Return the generator's state before the next returned batch. Shape `(n,)`, uint8."""
         return torch.frombuffer(bytearray(self.state(draws)[1]), dtype=torch.uint8)
 
 
@@ -119,12 +120,12 @@ def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Set a generator's state. Shape `(n,)`, uint8.
 
     Raises:
-        StateError: It is that of another kind of generator.
+        StateError: The state is of another kind of generator.
     """
     try:
         generator.set_state(state)
     except (RuntimeError, TypeError) as exc:
         raise StateError(
-            f"the state that was kept is of another kind of generator than the one given ({exc})",
+            f"the stored state is of another kind of generator than the given one ({exc})",
             hint="give one for the same device, or call set_rng(generator) on a store opened without one",
         ) from exc

@@ -1,7 +1,7 @@
-"""What kinds of replay buffers do differently: which rows they accept, and what batches say of their rows.
+"""The differences between kinds of replay buffers: which rows they accept, and which entries batches have.
 
-A buffer gives one style to its parts. `PlainRows` is that of `ReplayBuffer`; `TensorDictRows` is in
-`expstore.buffers.tensordict`. A style reads no storage and appends nothing.
+A buffer gives one style to its parts. `PlainRows` is for `ReplayBuffer`, `TensorDictRows` in
+`expstore.buffers.tensordict` for `TensorDictReplayBuffer`. A style does not use the storage.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["PlainRows", "RowStyle"]
 
 
 class RowStyle(ABC):
-    """Decide what rows are to a kind of buffer."""
+    """How a kind of buffer treats rows."""
 
-    #: Whether dicts that come first are rows with fields, as TensorDicts are; otherwise they are trees.
+    #: Whether dicts that are written first are rows with fields, like TensorDicts; otherwise they are trees.
     dicts_have_fields: bool
 
     @abstractmethod
     def default_writer(self, storage: ReadView) -> Writer:
-        """Return the writer of a buffer that was given none."""
+        """Return the default writer of a buffer."""
 
     @abstractmethod
     def check_data(self, data: Any, *, has_fields: bool) -> None:
@@ -36,23 +36,23 @@ class RowStyle(ABC):
 
         Args:
             data: The rows.
-            has_fields: Whether they are dicts or Arrow tables whose names are those of fields.
+            has_fields: Whether they are dicts or Arrow tables, whose names are names of fields.
         """
 
     @abstractmethod
     def takes_priorities(self, asked: bool | None) -> bool:
-        """Return whether priorities that come with rows are set.
+        """Return whether to set the priorities that come with rows.
 
         Args:
-            asked: What the caller asks for; None: the default.
+            asked: The caller's `update_priority`; None: the default.
 
         Raises:
-            NotImplementedError: The buffer does not know where priorities are, and the caller says something.
+            NotImplementedError: The buffer has no priority key, and `asked` is not None.
         """
 
     @abstractmethod
     def priority_place(self, sampler: Sampler, schema: Schema) -> int:
-        """Return the place of the field with the priorities of new rows; -1: there is no such field."""
+        """Return the position of the field with the priorities of new rows, or -1."""
 
     @abstractmethod
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
@@ -60,30 +60,30 @@ class RowStyle(ABC):
 
     @abstractmethod
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
-        """Return root keys that samples carry besides the fields; `extend` skips them.
+        """Return root keys of samples that are not fields; `extend` skips them.
 
         Args:
-            sampler: What draws.
+            sampler: The sampler.
             unit_keys: The root keys of the sample unit.
         """
 
     @abstractmethod
     def root(self, geometry: RingGeometry, selection: Selection, *, generations: bool) -> dict[str, Array]:
-        """Return what a batch says of its rows at its root.
+        """Return the root entries of a batch about its rows, such as `index`.
 
         Args:
-            geometry: Of the storage.
+            geometry: Geometry of the storage.
             selection: The rows.
-            generations: Whether `index_generation` is part of it.
+            generations: Whether to include `index_generation`.
         """
 
     @abstractmethod
     def mark(self, selection: Selection, schema: Schema, columns: list[Array]) -> dict[Key, Array]:
-        """Write a sampler's flags into the columns of the schema; return the values of other keys."""
+        """Write a sampler's flags into columns of the schema; return those of keys that are not stored."""
 
 
 class PlainRows(RowStyle):
-    """Any rows; batches hold what was stored, and `info` says which rows it is."""
+    """Rows of any kind; batches have only what was stored, and `info` has the rows' indices."""
 
     dicts_have_fields = False
 
@@ -95,10 +95,10 @@ class PlainRows(RowStyle):
         """Accept all data."""
 
     def takes_priorities(self, asked: bool | None) -> bool:
-        """Return False: nothing says where priorities are."""
+        """Return False: the buffer has no priority key."""
         if asked is not None:
             raise NotImplementedError(
-                "update_priority is not supported in this class, which does not know where priorities are; "
+                "update_priority is not supported in this class, which has no priority key; "
                 "use a TensorDictReplayBuffer, or update_priority(index, priority)"
             )
         return False
@@ -112,13 +112,13 @@ class PlainRows(RowStyle):
         return None
 
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
-        """Return no key."""
+        """Return no keys."""
         return frozenset()
 
     def root(self, geometry: RingGeometry, selection: Selection, *, generations: bool) -> dict[str, Array]:
-        """Return nothing."""
+        """Return no entries."""
         return {}
 
     def mark(self, selection: Selection, schema: Schema, columns: list[Array]) -> dict[Key, Array]:
-        """Return nothing."""
+        """Return no entries."""
         return {}

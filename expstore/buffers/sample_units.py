@@ -1,7 +1,7 @@
-"""What a sampled row stands for: itself, or a window of steps around it.
+"""What a sampled row is extended to: nothing, or a sequence of steps around it.
 
-Buffers ask a unit after their sampler. It finds rows by episode and step; it never chooses any, and never
-reads what they hold.
+Buffers call a unit after their sampler. It finds rows by episode and step; it does not choose rows, and does
+not read their values except flags that end episodes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _DONE: Key = ("next", "done")
 
 
 class SampleUnit(ABC):
-    """Make rows of the rows that a sampler has chosen (its anchors). Threads may ask at once.
+    """Extend the rows that a sampler has chosen (the anchors). Threads may call it at the same time.
 
-    A unit of your own has `expand`, as one for torchrl; it finds rows by their index.
+    A subclass defines `expand` as in torchrl, in terms of indices.
 
     Example:
         >>> class WithFirst(SampleUnit):
@@ -41,9 +41,9 @@ class SampleUnit(ABC):
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=WithFirst(), batch_size=4)
     """
 
-    #: What batches carry at their root because of it; `extend` leaves these keys out.
+    #: Root keys that it adds to batches; `extend` skips these keys.
     root_keys: frozenset[str] = frozenset()
-    #: Fields that it reads itself.
+    #: Fields that it reads.
     reads: frozenset[Key] = frozenset()
 
     @abstractmethod
@@ -51,28 +51,28 @@ class SampleUnit(ABC):
         """Return the rows of a batch, by index.
 
         Args:
-            index: What the sampler has chosen. Shape `(n,)`, int64; one such tensor per dim, in a tuple,
-                where the storage has several.
-            info: What the sampler says of them: tensors with one row for each, by key.
-            storage: What holds the rows.
+            index: The anchors. Shape `(n,)`, int64; a tuple of one such tensor per dim if the storage has
+                several.
+            info: The sampler's values about the anchors, by key: tensors with one row each.
+            storage: Storage of the rows.
 
         Returns:
-            The index of other rows, and what is said of each of these.
+            The indices of the batch's rows, and values about each of them.
         """
 
     def select(self, anchors: Selection, storage: ReadView) -> Selection | None:
-        """Return the rows of a batch: what buffers ask for.
+        """Return the rows of a batch. Buffers call this method.
 
         Args:
-            anchors: What the sampler has chosen.
-            storage: What holds the rows.
+            anchors: The rows that the sampler has chosen.
+            storage: Storage of the rows.
 
         Returns:
-            Other rows, with what is said of each in `info`, and `anchors` among its attributes. None: some
-            anchors have left meanwhile, and others are to be chosen.
+            The rows, with values about each in `info`, and with the attribute `anchors`. None: some anchors
+            were removed meanwhile, and the sampler must choose others.
 
         Raises:
-            NotFoundError: `expand` returned an index of which there is no row.
+            NotFoundError: `expand` returned the index of a row that does not exist.
         """
         given = {key if len(key) > 1 else key[0]: values for key, values in anchors.info.items()}
         info = {name: torch.from_numpy(values) for name, values in given.items()} | anchors.notes
@@ -81,14 +81,14 @@ class SampleUnit(ABC):
 
 
 class Transition(SampleUnit):
-    """Take the rows that were chosen, as without any unit.
+    """Use the sampled rows alone, as without a unit.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=Transition(), batch_size=4)
     """
 
     def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
-        """Return what was given."""
+        """Return `index` and `info` unchanged."""
         return index, info
 
     def select(self, anchors: Selection, storage: ReadView) -> Selection:
@@ -100,34 +100,34 @@ class Transition(SampleUnit):
 
 
 class Sequence(SampleUnit):
-    """Take a window of steps of one episode around every row that was chosen.
+    """Extend every sampled row to a window of steps of its episode.
 
-    A window has `burn_in` steps before the anchor, `length` steps from it on, `bootstrap` steps after these:
-    a batch of B anchors holds B * (burn_in + length + bootstrap) rows, one window behind another. Steps
-    follow their episode, wherever its rows lie, and never leave it. With any sampler of single rows; those
-    of slices make windows of their own.
+    A window has `burn_in` steps before the anchor, `length` steps that begin with it, and `bootstrap` steps
+    after these: a batch of B anchors has B * (burn_in + length + bootstrap) rows, one window after another.
+    Steps follow the episode, wherever its rows are stored, and never cross its ends. It works with any
+    sampler of single rows; slice samplers draw their own windows.
 
-    Each row says in `sequence_id` to which window it belongs, and in `step_in_sequence` where it stands
-    there. `learning_mask` is True in the `length` steps. `validity_mask` is False where the episode has no
-    such step (or not any more, or not yet): there stands its first or last one. `anchor_index` (and
-    `anchor_id` where batches have ids) is the row that was chosen; `update_tensordict_priority` sets the
-    priorities of these, each to the largest of its windows' valid rows.
+    `sequence_id` is the number of a row's window, and `step_in_sequence` its position there. `learning_mask`
+    is True in the `length` steps. `validity_mask` is False if the episode does not have the step (or does not
+    have it any more, or yet); such a position repeats the first or last step. `anchor_index` (and `anchor_id`
+    if batches have ids) is the anchor. `update_tensordict_priority` sets the anchors' priorities, each to the
+    largest of the valid rows of its windows.
 
-    Threads: any number may ask. Crashes: it keeps nothing.
+    Threads: any number may call it. Crashes: it has no state.
 
     Args:
-        length: How many steps are learned from.
-        episode_boundary: What becomes of windows that reach beyond an episode's end: "pad": the last step
-            stands for those that are not there. "stop": the window begins so much earlier that it ends with
-            the episode, if that is long enough.
-        done_key: A field that ends sequences; those of the store do so anyway, and are meant by
-            ("next", "done").
-        burn_in: How many steps come before the anchor. They never move it.
-        bootstrap: How many steps come after those that are learned from.
-        dilation: Take every so many-th step.
+        length: Number of steps to learn from.
+        episode_boundary: What happens if a window extends beyond an episode's end. "pad": the last step is
+            repeated. "stop": the window begins earlier, so that it ends with the episode, if that is long
+            enough.
+        done_key: A field that ends sequences, besides the ends of the store's episodes. With the default
+            ("next", "done") only these count.
+        burn_in: Number of steps before the anchor. They do not move the anchor.
+        bootstrap: Number of steps after the `length` steps.
+        dilation: Distance between the steps of a window: 2 takes every second step.
 
     Raises:
-        ValueError: A number is too small, or sequences were to leave their episodes.
+        ValueError: A number is too small, or sequences would cross the ends of episodes.
 
     Example:
         >>> unit = Sequence(length=3, burn_in=1)
@@ -159,11 +159,11 @@ class Sequence(SampleUnit):
             raise ValueError(f"length must be strictly positive, got {length}.")
         if episode_boundary not in ("pad", "stop"):
             raise ValueError(
-                f"episode_boundary must be 'pad' or 'stop', got {episode_boundary!r}: a sequence never "
-                "leaves its episode here"
+                f"episode_boundary must be 'pad' or 'stop', got {episode_boundary!r}: sequences never "
+                "cross the end of an episode here"
             )
         if done_key is None:
-            raise ValueError("done_key=None would let sequences leave their episodes; leave it out")
+            raise ValueError("done_key=None would let sequences cross the ends of episodes; leave it out")
         if burn_in < 0:
             raise ValueError(f"burn_in must be non-negative, got {burn_in}.")
         if bootstrap < 0:
@@ -181,36 +181,36 @@ class Sequence(SampleUnit):
 
     @property
     def rows(self) -> int:
-        """How many rows a window has."""
+        """The number of rows of a window."""
         return self.burn_in + self.length + self.bootstrap
 
     def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
-        """Return the rows of a window around each of some rows, by index.
+        """Return the rows of the windows around anchors, by index.
 
         Args:
-            index: Which rows. Shape `(n,)`, int64; or one such tensor per dim of the storage, in a tuple.
-            info: What is said of each: tensors with one row for each, by key; it is repeated.
-            storage: What holds the rows.
+            index: The anchors. Shape `(n,)`, int64; or a tuple of one such tensor per dim of the storage.
+            info: Values about the anchors, by key: tensors with one row each, which are repeated.
+            storage: Storage of the rows.
 
         Returns:
-            The index of each row of the windows, and what is said of it.
+            The index of each row of the windows, and the values about it.
 
         Raises:
-            NotFoundError: There is no row of some index.
-            SchemaError: `done_key` is no field with one value per row.
+            NotFoundError: There is no row at an index.
+            SchemaError: `done_key` is not a field with one value per row.
         """
         rows = self.select(to_selection(storage, index, info), storage)
         if rows is None:
-            raise NotFoundError("rows have left while their windows were looked for")
+            raise NotFoundError("rows were removed while their windows were read")
         told = {key if len(key) > 1 else key[0]: values for key, values in rows.info.items()}
         told.pop("anchor_id")
         return _index_of(storage, rows.ids), {key: torch.from_numpy(values) for key, values in told.items()}
 
     def select(self, anchors: Selection, storage: ReadView) -> Selection | None:
-        """Return the rows of a window around each anchor.
+        """Return the rows of the window around each anchor.
 
         Raises:
-            SchemaError: `done_key` is no field with one value per row.
+            SchemaError: `done_key` is not a field with one value per row.
         """
         count, total = anchors.ids.size, self.rows
         runs = self._runs_of(storage)
@@ -238,7 +238,7 @@ class Sequence(SampleUnit):
         return Selection(ids.reshape(-1), info, anchors.progress, anchors=anchors)
 
     def _window(self, steps: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Return the steps of the windows around some, and which of them there are. Shapes `(n, rows)`.
+        """Return the steps of the windows around anchors, and whether each exists. Shapes `(n, rows)`.
 
         The arithmetic is that of torchrl's `Sequence`.
         """
@@ -263,7 +263,7 @@ class Sequence(SampleUnit):
 
 
 def _index_of(storage: ReadView, ids: IntArray) -> Any:
-    """Return the index of rows as code written for torchrl takes it."""
+    """Return the indices of rows in the form that torchrl's code expects."""
     numbers = storage.geometry.index_of(ids)
     if storage.ndim == 1:
         return torch.from_numpy(numbers)
@@ -271,18 +271,16 @@ def _index_of(storage: ReadView, ids: IntArray) -> Any:
 
 
 def check_unit(unit: SampleUnit | None, sampler: Sampler | None) -> SampleUnit | None:
-    """Return the unit of a buffer.
+    """Check the sample unit of a buffer and return it.
 
     Raises:
-        TypeError: It is not a SampleUnit.
-        ValueError: The sampler draws windows of its own.
+        TypeError: The unit is not a SampleUnit.
+        ValueError: The sampler draws slices, which are windows already.
     """
     if unit is not None and not isinstance(unit, SampleUnit):
         raise TypeError(f"sample_unit must be a SampleUnit, not {type(unit).__name__}")
     if isinstance(unit, Sequence) and sampler is not None and sampler.windowed:
-        raise ValueError(
-            f"{sampler!r} draws slices: there are no sequences around their rows; use one of both"
-        )
+        raise ValueError(f"{sampler!r} draws slices, which a sample unit cannot extend; use either of them")
     return unit
 
 
@@ -292,12 +290,12 @@ def reduce_to_anchors(
     """Return each anchor once, with the largest priority of the valid rows of its windows.
 
     Args:
-        anchors: Of each row. Shape `(n,)`.
-        priorities: Of each row. Shape `(n,)`.
-        valid: Which rows count. Shape `(n,)`.
+        anchors: Anchor of each row. Shape `(n,)`.
+        priorities: Priority of each row. Shape `(n,)`.
+        valid: Whether each row counts. Shape `(n,)`.
     """
     if priorities.shape != anchors.shape:
-        raise SchemaError(f"{anchors.size} rows are given {priorities.size} priorities")
+        raise SchemaError(f"got {priorities.size} priorities for {anchors.size} rows")
     found, place = np.unique(anchors[valid], return_inverse=True)
     largest = np.full(found.size, -np.inf)
     np.maximum.at(largest, place, priorities[valid])

@@ -1,7 +1,6 @@
-"""How batches get out of a store: draw number to sampler, sampler to rows, rows to a batch.
+"""How batches are drawn: draw number to sampler, sampler to rows, rows to a batch.
 
-`Sampling.next` is the whole path. It keeps the promise that draw k is the same after a restart; it never
-appends or changes a row.
+`Sampling.next` is the whole path. Draw k is the same after a restart. It does not write rows.
 """
 
 from __future__ import annotations
@@ -34,46 +33,46 @@ from expstore.transforms import StepView
 
 __all__ = ["Relabeling", "Sampling"]
 
-_LIMIT = 1000  # draws after which a follower, which cannot make the writer wait, fails
-_TRANSFORMS = 1 << 40  # the redraw number of the transforms' random numbers; no draw of rows has it
+_LIMIT = 1000  # number of draws after which a follower fails, as it cannot make the writer wait
+_TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws of rows never reach it
 
 
 class Relabeling(Protocol):
-    """Give rows of a batch other values than those that are stored, out of other rows: new goals, say."""
+    """Give rows of a batch other values than the stored ones, such as new goals."""
 
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
-        """Return a view that has read what the new values follow from; None: no row gets new values.
+        """Return a view that has read the rows for the new values; None: no row gets new values.
 
         Args:
-            storage: What holds the rows.
+            storage: Storage of the rows.
             ids: The rows of the batch. Shape `(n,)`.
             generator: The random numbers of this draw.
-            view: What step transforms have read; None: the chain has no step transform.
+            view: The steps that step transforms have read; None: the chain has no step transform.
         """
 
     def user_of(self, key: Key) -> str | None:
-        """Return the name of what reads a field; None: nothing does."""
+        """Return a description of the user of a field; None: the relabeling does not use the field."""
 
 
 class Sampling(StorePart):
     """Draw batches from a store.
 
-    Threads: any number may draw. Processes: a forked or copied buffer draws batches of its own, by the
-    store's seed. Crashes: after a kill the next batch is the one that would have come; after a power cut the
-    one after the last sync.
+    Threads: any number may draw. Processes: a forked or copied buffer draws its own batches, by the store's
+    seed. Crashes: after a kill, sampling continues with the batch that would have followed; after a power
+    failure, with the batch after the last sync.
 
     Args:
-        store: Where rows are.
-        batches: Makes batches of columns.
-        style: Which keys batches carry besides the fields.
+        store: The store.
+        batches: Builds batches from columns.
+        style: Which entries batches have besides the fields.
         sampler: Chooses rows; it may be written for torchrl.
-        unit: What every chosen row stands for; None: itself.
-        limiter: How fast rows may be sampled; None: as fast as they can.
-        prefetch: How many batches are made ahead.
-        generator: What all draws follow from; None: the store's seed.
-        draws: Random numbers that take the place of both; batches are then drawn by number.
+        unit: What a sampled row is extended to; None: the row alone.
+        limiter: Limits how fast rows may be sampled; None: no limit.
+        prefetch: Number of batches that a background thread prepares.
+        generator: Random generator of all draws; None: draws follow from the store's seed.
+        draws: Random numbers to use instead of both; batches are then drawn by number.
 
     Raises:
         ValueError: A follower is given a limiter.
@@ -93,24 +92,24 @@ class Sampling(StorePart):
         draws: Draws | None = None,
     ) -> None:
         if limiter is not None and store.storage.follows:
-            raise ValueError("a follower is not limited: give the rate_limiter to the buffer that writes")
+            raise ValueError("a follower cannot have a rate limiter; pass rate_limiter to the writing buffer")
         self._store = store
         self._batches = batches
         self._style = style
-        #: Chooses rows.
+        #: Chooses the rows of batches.
         self.sampler = adapt(sampler)
-        #: What every chosen row stands for; None: itself.
+        #: What a sampled row is extended to; None: the row alone.
         self.unit = unit
         self._limiter = limiter
         self._prefetch = prefetch
         self._relabeling: Relabeling | None = None
         self._fixed_draws = draws
-        #: What all draws follow from; None: the store's seed.
+        #: Random generator of all draws; None: draws follow from the store's seed.
         self.generator = generator
         self._draws: Draws | None = None
         self._prefetcher: Prefetcher | None = None
-        self._of_parent: Sampler | None = None  # kept in a forked child, as the parent's storage is
-        self._resumes = True  # the generator continues from the state that the storage keeps
+        self._of_parent: Sampler | None = None  # kept in a forked child, like the parent's storage
+        self._resumes = True  # whether the generator continues from the state that the storage has
 
     def relabel_by(self, relabeling: Relabeling) -> None:
         """Relabel rows of all batches from now on."""
@@ -122,7 +121,7 @@ class Sampling(StorePart):
         """Return the next batch and its rows.
 
         Raises:
-            NotReadyError: The store is empty, or no row is left that may still be drawn.
+            NotReadyError: The store is empty, or no more rows may be drawn.
         """
         storage, limiter = self._store.storage, self._limiter
         if limiter is None or storage.follows:
@@ -145,7 +144,7 @@ class Sampling(StorePart):
     def _draw(
         self, storage: ReadView, draw: DrawNumber, request: Request, instead: Selection | None
     ) -> tuple[Any, Selection]:
-        """Make the batch of a draw, with others in the place of `instead`: rows that have left."""
+        """Make the batch of a draw; `instead` is an earlier selection for it whose rows were overwritten."""
         draws = self._draws or self._require_draws()
         rows, columns, view = self._read(storage, draws, draw, request.size, instead)
         numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
@@ -155,7 +154,7 @@ class Sampling(StorePart):
     def _read(
         self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
     ) -> tuple[Selection, list[Array], StepView | None]:
-        """Choose rows and copy them, again while some are overwritten meanwhile."""
+        """Choose rows and copy them; repeat if some are overwritten meanwhile."""
         transform, limit = self._batches.transform, READ_LIMIT.get()
         for redraw in range(_LIMIT):
             generator = draws.numbers(draw, redraw)
@@ -185,7 +184,7 @@ class Sampling(StorePart):
             finally:
                 if redraw == PATIENCE:
                     storage.lock.release()
-        # Only a follower gets here: with the lock held nothing is overwritten in this process.
+        # Only a follower gets here: this process overwrites nothing while the lock is held.
         raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
 
     def check_readable(self, storage: ReadView) -> None:
@@ -224,7 +223,7 @@ class Sampling(StorePart):
         self._draws = draws
         self._store.storage.draws.watch(draws)
 
-    # -- batches made ahead: what a `Prefetcher` asks -------------------------------------------------
+    # -- prefetched batches: the methods that `Prefetcher` calls --------------------------------------
 
     def _require_prefetcher(self) -> Prefetcher:
         if self._prefetcher is None:
@@ -232,16 +231,16 @@ class Sampling(StorePart):
         return self._prefetcher
 
     def drop_prefetched(self) -> None:
-        """Drop the batches that were made ahead."""
+        """Drop the prefetched batches."""
         if self._prefetcher is not None:
             self._prefetcher.drop(self)
 
     def draw_ahead(self, number: int) -> DrawNumber:
-        """Return the draw after `number` others that are not handed out yet."""
+        """Return the draw of the batch after `number` prefetched batches."""
         return self._require_draws().ahead(self._store.storage.draws, number)
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
-        """Make a batch, if need be instead of one whose rows have left."""
+        """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()
@@ -249,30 +248,30 @@ class Sampling(StorePart):
         return Made(*drawn, changes)
 
     def stands(self, made: Made | None) -> bool:
-        """Return whether batches made when this one was (None: any) may still be handed out."""
+        """Return whether batches of the same age as this one (None: any batches) may still be returned."""
         if made is None:
             return self._require_draws().in_step
         return made.changes == self._changes() and self.sampler.stands(self._store.storage, made.selection)
 
     def readable(self, made: Made) -> bool:
-        """Return whether none of its rows, nor of those that were looked at for it, has left."""
+        """Return whether all rows that were read for the batch are still readable."""
         ids = made.selection.ids
         oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
         return not oldest or oldest > self._store.storage.window.low
 
     def hand_out(self, made: Made) -> None:
-        """Count the oldest batch made ahead as handed out."""
+        """Count the oldest prefetched batch as returned."""
         storage = self._store.storage
         self._require_draws().hand_out(storage.draws)
         self.sampler.hand_out(storage, made.selection)
 
     def give_back(self) -> None:
-        """Take the generator and the sampler back to the last batch that was handed out."""
+        """Reset the generator and the sampler to the last returned batch."""
         self._require_draws().give_back()
         self.sampler.rewind(self._store.storage)
 
     def _changes(self) -> object:
-        """Return a token that changes when batches made before become stale."""
+        """Return a token that changes when earlier batches become stale."""
         storage, steps = self._store.storage, self._batches.transform.steps
         content = storage.changes.number, storage.epochs.fields
         return (content, [step.settings for step in steps]) if steps else content
@@ -293,7 +292,7 @@ class Sampling(StorePart):
         consume_after(None, sampler, prefetch=self._prefetch)
         self.drop_prefetched()
         priorities = storage.priorities
-        within, priorities.within = priorities.within, False  # the former sampler may have set it
+        within, priorities.within = priorities.within, False  # the previous sampler may have set it
         try:
             sampler.attach(storage)
         except BaseException:
@@ -305,7 +304,7 @@ class Sampling(StorePart):
         return unwrap(former)
 
     def users_of(self, key: Key) -> list[str]:
-        """Return which parts of the buffer read a field."""
+        """Return the parts of the buffer that read a field, as texts for a message."""
         users, sampler = [], self.sampler
         if sampler.filter is not None and key in sampler.filter.fields(self._store.storage):
             users.append(f"the sampler's filter ({sampler.filter})")
@@ -318,13 +317,13 @@ class Sampling(StorePart):
         return users
 
     def refresh(self) -> None:
-        """Evaluate `where` and `weight` of the sampler for all rows as they are now."""
+        """Evaluate `where` and `weight` of the sampler for all current rows."""
         if self.sampler.filter is not None:
             self.sampler.refresh(self._store.storage)
             self.drop_prefetched()
 
     def stats(self) -> dict[str, Any]:
-        """Return facts that JSON can keep."""
+        """Return statistics as values that JSON can store."""
         storage, limiter = self._store.storage, self._limiter
         limited = limiter is not None and not (storage.follows or storage.closed)
         return {
@@ -332,10 +331,10 @@ class Sampling(StorePart):
             "rate_limiter": limiter.describe() if limiter is not None and limited else None,
         }
 
-    # -- the place in the sequence of draws ------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes; of storages in RAM the rows, too."""
+        """Return the state for `load_state_dict`; of storages in RAM with the rows."""
         storage, draws = self._store.storage, self._draws
         drawn = {"seed": storage.seed, "draw": storage.draws.number, "progress": list(storage.draws.progress)}
         return {
@@ -346,7 +345,7 @@ class Sampling(StorePart):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, and `check_state` let through."""
+        """Restore the result of `state_dict`, which `check_state` has accepted."""
         storage = self._store.storage
         writer = storage.writer()
         if self.generator is not None:
@@ -368,7 +367,7 @@ class Sampling(StorePart):
             not {"_storage", "_sampler", "_rng", "_draws"} <= state.keys()
             or state["_sampler"].keys() != own.keys()
         ):
-            raise StateError(f"that is no state of a buffer with {self.sampler!r}")
+            raise StateError(f"this is not a state of a buffer with {self.sampler!r}")
         for name in own.keys() & {"where", "weight"}:
             if state["_sampler"][name] != own[name]:
                 raise StateError(f"the state is of a sampler with {name}={state['_sampler'][name]!r}")
@@ -382,13 +381,13 @@ class Sampling(StorePart):
             raise StateError(
                 f"the state is of a store with seed {seed} and rows up to id {last}, "
                 f"this one has seed {storage.seed} and rows up to id {storage.last}",
-                hint="open the store that it was taken of, or bring its rows here with dumps() and loads()",
+                hint="open the store of the state, or copy its rows here with dumps() and loads()",
             )
 
     # -- life ------------------------------------------------------------------------------------------
 
     def attach(self, storage: ReadView) -> None:
-        """Draw from a storage from now on; its schema and seed may be others."""
+        """Draw from a storage from now on; it may have another schema and seed."""
         self.drop_prefetched()
         self._draws = self._prefetcher = None
         self.sampler.attach(storage)
@@ -404,23 +403,23 @@ class Sampling(StorePart):
             self.sampler.filter.rest()
 
     def after_fork(self) -> None:
-        """Let conditions be evaluated again."""
+        """Resume the evaluation of the sampler's conditions."""
         if self.sampler.filter is not None:
             self.sampler.filter.go_on()
 
     def leave_parent(self) -> None:
-        """Draw by the seed; drop the batches that the parent's thread made ahead."""
+        """Draw by the seed; drop the batches that the parent's thread prefetched."""
         prefetched = self._prefetcher is not None
         self._draws = self._prefetcher = self.generator = None
         if prefetched:
-            # The thread that made batches is not here, but a lock that it held would still be held.
+            # A child does not have the prefetching thread, but a lock that this thread held stays locked.
             self._of_parent = self.sampler
             self.sampler = copy.copy(self.sampler)
             if self._store.life is Life.OPEN:
                 self.sampler.attach(self._store.storage)
 
     def close(self) -> None:
-        """Stop making batches ahead, and end all waits for the limiter."""
+        """Stop prefetching and end all waits for the limiter."""
         if self._limiter is not None:
             self._limiter.close()
         if self._prefetcher is not None:
@@ -428,10 +427,10 @@ class Sampling(StorePart):
         self.sampler.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; a copy of rows in RAM continues by a generator of its own."""
+        """Return the state of a copy; a copy with rows in RAM continues with its own generator."""
         copied, draws = None, self._draws
         if self.generator is not None and self._store.is_in_memory:
-            # Batches that are made ahead have moved the generator; the copy makes them itself.
+            # Prefetched batches have advanced the generator; the copy makes them again.
             state = self.generator.get_state()
             if isinstance(draws, GivenDraws):
                 state = draws.state_now(self._store.storage.draws)
@@ -440,7 +439,7 @@ class Sampling(StorePart):
         return vars(self) | dropped | {"generator": copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
+        """Restore the result of `__getstate__`."""
         vars(self).update(state)
         if state["generator"] is not None:
             values, device = state["generator"]

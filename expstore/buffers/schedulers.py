@@ -1,6 +1,6 @@
-"""Change an attribute of a sampler step by step: beta from 0.4 to 1, for instance.
+"""Schedule an attribute of a sampler, for instance beta from 0.4 to 1.
 
-Under the names of torchrl.data.replay_buffers.scheduler. A scheduler sets attributes and draws nothing.
+The names are those of torchrl.data.replay_buffers.scheduler.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class ParameterScheduler(ABC):
     """Set an attribute of a sampler at every `step`.
 
     Args:
-        obj: A sampler, or the buffer that has it.
-        param_name: The attribute.
-        min_value: It is never set below this.
-        max_value: It is never set above this.
+        obj: A sampler, or a buffer whose sampler is meant.
+        param_name: Name of the attribute.
+        min_value: Lower bound of the attribute; None: no bound.
+        max_value: Upper bound of the attribute; None: no bound.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class ParameterScheduler(ABC):
 
     @abstractmethod
     def _value(self, steps: int) -> Any:
-        """Return the attribute's value after so many steps."""
+        """Return the attribute's value after `steps` steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
         return {"steps": self._steps, "initial_val": self.initial_val, "value": self._current()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, the attribute's value included."""
+        """Restore the result of `state_dict`, including the attribute's value."""
         self._steps, self.initial_val = int(state_dict["steps"]), state_dict["initial_val"]
         setattr(self.sampler, self.param_name, state_dict["value"])
 
@@ -74,11 +74,11 @@ class LambdaScheduler(ParameterScheduler):
     """Set the initial value times a function of the number of steps.
 
     Args:
-        obj: A sampler, or the buffer that has it.
-        param_name: The attribute.
+        obj: A sampler, or a buffer whose sampler is meant.
+        param_name: Name of the attribute.
         lambda_fn: The function.
-        min_value: The attribute is never set below it.
-        max_value: The attribute is never set above it.
+        min_value: Lower bound of the attribute; None: no bound.
+        max_value: Upper bound of the attribute; None: no bound.
 
     Example:
         >>> scheduler = LambdaScheduler(sampler, "beta", lambda steps: 1 + steps / 100, max_value=1.0)
@@ -100,13 +100,13 @@ class LambdaScheduler(ParameterScheduler):
 
 
 class LinearScheduler(ParameterScheduler):
-    """Move from the initial value to a final one in equal steps, and keep that.
+    """Change the initial value to a final one in equal steps, and keep it there.
 
     Args:
-        obj: A sampler, or the buffer that has it.
-        param_name: The attribute.
+        obj: A sampler, or a buffer whose sampler is meant.
+        param_name: Name of the attribute.
         final_value: The last value.
-        num_steps: How many steps it takes.
+        num_steps: Number of steps until the last value.
 
     Example:
         >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=1000)
@@ -127,16 +127,16 @@ class LinearScheduler(ParameterScheduler):
 
 
 class StepScheduler(ParameterScheduler):
-    """Multiply, or add to, the value of the attribute every few steps.
+    """Multiply the value of the attribute by a number, or add one to it, every few steps.
 
     Args:
-        obj: A sampler, or the buffer that has it.
-        param_name: The attribute.
-        gamma: What is multiplied with or added.
-        n_steps: After how many steps.
+        obj: A sampler, or a buffer whose sampler is meant.
+        param_name: Name of the attribute.
+        gamma: The factor, or the number to add.
+        n_steps: Number of steps between changes.
         mode: "multiplicative" or "additive".
-        min_value: The attribute is never set below it.
-        max_value: The attribute is never set above it.
+        min_value: Lower bound of the attribute; None: no bound.
+        max_value: Upper bound of the attribute; None: no bound.
 
     Example:
         >>> scheduler = StepScheduler(sampler, "beta", gamma=0.1, n_steps=10, mode="additive", max_value=1.0)
@@ -169,17 +169,17 @@ class SchedulerList:
     """Step several schedulers together.
 
     Args:
-        schedulers: One, or several.
+        schedulers: One scheduler, or several.
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
         self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
 
     def append(self, scheduler: ParameterScheduler) -> None:
-        """Add one."""
+        """Add a scheduler."""
         self.schedulers.append(scheduler)
 
     def step(self) -> None:
-        """Step all of them."""
+        """Step all schedulers."""
         for scheduler in self.schedulers:
             scheduler.step()

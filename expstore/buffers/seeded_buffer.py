@@ -1,7 +1,7 @@
-"""Batches by number: a store that another buffer has open, sampled by a seed of the reader's own.
+"""Batches by number: sample a store that another buffer has open, by the reader's own seed.
 
-Used by the HTTP layer, whose clients ask for draw k of a seed. All of them get the same batch, as long as the
-store has the same rows. It writes nothing, counts nothing, and does not move the store's own draws.
+Used by the HTTP layer, whose clients request draw k of a seed. All clients get the same batch while the store
+has the same rows. It writes and counts nothing, and does not advance the store's own draws.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from expstore.transforms import Compose
 
 __all__ = ["SeededReplayBuffer"]
 
-#: The stream of draws of readers with a seed of their own: followers have it, too.
+#: Number of the stream of draws for readers with their own seed; followers use it too.
 _READERS = 1
 
 
 class SeededReplayBuffer:
     """Draw batches by number.
 
-    Threads: any number may draw. Processes and crashes: nothing is kept; draw k follows from seed and rows.
+    Threads: any number may draw. Processes and crashes: there is no state; draw k follows from seed and rows.
 
     Args:
-        storage: What another buffer has open; that one closes it.
-        sampler: What makes up a batch; one that keeps nothing from draw to draw.
-        seed: Key of all draws.
+        storage: Storage that another buffer has open; that buffer closes it.
+        sampler: How the rows of a batch are chosen; a sampler without state between draws.
+        seed: Seed of all draws.
 
     Example:
         >>> expstore.open(path, mode="r", seed=7).sample(32)  # the same rows as
@@ -52,18 +52,18 @@ class SeededReplayBuffer:
 
     @property
     def sampler(self) -> Sampler:
-        """What makes up a batch."""
+        """The sampler."""
         return self._sampling.sampler
 
     def draw(self, number: int | None, batch_size: int) -> Any:
         """Return a batch, as `sample` does.
 
         Args:
-            number: Which draw, from 0 on; None: the next one that no caller has been given in this way.
-            batch_size: How many rows.
+            number: Number of the draw, from 0. None: the next number, counted over all calls without one.
+            batch_size: Number of rows.
 
         Raises:
-            NotReadyError: There are no rows that may be drawn.
+            NotReadyError: No rows may be drawn.
         """
         batch_size = check_batch_size(batch_size)
         self._sampling.check_readable(self._store.storage)

@@ -1,6 +1,6 @@
-"""Versions of a store: `rb.snapshots`.
+"""`rb.snapshots`: versions of a store.
 
-What a version holds, and how it gets to the disk, is in `expstore.storages.snapshots`.
+`expstore.storages.snapshots` defines what a version contains, and writes it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Versions: TypeAlias = list[Version]  # in the class `list` is a method
 
 
 class Snapshots:
-    """Create, list and restore versions of a store. `rb.dumps` and `rb.loads` are TorchRL's names for it.
+    """Create, tag, list and restore versions of a store. TorchRL's names are `rb.dumps` and `rb.loads`.
 
     Args:
         store: The store.
-        sampling: Whose sampler's settings a version keeps.
+        sampling: The sampling part; a version includes its sampler's settings.
 
     Example:
         >>> rb.snapshots.tag("before-finetuning")
@@ -42,18 +42,18 @@ class Snapshots:
         """Create a version in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
         Args:
-            path: A folder for versions; made if it is missing.
-            keep: How many versions remain; those with a tag always do.
+            path: Folder of versions; created if it is missing.
+            keep: Number of versions to keep; tagged versions are always kept.
         """
         return dump(self._store.storage.writer(), path, keep=keep, sampler=self._sampling.sampler.settings())
 
     def tag(self, name: str, path: str | Path | None = None) -> Version:
-        """Create a version with a name, which is kept until you remove its folder.
+        """Create a version with a name. It is kept until you delete its folder.
 
         Args:
             name: 1 to 100 letters, digits or `. _ -`; not a number.
-            path: A folder for versions; None: `versions/` inside the store's folder, where
-                `expstore.open(store, version=name)` finds it.
+            path: Folder of versions; None: `versions/` inside the store's folder, where `expstore.open(store,
+                version=name)` finds it.
 
         Raises:
             SnapshotError: There is a version of this name.
@@ -65,10 +65,10 @@ class Snapshots:
         return dump(self._store.storage.writer(), place, tag=name, sampler=settings)
 
     def list(self, path: str | Path | None = None) -> _Versions:
-        """Return the versions in a folder, the oldest first.
+        """Return the versions in a folder, oldest first.
 
         Args:
-            path: A folder for versions; None: those inside the store's folder, which `tag` makes.
+            path: Folder of versions; None: the one inside the store's folder, where `tag` puts them.
 
         Raises:
             NotFoundError: There is no such folder.
@@ -80,7 +80,7 @@ class Snapshots:
         """Replace the store's content by a version's; see `ReplayBuffer.loads`.
 
         Args:
-            path: A folder for versions, or a store with tagged ones; None: this store.
+            path: Folder of versions, or a store with tagged ones; None: this store.
             version: Number or tag; None: the newest.
         """
         storage = self._store.storage.writer()
@@ -93,5 +93,5 @@ class Snapshots:
     def _own_folder(self, call: str) -> Path:
         storage = self._store.storage
         if storage.manifest is None or storage.path is None:
-            raise StateError("this store has no folder of its own", hint=f"say where: {call}")
+            raise StateError("this store has no folder of its own", hint=f"pass a path: {call}")
         return storage.path

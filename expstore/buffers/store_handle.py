@@ -1,7 +1,7 @@
-"""An open store in this process: its storage, its SQL catalog, its retention, and what becomes of it.
+"""An open store in this process: its storage, its SQL catalog, its retention, and its life cycle.
 
-A buffer holds one handle. After a fork, and in a pickled copy, the handle opens a follower of the store when
-it is first used. It never draws and never appends rows.
+A buffer has one handle. In a forked child, and in a pickled copy, the handle opens a follower of the store
+when it is first used. It does not draw or append rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from expstore.buffers.retention import PolicyRunner, load_policy, make_runner
+from expstore.buffers.writing_proxy import WritingProxy
 from expstore.errors import StateError
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import Origin
@@ -25,40 +26,40 @@ __all__ = ["Life", "StoreHandle", "StorePart"]
 
 
 class Life(Enum):
-    """Say where a handle is in its life."""
+    """State of a handle in this process."""
 
     #: The storage is open in this process.
     OPEN = "open"
-    #: This process is a fork of the one that opened the store; a follower is opened when one is needed.
+    #: This process was forked from the one that opened the store; a follower is opened when it is needed.
     FORKED = "forked"
-    #: The handle was copied or unpickled; a follower is opened when one is needed.
+    #: The handle was copied or unpickled; a follower is opened when it is needed.
     COPIED = "copied"
     #: The store was closed.
     CLOSED = "closed"
 
 
 class StorePart:
-    """Work on the storage of a handle, and hear of what happens to it. The handle holds its parts weakly."""
+    """A part of a buffer that works on the handle's storage. The handle has weak references to its parts."""
 
     def attach(self, storage: ReadView) -> None:
-        """Work on this storage from now on; called again when its content is replaced.
+        """Use this storage from now on; also called when the storage's content is replaced.
 
-        Whatever was derived from the former storage or content is dropped.
+        Everything that was derived from the previous storage or content must be dropped.
         """
 
     def leave_parent(self) -> None:
-        """Drop what belongs to the parent process: this is a forked child."""
+        """Drop what belongs to the parent process; called in a forked child."""
 
     def before_fork(self) -> None:
-        """Pause the part's own threads: this process is about to fork."""
+        """Pause the part's own threads; called before this process forks."""
 
     def after_fork(self) -> None:
-        """Let the threads run again: this is the parent, and the fork is done."""
+        """Resume the part's own threads; called in the parent after a fork."""
 
 
 @dataclass(slots=True)
 class _Opened:
-    """What one opening holds: the storage, the keeper of its SQL index, and what applies its policy."""
+    """What one opening has: the storage, the catalog of its SQL index, and the runner of its policy."""
 
     storage: ReadView
     catalog: Catalog
@@ -66,17 +67,17 @@ class _Opened:
 
     @classmethod
     def of(cls, storage: ReadView) -> _Opened:
-        """Return what belongs to a storage. It has one catalog: a second one would not see all changes."""
+        """Return these for a storage, which has one catalog: a second one would miss changes."""
         known = storage.index.catalog
         catalog = known if isinstance(known, Catalog) else Catalog(storage)
         storage.index.use(catalog)
         return cls(storage, catalog)
 
     def require_runner(self) -> PolicyRunner:
-        """Return what applies policies.
+        """Return the runner of policies.
 
         Raises:
-            StateError: The storage deletes no rows by a policy.
+            StateError: The storage does not delete rows by a policy.
         """
         if self.runner is None:
             self.runner = make_runner(self.storage, self.catalog)
@@ -88,20 +89,20 @@ class _Opened:
             self.require_runner().start()
 
     def stop_retention(self) -> None:
-        """Stop applying the policy; wait for a run that is under way."""
+        """Stop applying the policy; wait for a run in progress."""
         if self.runner is not None:
             self.runner.stop()
             self.runner = None
 
 
 class StoreHandle:
-    """Hold a store open, and follow it from a forked child or a copy.
+    """Hold a store open; open a follower of it in a forked child or a copy.
 
     Threads: any number may use it. Processes: a forked or copied handle of a store on disk follows the store;
-    a copy of a storage in RAM has the rows. Crashes: as the storage promises.
+    a copy of a storage in RAM has the rows. Crashes: as the storage.
 
     Args:
-        storage: What is held.
+        storage: The open storage.
     """
 
     def __init__(self, storage: ReadView) -> None:
@@ -115,7 +116,9 @@ class StoreHandle:
         self._opened = opened
         self._parts: list[weakref.ref[StorePart]] = []
         self._opening = threading.RLock()
-        #: What the parent process opened: kept, as freeing DuckDB's memory here could write to its file.
+        #: Writes through the process that has the store open; None: this process has it, or it is not shared.
+        self.proxy: WritingProxy | None = None
+        #: The parent process's objects, kept because freeing DuckDB's memory here could write to its file.
         self._of_parent: _Opened | None = None
         if opened is not None:
             opened.storage.holders.add(self)
@@ -125,13 +128,13 @@ class StoreHandle:
 
     @property
     def life(self) -> Life:
-        """Where the handle is in its life."""
+        """The state of the handle."""
         opened = self._opened
         return Life.CLOSED if opened is not None and opened.storage.closed else self._life
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the rows are in RAM, so that a copy has rows of its own."""
+        """Whether the rows are in RAM, so that a copy has its own rows."""
         return self._origin is None and self.life is Life.OPEN
 
     @property
@@ -146,20 +149,20 @@ class StoreHandle:
 
     @property
     def catalog(self) -> Catalog:
-        """What answers SQL."""
+        """The catalog, which runs SQL."""
         return (self._opened or self._follow()).catalog
 
     @property
     def runner(self) -> PolicyRunner:
-        """What applies retention policies.
+        """The runner of retention policies.
 
         Raises:
-            StateError: The storage deletes no rows by a policy.
+            StateError: The storage does not delete rows by a policy.
         """
         return (self._opened or self._follow()).require_runner()
 
     def current(self) -> ReadView:
-        """Return the storage, after taking in what another process has written."""
+        """Return the storage, updated with rows that another process has written."""
         storage = self.storage
         if not storage.closed:
             storage.follow()
@@ -169,12 +172,18 @@ class StoreHandle:
         """Return the storage.
 
         Raises:
-            StateError: It is closed.
+            StateError: The store is closed.
         """
         storage = self.storage
         if storage.closed:
             raise build_closed_error()
         return storage
+
+    def use_proxy(self, proxy: WritingProxy) -> None:
+        """Write through another process, which has the store open, from now on."""
+        self.proxy = proxy
+        if self._origin is not None:
+            self._origin = self._origin.to_shared()
 
     def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""
@@ -200,7 +209,7 @@ class StoreHandle:
     # -- parts -----------------------------------------------------------------------------------
 
     def add_part(self, part: StorePart) -> None:
-        """Attach a part to the storage, now if it is open, and tell it of what happens from now on."""
+        """Attach a part to the storage, now if it is open, and notify it of later changes."""
         self._parts.append(weakref.ref(part))
         if self._opened is not None:
             part.attach(self._opened.storage)
@@ -213,18 +222,18 @@ class StoreHandle:
             part.attach(storage)
 
     def _note_renewal(self, storage: ReadView) -> None:
-        """Attach the parts anew to a storage whose content was replaced; see `Holder`."""
+        """Attach the parts again to a storage whose content was replaced; see `Holder`."""
         if self._opened is not None and self._opened.storage is storage:
             self._attach_parts(storage)
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- life cycle ------------------------------------------------------------------------------
 
     def replace(self, storage: ReadView) -> ReadView:
-        """Hold another storage from now on; return the one before, which stays open.
+        """Use another storage from now on; return the previous one, which stays open.
 
         Raises:
             StateError: The handle is closed.
-            ValueError: A part does not fit the storage; the former one is still held then.
+            ValueError: A part does not fit the storage; the previous storage is kept.
         """
         former = self.check_open()
         opened, origin = self._opened, self._origin
@@ -245,11 +254,13 @@ class StoreHandle:
         return former
 
     def close(self) -> None:
-        """Flush, bring the index up to date for other programs, and release the store.
+        """Flush, update the index for other programs, and release the store.
 
         A second call does nothing.
         """
         opened = self._opened
+        if self.proxy is not None:
+            self.proxy.close()
         if opened is None:  # a follower that was never opened
             self._origin, self._life = None, Life.CLOSED
             return
@@ -267,18 +278,20 @@ class StoreHandle:
             storage.close()
 
     def before_fork(self) -> None:
-        """Pause the threads of the parts: this process is about to fork."""
+        """Pause the threads of the parts before this process forks."""
         for part in self._live_parts():
             part.before_fork()
 
     def after_fork(self) -> None:
-        """Let the threads of the parts run again."""
+        """Resume the threads of the parts in the parent."""
         for part in self._live_parts():
             part.after_fork()
 
     def leave_parent(self) -> None:
-        """Follow the store from now on, instead of using the parent's storage: this is a forked child."""
-        self._opening = threading.RLock()  # another thread of the parent may have held the former one
+        """Follow the store from now on instead of using the parent's storage; called in a forked child."""
+        self._opening = threading.RLock()  # another thread of the parent may have held the previous one
+        if self.proxy is not None:
+            self.proxy.leave_parent()
         if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
             self._life = Life.FORKED
@@ -287,7 +300,7 @@ class StoreHandle:
             part.leave_parent()
 
     def __getstate__(self) -> tuple[Origin | None, ReadView | None]:
-        """Return what a copy needs: where the store is, or a storage in RAM with its rows.
+        """Return the state of a copy: the path of a store on disk, or a storage in RAM with its rows.
 
         Raises:
             StateError: The store is closed.
@@ -295,14 +308,14 @@ class StoreHandle:
         storage = None if self._opened is None else self._opened.storage
         if self._origin is not None:
             if storage is not None and storage.can_write:
-                storage.drain()  # the copy is to see all that was written
+                storage.drain()  # so that the copy sees all written rows
             return self._origin.elsewhere(), None
         if storage is None or storage.closed:
             raise build_closed_error()
         return None, storage
 
     def __setstate__(self, state: tuple[Origin | None, ReadView | None]) -> None:
-        """Restore what `__getstate__` returned; a store on disk is opened when it is first needed."""
+        """Restore the result of `__getstate__`; a store on disk is opened when it is first used."""
         origin, storage = state
         if storage is None:
             self._begin(Life.COPIED, origin, None)
@@ -324,7 +337,7 @@ def _after_fork() -> None:
 
 
 def _leave_parent() -> None:
-    # Objects that the parent left to the garbage collector may belong to DuckDB, whose threads are not here.
+    # Objects left to the garbage collector may belong to DuckDB, whose threads a forked child does not have.
     gc.freeze()
     for handle in list(_handles):
         handle.leave_parent()

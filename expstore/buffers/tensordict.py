@@ -1,6 +1,6 @@
-"""The replay buffer whose batches say which rows they are.
+"""The replay buffer whose batches include the rows' indices. `expstore.open` returns it.
 
-What `expstore.open` returns. `TensorDictRows` holds what its parts do differently from a `ReplayBuffer`'s.
+`TensorDictRows` has its differences from a `ReplayBuffer`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ __all__ = ["TensorDictReplayBuffer", "TensorDictRows"]
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """Store transitions and sample batches that say which rows they are.
+    """Store transitions and sample batches that include the rows' indices.
 
-    Rows are TensorDicts, nested dicts of arrays, or Arrow tables. Samples carry `index` at the root, and `id`
-    where `with_ids` is set; `extend` skips these keys. Threads, processes and crashes as `ReplayBuffer`.
+    Rows are TensorDicts, nested dicts of arrays, or Arrow tables. Samples have `index` at the root, and `id`
+    if `with_ids` is set; `extend` skips these keys. Threads, processes and crashes: as `ReplayBuffer`.
 
     Args:
-        priority_key: Where `update_tensordict_priority` finds priorities.
-        with_ids: Write `id` into samples; `expstore.open` does.
-        storage: Where rows are kept.
-        sampler: What makes up a batch; uniform by default.
-        writer: Where rows go; in a ring the newest replace the oldest by default.
-        batch_size: Rows per batch, if `sample` is not told otherwise.
-        device: Where batches are handed out; None: where the storage says.
-        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
-        keywords: Those and all others of `ReplayBuffer`, which describes them.
+        priority_key: The field from which `extend` and `update_tensordict_priority` read priorities.
+        with_ids: Whether samples have `id`; `expstore.open` sets it.
+        keywords: As in `ReplayBuffer`: `storage`, `sampler` (uniform by default), `writer` (in a ring the
+            newest rows replace the oldest by default), `batch_size`, `device` (the storage's by default),
+            `consume_after_n_samples`, and all others.
     """
 
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
@@ -52,7 +48,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @property
     def priority_key(self) -> str:
-        """The field in which new rows and samples have their priorities."""
+        """The field with the priorities of new rows and of samples."""
         return self._style.priority_key
 
     @priority_key.setter
@@ -70,11 +66,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Draw a batch; see `ReplayBuffer.sample`.
 
         Args:
-            batch_size: How many rows; None: the buffer's `batch_size`.
-            return_info: Return a pair: the batch, and a dict of what is known of each row.
-            include_info: False: leave out the entries that are no fields (`index`, and so on).
-            as_numpy: Return nested dicts of NumPy arrays, in host memory, instead of a TensorDict. None: as
-                the buffer was made.
+            batch_size: Number of rows; None: the buffer's `batch_size`.
+            return_info: Whether to return a pair: the batch, and a dict of the sampler's values about each
+                row.
+            include_info: False: leave out the entries that are not fields, such as `index`.
+            as_numpy: Whether to return nested dicts of NumPy arrays, in host memory, instead of a TensorDict.
+                None: the buffer's setting.
         """
         as_numpy = self._as_numpy if as_numpy is None else as_numpy
         found = super().sample(batch_size, return_info, as_numpy=as_numpy)
@@ -91,7 +88,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set priorities; see `ReplayBuffer.update_priority`.
 
-        A sample alone has its priorities in `priority_key`; see `update_tensordict_priority`.
+        For priorities that are an entry of the sample, use `update_tensordict_priority`.
         """
         if isinstance(index, TensorDictBase) and priority is None and id is None:
             return self.update_tensordict_priority(index)
@@ -101,10 +98,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
 
         Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
-                the anchors' priorities are set, each to the largest of its valid rows. Without that entry
-                the rows get the priority of new rows if the sampler draws by priority; otherwise nothing is
-                set.
+            data: A sample with the entry `priority_key`. Shape of that entry `(n,)` or `(n, 1)`. With a
+                `Sequence` unit the anchors' priorities are set, each to the largest of its valid rows.
+                Without that entry the rows get the priority of new rows if the sampler draws by priority;
+                otherwise nothing is set.
         """
         with_ids, sampling = self._style.with_ids, self._sampling
         key, name = to_key(self.priority_key), "id" if with_ids else "index"
@@ -117,8 +114,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if rows is None:
             rows = data.get(name)
             if rows is None:
-                raise SchemaError(f"the sample has no {name!r}, which says which rows it holds")
-            if rows.ndim > 1 and self.storage.ndim == 1:  # repeated along the dims that rows have themselves
+                raise SchemaError(f"the sample has no {name!r}, which identifies its rows")
+            if rows.ndim > 1 and self.storage.ndim == 1:  # repeated along dims inside the rows
                 rows = rows.reshape(rows.shape[0], -1)[:, 0]
         else:
             values = sampling.sampler.reduce(to_array(priority).astype(np.float64))
@@ -131,12 +128,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
 
 class TensorDictRows(RowStyle):
-    """TensorDicts, dicts of arrays and Arrow tables; batches say which rows they are.
+    """TensorDicts, dicts of arrays and Arrow tables; batches include the rows' indices.
 
     Args:
         owner: Name of the buffer's class, for messages.
-        priority_key: Which field of new rows holds their priorities.
-        with_ids: Whether batches carry `id`.
+        priority_key: The field of new rows with their priorities.
+        with_ids: Whether batches have `id`.
     """
 
     dicts_have_fields = True
@@ -147,7 +144,7 @@ class TensorDictRows(RowStyle):
         self._owner = owner
 
     def set_priority_key(self, key: str) -> None:
-        """Look for priorities in another field from now on."""
+        """Read priorities from another field from now on."""
         self.priority_key = key
 
     def default_writer(self, storage: ReadView) -> Writer:
@@ -166,11 +163,11 @@ class TensorDictRows(RowStyle):
         )
 
     def takes_priorities(self, asked: bool | None) -> bool:
-        """Return whether the caller does not decline it."""
+        """Return True unless the caller asked not to."""
         return asked is not False
 
     def priority_place(self, sampler: Sampler, schema: Schema) -> int:
-        """Return the place of `priority_key`, if the sampler draws by priority and the rows have it."""
+        """Return the position of `priority_key` if the sampler draws by priority and the rows have it."""
         return schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
 
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
@@ -181,7 +178,7 @@ class TensorDictRows(RowStyle):
         return check_priorities(sampler.reduce(columns[place].astype(np.float64)))
 
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
-        """Return the root keys that name rows, weights, and what the sample unit adds."""
+        """Return the root keys of samples about rows, weights, and those of the sample unit."""
         own = {"index", "index_generation"}
         if self.with_ids:
             own.add("id")
@@ -190,7 +187,7 @@ class TensorDictRows(RowStyle):
         return unit_keys | own
 
     def root(self, geometry: RingGeometry, selection: Selection, *, generations: bool) -> dict[str, Array]:
-        """Return `index`, `id` if asked for, and what the sampler says of each row."""
+        """Return `index`, `id` if requested, and the sampler's values about each row."""
         index = geometry.index_of(selection.ids)
         root: dict[str, Array] = {"index": index if geometry.ndim == 1 else geometry.unravel(index)}
         if self.with_ids:

@@ -1,7 +1,7 @@
-"""A buffer as torch's `Dataset`, for a `DataLoader` and its workers: row by row, or slice by slice.
+"""A buffer as a `Dataset` of torch, for a `DataLoader` and its workers, by rows or by slices.
 
-Used by buffers. In a worker the buffer follows the store: it takes no lock, and reads what the writer appends
-meanwhile. It never writes.
+In a worker the buffer follows the store: it takes no lock, and reads rows that the writer appends meanwhile.
+It does not write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["RowKind", "RowsDataset", "SlicesDataset", "make_dataset"]
 
 RowKind = Literal["tensordict", "dict"]
 
-#: So long a row may be on its way into a follower's sight: small batches take 0.1 s.
+#: Longest time to wait until a new row is visible to a follower; small batches take 0.1 s.
 _PATIENCE_SECONDS = 5.0
-#: About so many rows are read at once.
+#: Approximate number of rows that are read at once.
 _CHUNK = 4096
 
 
@@ -35,33 +35,33 @@ def make_dataset(
     """Return a buffer as a data set; see `ReplayBuffer.to_torch_dataset`.
 
     Raises:
-        ValueError: An argument has no meaning, or none without another.
+        ValueError: The value of an argument is not allowed, or the argument requires another one.
     """
     if rows not in ("tensordict", "dict"):
         raise ValueError(f"rows is {rows!r}; give 'tensordict' or 'dict'")
     if slice_len is None:
         if stride is not None or not strict_length or not shuffle:
             raise ValueError(
-                "stride, strict_length and shuffle are of slices; give slice_len, or leave them out"
+                "stride, strict_length and shuffle apply to slices only; give slice_len, or leave them out"
             )
         return RowsDataset(rb, rows)
     for name, number in (("slice_len", slice_len), ("stride", slice_len if stride is None else stride)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
     if rb.storage.ndim > 1:
-        raise ValueError("slices are of storages whose rows have one dim; this one has ndim > 1")
+        raise ValueError("slices require a storage whose rows have one dim; this one has ndim > 1")
     return SlicesDataset(rb, slice_len, stride or slice_len, strict_length, shuffle, rows)
 
 
 class RowsDataset(Dataset[Any]):
-    """Be a buffer, row by row: number i is the row at index i, as `rb[i]` has it at that moment.
+    """A buffer by rows: item i is the row at index i, as `rb[i]` returns it at that moment.
 
-    Where rows have several dims (`ndim`) each cell counts, time after time.
-    A ring that wraps meanwhile has newer rows there; each number stands for one row at a time, whole.
-    `len` stays as it was when this was made, or `refresh` called: torch's samplers ask for it several times
-    in an epoch, and would repeat rows.
+    If rows have several dims (`ndim`), each lane of a time step is an item, in the order of time. In a full
+    ring that is written meanwhile, an index may get a newer row between two reads; each item is one complete
+    row. `len` is the number of rows when this was created or `refresh` was called: torch's samplers ask for
+    it several times in an epoch, and would repeat rows if it changed.
 
-    Threads, processes: any number read; in a worker it follows the store. Crashes: it keeps nothing.
+    Threads, processes: any number read; in a worker it follows the store. Crashes: it has no state.
 
     Args:
         rb: The buffer.
@@ -77,7 +77,7 @@ class RowsDataset(Dataset[Any]):
         return self._count
 
     def refresh(self) -> int:
-        """Have `len` count the rows that there are now, between two epochs; return how many."""
+        """Update `len` to the current number of rows, between two epochs; return it."""
         storage = self._rb.storage
         if storage.can_write:
             storage.drain()  # workers must see the rows that are counted
@@ -92,7 +92,7 @@ class RowsDataset(Dataset[Any]):
         """
         count = len(self)
         if not -count <= index < count:
-            raise NoRowError(f"no row {index}: there are {count}")
+            raise NoRowError(f"no row {index}: there are {count} rows")
         row = self._read(np.array([index % count]))[0]
         return row.to_dict() if self._rows == "dict" and is_tensor_collection(row) else row
 
@@ -100,14 +100,14 @@ class RowsDataset(Dataset[Any]):
         """Return several rows, read at once: a batch, or a list of dicts.
 
         Raises:
-            IndexError: One of them is not there.
+            IndexError: A row does not exist.
         """
         batch = self._read(np.asarray(indices, np.int64))
         return _as_dicts(batch) if self._rows == "dict" and is_tensor_collection(batch) else batch
 
     @staticmethod
     def collate(batch: Any) -> Any:
-        """Return what a `DataLoader` hands over: give it as `collate_fn` where rows are TensorDicts."""
+        """Return the batch unchanged. Pass it as `collate_fn` of a `DataLoader` if rows are TensorDicts."""
         return torch.stack(list(batch)) if isinstance(batch, list) else batch
 
     def _read(self, numbers: IntArray) -> Any:
@@ -116,7 +116,7 @@ class RowsDataset(Dataset[Any]):
             try:
                 return self._rb[self._indices(numbers)]
             except (NoRowError, StateError) as exc:
-                # A row is on its way, or just being overwritten by another.
+                # The row is not visible here yet, or is being overwritten.
                 late = time.monotonic() > until
                 if (
                     late
@@ -131,31 +131,31 @@ class RowsDataset(Dataset[Any]):
         window = storage.window
         if storage.ndim > 1:
             places, time_dim = storage.geometry.unravel(numbers), self._rb.dim_extend
-            places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time where batches have it
+            places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time at the dim of batches
             return tuple(places.T)
         if not (window.deleted or (storage.capacity is None and window.low)):
             return numbers
         if numbers.size and int(numbers.max()) >= window.rows:
-            raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows}")
+            raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows} rows")
         found: IntArray = storage.geometry.index_of(window.nth(numbers))
         return found
 
 
 class SlicesDataset(IterableDataset[Any]):
-    """Be a buffer, slice by slice: steps of one episode that follow one another.
+    """A buffer by slices: consecutive steps of one episode.
 
-    A pass has every slice that is there when it begins and is not overwritten before it is read. Workers
-    share the slices: each is one worker's, by episode and step, whatever the writer does meanwhile. Their
-    order follows from torch's seed, as that of its `RandomSampler`: another one for each epoch and worker.
+    A pass yields every slice that exists when the pass begins, unless it is overwritten before it is read.
+    Each slice belongs to one worker, which follows from episode and step, whatever the writer does meanwhile.
+    The order follows from torch's seed, as in its `RandomSampler`, and differs between epochs and workers.
 
-    Threads, processes: any number read; in a worker it follows the store. Crashes: it keeps nothing.
+    Threads, processes: any number read; in a worker it follows the store. Crashes: it has no state.
 
     Args:
         rb: The buffer.
-        slice_len: Steps of a slice.
-        stride: From the first step of a slice to that of the next.
-        strict_length: Leave out what is shorter, at the end of episodes.
-        shuffle: In random order; else as the episodes came.
+        slice_len: Number of steps of a slice.
+        stride: Number of steps from the start of a slice to the start of the next.
+        strict_length: Whether to skip shorter slices at the end of episodes.
+        shuffle: Whether to return slices in random order; otherwise in the order of episodes.
         rows: What a slice is: a "tensordict" of batch size `[steps]`, or a "dict" of tensors, nested.
     """
 
@@ -166,7 +166,7 @@ class SlicesDataset(IterableDataset[Any]):
         self._strict, self._shuffle, self._rows = strict_length, shuffle, rows
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the slices of a pass; in a worker its share of them."""
+        """Yield the slices of a pass; in a worker only the worker's slices."""
         info = get_worker_info()
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if info is None else info.seed
         episodes, starts, lengths = self._slices()
@@ -183,7 +183,7 @@ class SlicesDataset(IterableDataset[Any]):
 
     @staticmethod
     def collate(batch: Sequence[Any]) -> Any:
-        """Stack slices of one length: give it to a `DataLoader` as `collate_fn` for TensorDicts."""
+        """Stack slices of one length. Pass it as `collate_fn` of a `DataLoader` if rows are TensorDicts."""
         return torch.stack(list(batch))
 
     def _slices(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -194,7 +194,7 @@ class SlicesDataset(IterableDataset[Any]):
         with runs.lock:
             runs.look()
             episode, first, stop = runs.episode.copy(), runs.first.copy(), runs.stop.copy()
-        # Counted from an episode's first step, which stays where it is when rows leave.
+        # Counted from an episode's first step, so that numbers stay the same when rows are removed.
         begin = -(-first // self._stride)
         least = self._len if self._strict else 1
         count = np.maximum(0, (stop - least - begin * self._stride) // self._stride + 1)
@@ -216,8 +216,8 @@ class SlicesDataset(IterableDataset[Any]):
             except (NoRowError, StateError) as exc:
                 if storage.closed or (isinstance(exc, StateError) and OVERTAKEN not in str(exc)):
                     raise
-                continue  # some were overwritten just now
-            # An index may have got another row between the look and the reading.
+                continue  # some were overwritten meanwhile
+            # An index may have got another row between finding and reading it.
             if all(bool(storage.window.holds(one).all()) for one in ids):
                 break
         else:
@@ -228,13 +228,13 @@ class SlicesDataset(IterableDataset[Any]):
             at += one.size
 
     def _ids(self, episodes: IntArray, starts: IntArray, lengths: IntArray) -> list[IntArray]:
-        """Return the ids of the rows of slices; of one whose rows have left, none."""
+        """Return the ids of the rows of slices; empty for a slice whose rows were removed."""
         runs = self._rb.storage.runs
         with runs.lock:
             runs.look()
             at = np.searchsorted(runs.episode, episodes, side="right") - 1
             inside = (at >= 0) & (runs.episode[at] == episodes)
-            # An episode may have several runs, where rows of it were given up.
+            # An episode has several runs if some of its rows were deleted.
             while (back := inside & (runs.first[at] > starts) & (at > 0)).any():
                 former = at - back
                 same = runs.episode[former] == episodes
@@ -253,12 +253,12 @@ class SlicesDataset(IterableDataset[Any]):
 
 
 def _as_dicts(batch: Any) -> list[Any]:
-    """Return the rows of a batch as dicts, nested as it is."""
+    """Return the rows of a batch as nested dicts."""
     return [row.to_dict() for row in batch.unbind(0)]
 
 
 def _share(episodes: IntArray, numbers: IntArray, workers: int) -> IntArray:
-    """Return whose each slice is: the same for all workers, however many slices each of them knows of."""
+    """Return each slice's worker. All workers agree on it, even if they know different numbers of slices."""
     mixed = (episodes.astype(np.uint64) << np.uint64(20)) + numbers.astype(np.uint64)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(31)

@@ -1,6 +1,6 @@
-"""Methods of TorchRL's buffers for a service between a buffer and its users. Here there is no service.
+"""TorchRL's service methods of buffers (a server between a buffer and its users). expstore needs no server.
 
-`ReplayBuffer` and `ReplayBufferEnsemble` bind these functions as methods. No process or thread is started.
+`ReplayBuffer` and `ReplayBufferEnsemble` use these functions as methods. No process or thread is started.
 """
 
 from __future__ import annotations
@@ -23,48 +23,47 @@ _Self = TypeVar("_Self", bound=_Buffer)
 
 
 def service_backend(self: _Buffer) -> Literal["direct"]:
-    """TorchRL's word for a buffer without a server."""
+    """TorchRL's name for a buffer without a server."""
     return "direct"
 
 
 def start(self: _Self) -> _Self:
-    """Return the buffer, which needs no start.
+    """Return the buffer, which need not be started.
 
     Raises:
-        StateError: It was closed.
+        StateError: The buffer is closed.
     """
     if not self.is_alive:
-        raise StateError("A shut down replay buffer cannot be restarted", hint="make or open it again")
+        raise StateError("A shut down replay buffer cannot be restarted", hint="create or open it again")
     return self
 
 
 def client(self: _Self) -> _Self:
-    """Return the buffer; in another process it follows what this one writes."""
+    """Return the buffer; in another process it follows the store that this one writes."""
     return self
 
 
 def share(self: _Self, shared: bool = True) -> _Self:
-    """Return the buffer if nothing is to be shared; collectors of several processes ask for more.
+    """Return an ensemble if `shared` is False.
 
     Args:
-        self: The buffer.
-        shared: Whether other processes are to write.
+        self: The ensemble.
+        shared: Whether other processes need to write.
 
     Raises:
-        StateError: They are.
+        StateError: `shared` is True: only one process can write to a store.
     """
     if shared:
         raise StateError(
-            "other processes cannot write to this buffer: a store has one writer, and a buffer that is "
-            "handed to a collector's worker could only follow it",
-            hint="make the collector without replay_buffer= and extend the buffer by each batch, or take "
-            "Collector(..., replay_buffer=rb), which runs in this process",
+            "other processes cannot write to an ensemble",
+            hint="share() the buffer that they write to; or take Collector(..., replay_buffer=ensemble), "
+            "which runs in this process",
         )
     return self
 
 
 def synchronize(self: _Buffer) -> None:
-    """Do nothing: updates are applied when they are requested, and batches made ahead stay in order.
+    """Do nothing: updates are applied when they are requested, and prefetched batches stay in order.
 
     Raises:
         StateError: The buffer was closed.
@@ -73,15 +72,15 @@ def synchronize(self: _Buffer) -> None:
 
 
 def shutdown(self: _Buffer, timeout: float | None = None) -> None:
-    """Close the buffer; does nothing if it is closed.
+    """Close the buffer; do nothing if it is closed.
 
     Args:
         self: The buffer.
-        timeout: Only None: what is pending is written, however long that takes.
+        timeout: Must be None: closing writes all pending rows, however long that takes.
 
     Raises:
-        ValueError: There is a `timeout`.
+        ValueError: `timeout` is not None.
     """
     if timeout is not None:
-        raise ValueError("closing cannot be broken off: rows would be lost; leave timeout out")
+        raise ValueError("closing cannot be interrupted, as rows would be lost; leave timeout out")
     self.close()

@@ -1,6 +1,6 @@
-"""Changes of stored rows: fields by index, conditional updates, and priorities.
+"""Update stored rows: fields by index, conditional updates, and priorities.
 
-It never appends, moves or deletes a row; what a change does to a file is up to the storage.
+It does not append, move or delete rows; the storage writes the changes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from expstore.data.variable_rows import fit_values
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
+from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
@@ -37,12 +38,12 @@ Patch: TypeAlias = Mapping[Any, Any] | TensorDictBase
 
 @dataclass(frozen=True, slots=True)
 class ConditionalUpdateResult:
-    """Say what `update_if_present` did with each of the rows that it was given.
+    """The result of `update_if_present` for each of the given rows.
 
     Args:
-        updated: Whether it was changed. Shape that of the rows given, bool.
-        version_rejected: Whether it is there and was left as it is because of its version; None where
-            versions were not compared. The same shape, bool.
+        updated: Whether the row was changed. Shape that of the given rows, bool.
+        version_rejected: Whether the row exists and was skipped because of its version; None if versions were
+            not compared. The same shape, bool.
 
     Example:
         >>> result = rb.update_if_present(id=sample["id"], patch={"value": values})
@@ -55,31 +56,31 @@ class ConditionalUpdateResult:
 
     @property
     def updated_count(self) -> int:
-        """How many rows were changed."""
+        """Number of rows that were changed."""
         return int(self.updated.sum())
 
     @property
     def version_rejected_count(self) -> int:
-        """How many are there and were left as they are because of their version."""
+        """Number of rows that exist and were skipped because of their version."""
         return 0 if self.version_rejected is None else int(self.version_rejected.sum())
 
     @property
     def stale_count(self) -> int:
-        """How many are not there any more."""
+        """Number of rows that do not exist any more."""
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
 class RowUpdates:
     """Change fields and priorities of stored rows.
 
-    On disk each call is there as a whole or not at all after any crash, and lasts when it returns. Threads:
-    a change waits for the writer. Processes: only the one that writes may change rows.
+    On disk each call is durable when it returns; after a crash before that, all of it is applied or nothing.
+    Threads: a change waits for the writer. Processes: only the writing process may change rows.
 
     Args:
-        store: Whose rows are changed.
-        index: What indices mean.
-        sampling: Whose sampler hears of priorities.
-        ingest: Whose writer decides which updates are possible.
+        store: The store.
+        index: Interprets indices.
+        sampling: The sampling part, whose sampler is notified of priorities.
+        ingest: The part with the writer, which determines which updates are possible.
     """
 
     def __init__(self, store: StoreHandle, index: RowIndex, sampling: Sampling, ingest: Ingest) -> None:
@@ -98,7 +99,7 @@ class RowUpdates:
             self._apply(ids, {key: self._fit(key, value, shape) for key, value in fields.items()})
 
     def update_priority(self, index: Any, priority: Any, id: Any) -> int:
-        """Set the priorities of rows that are still there; see `ReplayBuffer.update_priority`."""
+        """Set the priorities of rows that still exist; see `ReplayBuffer.update_priority`."""
         if (index is None) == (id is None) or priority is None:
             raise TypeError("update_priority takes a priority and either index or id")
         storage, sampler = self._store.storage, self._sampling.sampler
@@ -110,15 +111,32 @@ class RowUpdates:
         if values.dtype != np.float32 or values.ndim > 1:
             values = sampler.reduce(values.astype(np.float64, copy=False))
         if values.size not in (1, numbers.size):
-            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
+            raise SchemaError(f"got {values.size} priorities for {numbers.size} rows")
         if values.size != numbers.size:
             values = np.broadcast_to(values.reshape(-1), numbers.shape)
         if id is None and numbers.size and numbers.min() < 0:
             numbers, values = numbers[numbers != -1], values[numbers != -1]
+        proxy = self._store.proxy
+        if proxy is not None:
+            return proxy.set_priorities(numbers, check_priorities(values), by_id=id is not None)
+        return self.set_priorities(numbers, values, by_id=id is not None)
+
+    def set_priorities(self, numbers: IntArray, values: Array, *, by_id: bool) -> int:
+        """Set the priorities of rows that are still there; return how many were set.
+
+        Args:
+            numbers: Ids or indices. Shape `(n,)`.
+            values: One for each. Shape `(n,)`.
+            by_id: Whether numbers are ids.
+
+        Raises:
+            PriorityError: A value is negative, NaN or infinite; none was set.
+        """
+        storage = self._store.storage
         with storage.lock:
-            ids = numbers if id is not None else storage.geometry.ids_at(numbers, storage.window)
+            ids = numbers if by_id else storage.geometry.ids_at(numbers, storage.window)
             count = storage.writer().set_priorities(ids, values)
-        sampler.on_priority_update(storage, ids, values)
+        self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
 
     def update_if_present(
@@ -132,7 +150,7 @@ class RowUpdates:
         require_newer: bool,
         id: Any,
     ) -> ConditionalUpdateResult:
-        """Change fields of those rows that are still there; see `ReplayBuffer.update_if_present`."""
+        """Change fields of rows that still exist; see `ReplayBuffer.update_if_present`."""
         storage = self._store.storage
         check_can_update(storage, self._ingest.writer, by_index=id is None)
         with storage.lock:
@@ -159,7 +177,7 @@ class RowUpdates:
         )
 
     def _apply(self, ids: IntArray, fields: Mapping[Key, Array]) -> None:
-        """Change rows; of one that is named twice the last values count."""
+        """Change rows; if a row is named twice, the last values are written."""
         if not (ids.size and fields):
             return
         names, last = np.unique(ids[::-1], return_index=True)
@@ -169,14 +187,14 @@ class RowUpdates:
         )
 
     def _to_column(self, key: Key, value: Any, count: int) -> Array:
-        """Return the column of a patch of so many rows, which may be given in as many dims as make rows."""
+        """Return the column of a patch of `count` rows; as many leading dims as make rows are allowed."""
         dims, shape = self._store.storage.ndim, np.shape(value)
         if dims > 1 and len(shape) >= dims and math.prod(shape[:dims]) == count:
             value = value.reshape(count, *shape[dims:])
         return self._fit(key, value, (count,), spread=False)
 
     def _fit(self, key: Key, value: Any, shape: tuple[int, ...], *, spread: bool = True) -> Array:
-        """Return the column that values make for rows of this shape; with `spread` one for all is enough.
+        """Convert values to a column of rows of this shape; with `spread` one value for all rows is accepted.
 
         Shape `(n, *row shape)`.
         """
@@ -209,7 +227,7 @@ class RowUpdates:
         return schema[key]
 
     def _find_ids(self, index: Any, generation: Any, id: Any) -> tuple[IntArray, tuple[int, ...]]:
-        """Return the ids of the rows that are meant, 0 for those that were never there; and the rows' shape.
+        """Return the ids of the rows to patch, 0 for rows that never existed, and the shape of the rows.
 
         Shape of the ids `(n,)`.
         """
@@ -235,7 +253,7 @@ class RowUpdates:
         return ids, given.shape or (1,)
 
     def _versions(self, key: Key, version: Any, count: int) -> Array:
-        """Return the versions of a patch as the field keeps them. Shape `(count, *row shape)`."""
+        """Return the versions of a patch in the field's dtype and shape. Shape `(count, *row shape)`."""
         entry = self._field_of(key)
         if entry.row_items != 1 or entry.dtype in ("bfloat16", "complex64"):
             raise SchemaError(
@@ -251,7 +269,7 @@ class RowUpdates:
     def _compare_versions(
         self, key: Key, versions: Array, ids: IntArray, live: Flags, require_newer: bool
     ) -> Flags:
-        """Return which of the rows that are there take a patch of these versions. Shapes `(n,)`."""
+        """Return which of the existing rows accept a patch of these versions. Shapes `(n,)`."""
         accepted = np.zeros(ids.size, np.bool_)
         rows = np.flatnonzero(live)
         if rows.size:
@@ -260,7 +278,7 @@ class RowUpdates:
             )
             incoming, stored = versions.reshape(-1)[rows], stored.reshape(-1)
             better = incoming > stored if require_newer else incoming >= stored
-            # Of a row that is named twice the highest version counts, of equal ones the last.
+            # If a row is named twice, the highest version is used, and the last of equal versions.
             order = np.lexsort((rows, incoming, ids[rows]))
             best = np.append(np.diff(ids[rows][order]) != 0, True)
             highest = np.zeros(rows.size, np.bool_)
@@ -270,18 +288,18 @@ class RowUpdates:
 
 
 def check_can_update(storage: ReadView, writer: Writer, *, by_index: bool) -> None:
-    """Raise StateError if a storage has no conditional updates.
+    """Raise StateError if a storage does not support conditional updates.
 
     Args:
-        storage: Whose rows are to be changed.
-        writer: Places the rows.
-        by_index: Rows are named by index and generation, not by id.
+        storage: The storage.
+        writer: The writer of the buffer.
+        by_index: Whether rows are identified by index and generation instead of id.
     """
     if storage.ranking is not None:
         raise StateError(
-            "a row that takes the place of another takes over its id, so that a patch may reach another "
-            "row than it was made for",
-            hint="rb[index] = and set_at_() change the rows that are there now",
+            "a new row takes over the id of the row that it replaces, so that a patch could change the "
+            "wrong row",
+            hint="rb[index] = ... and set_at_() change the current rows",
         )
     if storage.row_traits.whole or (by_index and not writer.tracks_generations):
         raise StateError(
@@ -293,7 +311,7 @@ def check_can_update(storage: ReadView, writer: Writer, *, by_index: bool) -> No
 
 
 def leaves_of(fields: Patch) -> dict[Key, Any]:
-    """Return values by key, nested mappings unfolded."""
+    """Return values by key, with nested mappings flattened."""
     found: dict[Key, Any] = {}
     for name, value in fields.items():
         key = to_key(name)
@@ -305,10 +323,10 @@ def leaves_of(fields: Patch) -> dict[Key, Any]:
 
 
 def as_field(entry: Field, value: Any) -> Array:
-    """Return values with a field's dtype.
+    """Convert values to a field's dtype.
 
     Raises:
-        SchemaError: They might lose something. A number of Python's own has no width, and may be rounded.
+        SchemaError: The conversion could lose information. A Python number has no width, and may be rounded.
     """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         tensor = torch.as_tensor(value).detach().cpu()
@@ -352,5 +370,5 @@ def _version_key(name: str | tuple[str, ...], fields: Mapping[Key, Any]) -> Key:
 def _whole_numbers(values: Any) -> IntArray:
     array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"rows are found by whole numbers, not by {array.dtype}")
+        raise TypeError(f"numbers of rows must be integers, got {array.dtype}")
     return array.astype(np.int64)

@@ -1,7 +1,7 @@
-"""The command line: collect experience, look at stores, ask them in SQL.
+"""The command line: collect experience, inspect stores, query them in SQL.
 
-Installed as `expstore`, and run by `python -m expstore`. What needs more than a few milliseconds to load
-is loaded by the command that needs it, torch by `collect` alone; `info` never changes a store.
+Installed as `expstore`, and run by `python -m expstore`. A command imports what takes more than a few
+milliseconds to load; only `collect` loads torch. `info` never changes a store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Policy(StrEnum):
 
 
 class Layout(StrEnum):
-    """How the fields of a store lie on disk."""
+    """How the fields of a store are laid out on disk."""
 
     auto = "auto"
     flat = "flat"
@@ -89,11 +89,11 @@ class Autoreset(StrEnum):
 
 
 def main() -> None:
-    """Run the command of this process's arguments and exit."""
+    """Run the command given by this process's arguments, and exit."""
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read this has gone, as `head` does; closing keeps Python quiet
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does; closing keeps Python quiet
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.close()
     sys.exit(code)
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: As typed, without the program's name.
 
     Returns:
-        The exit code: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 locked, 4 damaged, 130
+        The exit code: 0 success, 1 findings or a failure, 2 wrong usage, 3 locked, 4 damaged, 130
         interrupted.
     """
     if not arguments:
@@ -130,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command_name(command: Any, arguments: Sequence[str]) -> str:
-    """Return the words that name the command: `expstore datasets list`."""
+    """Return the words of the command, such as `expstore datasets list`."""
     words = ["expstore"]
     for word in arguments:
         command = getattr(command, "commands", {}).get(word)
@@ -150,17 +150,17 @@ class _Trouble:
     hint: str = ""
 
     def line(self) -> str:
-        """Return all of it on one line; the caret below a piece of SQL says nothing there."""
+        """Return the error on one line, without the caret under a piece of SQL."""
         lines = [line.strip() for line in self.message.splitlines() if line.strip(" ^")]
         return " ".join(lines) + (f"; {self.hint}" if self.hint else "")
 
     def body(self) -> dict[str, str]:
-        """Return it for programs."""
+        """Return the error for `--json`."""
         return {"kind": self.kind, "message": self.message, "hint": self.hint}
 
 
 def _trouble(exc: Exception, program: str) -> _Trouble | None:
-    """Return how an error is reported; None if it is a fault of the program.
+    """Return how an error is reported, or None if it is a bug in the program.
 
     Args:
         exc: The error.
@@ -168,7 +168,7 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
     """
     if isinstance(exc, ExpStoreError):
         return _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
-    if hasattr(exc, "format_message"):  # the parser's own errors, whose home depends on typer's version
+    if hasattr(exc, "format_message"):  # the parser's own errors; their class depends on typer's version
         return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), f"see {program} --help")
     if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
         return _Trouble(
@@ -278,7 +278,7 @@ def collect(
 
 
 def _check_environment(path: Path, held: str, env: str) -> None:
-    """Raise StateError if a store holds transitions of another environment."""
+    """Raise StateError if a store has transitions of another environment."""
     if held != env:
         raise StateError(
             f"{path} holds transitions of {held}, not of {env}",
@@ -297,14 +297,14 @@ def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode[autoreset.name.upper()]},
         )
-    except Exception as exc:  # whatever the environment's own code raises
+    except Exception as exc:  # the environment's own code may raise anything
         raise typer.BadParameter(f"cannot make {env}: {exc}", param_hint="ENV") from exc
 
 
 def _collect(
     lanes: AnyVectorEnv, rb: ReplayBuffer, steps: int, seed: int | None, interrupts: _Interrupts
 ) -> int:
-    """Store at least `steps` transitions unless interrupted; return how many."""
+    """Store at least `steps` transitions, fewer if interrupted; return their number."""
     import numpy as np
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -312,7 +312,7 @@ def _collect(
     from expstore.collectors.gymnasium import Collector
 
     if seed is not None and rb.write_count:
-        # The same seed again would store the same episodes again.
+        # With the same seed the same episodes would be collected again.
         seed = int(np.random.SeedSequence([seed, rb.write_count]).generate_state(1)[0])
     columns = (TextColumn("collecting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -320,7 +320,7 @@ def _collect(
     block = lanes.num_envs * STEPS_PER_LANE
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=steps)
-        # None: random actions, the only policy there is yet
+        # None: random actions, so far the only policy
         with Collector(lanes, None, rb, steps_per_lane=STEPS_PER_LANE, seed=seed) as collector:
             blocks = iter(collector)
             stored = 0
@@ -332,7 +332,7 @@ def _collect(
 
 
 class _Interrupts:
-    """Note the first Ctrl-C, so that work ends between two writes; let the second one through."""
+    """Record the first Ctrl-C, so that work ends between two writes; the second one interrupts at once."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -467,18 +467,18 @@ app.command(epilog="Other fields are not changed. After a crash the field exists
 )
 app.command(epilog="Fields that mark the episodes of a store cannot be dropped.")(drop_column)
 
-# -- versions --------------------------------------------------------------------------------------
+# -- snapshots -------------------------------------------------------------------------------------
 
 app.command(epilog="Opening a store for writing does this automatically, without keeping the old index.")(
     migrate.migrate
 )
-app.command(epilog="Files that have not changed since the previous version are shared with it.")(
+app.command(epilog="Files that have not changed since the previous snapshot are shared with it.")(
     snapshots.dumps
 )
-app.command(epilog="After a crash the store has either its former rows or the rows of the version.")(
+app.command(epilog="After a crash the store has either its former rows or the rows of the snapshot.")(
     snapshots.loads
 )
-app.command(epilog="For a store, lists the tagged versions inside it.")(snapshots.versions)
+app.command(epilog="For a store, lists the tagged snapshots inside it.")(snapshots.versions)
 
 # -- resize, merge ---------------------------------------------------------------------------------
 

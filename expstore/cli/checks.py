@@ -1,6 +1,6 @@
 """The commands that check and repair stores.
 
-Used by `expstore.cli.app`. They only ask and print; what they do is in `expstore.maintenance`.
+Used by `expstore.cli.app`. They read options and print; the work is done in `expstore.maintenance`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def repair(
             typer.echo(f"{would}{act}")
         if done.lost:
             runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
-            typer.echo(f"{would}{done.lost_rows:,} rows given up: ids {runs}")
+            typer.echo(f"{would}{done.lost_rows:,} rows dropped: ids {runs}")
         for finding in done.left:
-            typer.echo(f"left: {finding.kind}: {finding.message}")
+            typer.echo(f"not repaired: {finding.kind}: {finding.message}")
         if done.left and not drop_damaged:
             typer.echo(
                 "--drop-damaged deletes the damaged rows, if the store can be used without them", err=True

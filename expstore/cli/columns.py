@@ -1,6 +1,6 @@
 """The commands `add-column` and `drop-column`.
 
-Used by `expstore.cli.app`, which reports what they raise. They open the store as a buffer does.
+Used by `expstore.cli.app`, which reports errors. They open the store as a buffer does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_column(
         typer.Option(
             metavar="VALUE",
             help="Value of later rows that lack the field. By default the value of --fill; without both, "
-            "such rows are refused.",
+            "such rows are rejected.",
         ),
     ] = None,
     as_json: Json = False,
@@ -123,7 +123,7 @@ def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
 
-    Manifest.load(Disk(), store)  # a new store is not what is asked for
+    Manifest.load(Disk(), store)  # raises if there is no store: opening must not create one
     with open_store(store) as rb:
         if rb.recovered:
             typer.echo(f"note: {rb.recovered}", err=True)
@@ -132,7 +132,7 @@ def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """Show on a terminal how far it has come."""
+    """Show the progress on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,6 +1,6 @@
 """The commands `datasets list`, `fetch`, `info` and `delete`: data sets by name.
 
-Used by `expstore.cli.app`, which reports what they raise. Only `fetch` loads torch.
+Used by `expstore.cli.app`, which reports errors. Only `fetch` loads torch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
 
 
 def _stores() -> Iterator[dict[str, Any]]:
-    """Yield name, path, rows and size of the data sets that are here."""
+    """Yield name, path, rows and size of the downloaded data sets."""
     from expstore.datasets.origin import data_folder
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
@@ -193,7 +193,7 @@ def delete(name: Name, root: Root = None) -> int:
 
 
 def _split(name: str, root: Path | None) -> tuple[Path, str]:
-    """Return the folder of a data set's collection, and its id there."""
+    """Return the folder of a data set's collection, and the id of the data set."""
     from expstore.datasets.origin import data_folder
 
     prefix, colon, dataset_id = name.partition(":")
@@ -203,7 +203,7 @@ def _split(name: str, root: Path | None) -> tuple[Path, str]:
 
 
 def _collection(prefix: str) -> str:
-    """Return the name of a prefix's folder. As in `load_dataset`, case does not matter."""
+    """Return the folder name of a collection. As in `load_dataset`, case does not matter."""
     name = prefix.strip().lower()
     return {"atari_dqn": "atari"}.get(name, name)
 
@@ -212,7 +212,7 @@ def _path(name: str, root: Path | None) -> Path:
     """Return the store of a data set.
 
     Raises:
-        NotFoundError: It is not here.
+        NotFoundError: The data set is not downloaded.
     """
     from expstore.disk.files import ReadingDisk
     from expstore.errors import NotFoundError
@@ -229,7 +229,7 @@ def _path(name: str, root: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _bad_name(name: str) -> Iterator[None]:
-    """Report a name that no data set has as wrong usage."""
+    """Report a name that no data set has as a usage error."""
     from expstore.errors import ExpStoreError
 
     try:

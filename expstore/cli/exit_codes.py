@@ -1,6 +1,6 @@
 """The exit codes of the command line.
 
-Used by all of its modules; the epilog of `expstore --help` says the same to people.
+Used by all modules of the command line; `expstore --help` describes them.
 """
 
 from __future__ import annotations

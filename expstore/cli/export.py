@@ -1,6 +1,6 @@
 """The commands `export` and `import`.
 
-Used by `expstore.cli.app`, which reports what they raise. Neither changes a store that is there.
+Used by `expstore.cli.app`, which reports errors. Neither command changes an existing store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 
-#: One paragraph each.
+#: Paragraphs of the help.
 EXPORT_NOTES = "\n\n".join(
     [
         "The export exists completely or not at all; Ctrl-C leaves nothing. Later rows are not exported.",
@@ -34,8 +34,8 @@ EXPORT_NOTES = "\n\n".join(
     ]
 )
 IMPORT_NOTES = (
-    "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt begins "
-    "anew; of data sets (all formats but arrow, npz, parquet and flat hdf5) it leaves a hidden folder, "
+    "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt starts "
+    "again; for data sets (all formats but arrow, npz, parquet and flat hdf5) it leaves a hidden folder, "
     ".STORE.import, from which the next attempt continues. Ids begin at 1. Nothing is ever unpickled."
 )
 
@@ -45,7 +45,7 @@ Store = Annotated[
     typer.Argument(
         callback=to_local,
         metavar="STORE",
-        help="A store, which may be in use, a version or a folder of versions.",
+        help="A store, which may be in use, a snapshot or a folder of snapshots.",
     ),
 ]
 Out = Annotated[
@@ -87,7 +87,7 @@ OfVersion = Annotated[
     typer.Option(
         "--version",
         metavar="V",
-        help="Number or tag of a version; by default the store itself, or the newest version.",
+        help="Number or tag of a snapshot; by default the store itself, or the newest snapshot.",
     ),
 ]
 DatasetId = Annotated[
@@ -157,14 +157,14 @@ def export(
 
 
 def _tell(done: Exported) -> None:
-    """Say what was exported, and which rows are not in it."""
+    """Print what was exported, and how many rows are missing."""
     typer.echo(
         f"{done.path} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
     )
     if done.left_out:
         typer.echo(
             f"note: {done.left_out:,} rows are missing: newer rows replaced them during the export. To "
-            "export all rows, make a version with expstore dumps and export it",
+            "export all rows, make a snapshot with expstore dumps and export it",
             err=True,
         )
 
@@ -182,7 +182,7 @@ def import_(
             "--format",
             metavar="NAME",
             help="arrow, atari-dqn, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
-            "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognised from SOURCE, if possible.",
+            "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
         ),
     ] = None,
     names: Annotated[
@@ -213,7 +213,7 @@ def import_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Make a store from files of other programs, or from an export."""
+    """Create a store from files of other programs, or from an export."""
     from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
     from expstore.datasets.recognition import arrays_format, episodes_format
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
@@ -266,9 +266,9 @@ def import_(
 
 
 def _import_data_set(format: str, source: Path, store: Path, options: Mapping[str, Any]) -> Imported:
-    """Import a data set, or continue an import that was interrupted. Print notes of the reader before it."""
+    """Import a data set, or continue an interrupted import; print the reader's notes before it."""
     try:
-        # From here on Ctrl-C ends the work between two pieces, also while the libraries are loaded.
+        # From now on Ctrl-C ends the work between two pieces, also while the libraries are loaded.
         with stoppable(no_progress) as check:
             from expstore.datasets import import_dataset
             from expstore.datasets.formats import make_reader
@@ -293,20 +293,20 @@ def _import_data_set(format: str, source: Path, store: Path, options: Mapping[st
 
 
 def _note(notes: Iterable[str]) -> None:
-    """Say what is lost, or changed, before an import or an export starts."""
+    """Print what is lost or changed, before an import or an export starts."""
     for note in notes:
         typer.echo(f"note: {note}", err=True)
 
 
 def _tell_imported(done: Imported) -> None:
-    """Say what was imported."""
+    """Print what was imported."""
     typer.echo(f"{done.path} holds {done.kept:,} rows of {done.episodes:,} episodes")
     if done.kept < done.rows:
         typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
 
 
 def _kind(storage: str, format: str, formats: Sequence[str]) -> str:
-    """Return what `--storage` says, if it can be said of this format."""
+    """Return the value of `--storage`, if it is valid for this format."""
     if storage not in ("arrow", "zarr"):
         raise typer.BadParameter(f"{storage!r} is unknown; use arrow or zarr", param_hint="--storage")
     if format not in formats:
@@ -315,7 +315,7 @@ def _kind(storage: str, format: str, formats: Sequence[str]) -> str:
 
 
 def _pairs(names: list[str]) -> dict[str, str]:
-    """Return what `--map` says, as a mapping."""
+    """Return the values of `--map` as a mapping."""
     for name in names:
         if "=" not in name or name.startswith("="):
             raise typer.BadParameter(f"{name!r} is not of the form THEIRS=OURS", param_hint="--map")
@@ -323,7 +323,7 @@ def _pairs(names: list[str]) -> dict[str, str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers that `--checkpoints` names."""
+    """Return the numbers in the value of `--checkpoints`."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))

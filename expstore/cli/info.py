@@ -1,6 +1,6 @@
-"""What `expstore info` says of a store.
+"""The output of `expstore info`.
 
-Used by `expstore.cli.app`. It never changes a store, and loads no torch.
+Used by `expstore.cli.app`. It never changes a store, and does not load torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["facts_of", "show_facts", "show_stores", "stores_in"]
 
 
 def stores_in(path: Path) -> list[Path]:
-    """Return the stores in a folder, by name; none for a store, a version or a folder of versions."""
+    """Return the stores in a folder, by name; none for a store, a snapshot or a folder of snapshots."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST
     from expstore.storages.snapshots.catalog import is_snapshots
@@ -32,7 +32,7 @@ def stores_in(path: Path) -> list[Path]:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Return the facts about a store, or a version, as `expstore info --json` prints them."""
+    """Return the facts about a store or a snapshot, as `expstore info --json` prints them."""
     from expstore.core.values import key_name
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
@@ -84,7 +84,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def _archive_facts(path: Path, noted: str) -> dict[str, Any]:
-    """Say where rows go that leave, and how many are there; None: it is not where it was."""
+    """Return the archive's path and its number of rows, which is None if the archive was moved."""
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.storages.engine.archive import archive_path
@@ -112,7 +112,7 @@ def _million(row_bytes: float | None) -> int | None:
 
 
 def show_facts(facts: dict[str, Any]) -> None:
-    """Print the facts about a store for eyes."""
+    """Print the facts about a store as text."""
     from expstore.schema.spec_text import describe
 
     room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
@@ -124,7 +124,7 @@ def show_facts(facts: dict[str, Any]) -> None:
     else:
         state = "closed"
     lines = {
-        "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in all",
+        "rows": f"{facts['rows']:,} ({room}), {facts['written']:,} written in total",
         "episodes": ", ".join(f"{count:,} {status}" for status, count in facts["episodes"].items()),
         "state": state,
         "created": f"{local_text(facts['created'])}, generation {facts['generation']}",
@@ -145,7 +145,7 @@ def show_facts(facts: dict[str, Any]) -> None:
     for name, line in lines.items():
         typer.echo(f"  {name:<10}  {line}")
     if facts["fields"]:
-        # The longest comes last: a narrow terminal leaves out what does not fit.
+        # The longest column is last: a narrow terminal omits what does not fit.
         head = ["field", "dtype", "shape", "row bytes", "on disk", "per million", "layout"]
         print_table(head, [_line(field) for field in facts["fields"]])
 
@@ -168,7 +168,7 @@ def show_stores(found: list[dict[str, Any]]) -> None:
 
 
 def _row_text(facts: dict[str, Any]) -> str:
-    """Say what a row takes."""
+    """Return the size of a row as text."""
     if facts["row_bytes"] is None:
         return "no fields yet"
     takes = f"a million take {size_text(facts['million_rows_bytes'])} on disk"
@@ -177,7 +177,7 @@ def _row_text(facts: dict[str, Any]) -> str:
 
 
 def _room(facts: dict[str, Any]) -> str:
-    """Say what the disk has left."""
+    """Return the free disk space as text."""
     free = f"{size_text(facts['free_bytes'])} free"
     if facts["more_rows_fit"] is None:
         return free
@@ -195,7 +195,7 @@ def _line(field: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _lies(field: dict[str, Any]) -> str:
-    """Say how a field lies on disk."""
+    """Return how a field is stored on disk, as text."""
     if field["layout"] == "segments":
         return "segments" + (f", {field['codec']}" if field["codec"] else "")
     ratio = f", 1/{field['compression']:.1f}" if field["compression"] else ""

@@ -1,6 +1,7 @@
-"""Work that Ctrl-C ends between two pieces.
+"""Let Ctrl-C end work between two pieces.
 
-Used by the commands that make files: what they were making goes, whatever comes after the first Ctrl-C.
+Used by the commands that create files: after the first Ctrl-C the unfinished files are removed, and further
+Ctrl-C do not prevent it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ def stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int],
     """Let Ctrl-C end the work between two pieces, and only there.
 
     Args:
-        show: Is told bytes done and bytes in all.
+        show: Called with the bytes done and the bytes in total.
 
     Yields:
-        What does that, and raises KeyboardInterrupt after a Ctrl-C.
+        A function that calls `show`, and raises KeyboardInterrupt after a Ctrl-C.
     """
     seen: list[int] = []
 
@@ -33,5 +34,5 @@ def stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int],
     try:
         yield progress
     finally:
-        if not seen:  # else the process is about to end, and nothing interrupts that
+        if not seen:  # after a Ctrl-C the process is about to end, and nothing may interrupt that
             signal.signal(signal.SIGINT, former)

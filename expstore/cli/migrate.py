@@ -1,6 +1,6 @@
-"""The command that brings a store to the present form.
+"""The command that upgrades a store to the current format.
 
-Used by `expstore.cli.app`. It only asks and prints; what it does is in `expstore.maintenance.upgrade`.
+Used by `expstore.cli.app`. It reads options and prints; the work is done in `expstore.maintenance.upgrade`.
 """
 
 from __future__ import annotations

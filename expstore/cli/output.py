@@ -1,6 +1,6 @@
-"""What the command line prints: tables, CSV, JSON and progress.
+"""The output of the command line: tables, CSV, JSON and progress.
 
-Used by `expstore.cli.app`. Tables are made for eyes and shorten what is wide; CSV and JSON keep every value.
+Used by `expstore.cli.app`. Tables are for people and shorten long values; CSV and JSON keep every value.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ BATCH_ROWS = 10_000
 
 
 def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows, of which a part at a time is turned into Python's values."""
+    """Yield the rows as Python values, converted batch by batch."""
     for start in range(0, len(result), BATCH_ROWS):
         yield from type(result)(result.arrow().slice(start, BATCH_ROWS)).fetchall()
 
 
 def print_json(value: object) -> None:
-    """Print one value of JSON's own types."""
+    """Print one JSON value."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def print_rows(result: Result) -> None:
-    """Print rows as a JSON array of objects, one on a line."""
+    """Print rows as a JSON array of objects, one per line."""
     names: list[str] = []
-    for name in result.columns:  # an object keeps one value per name
+    for name in result.columns:  # an object has only one value per name
         while name in names:
             name += "_"
         names.append(name)
@@ -69,7 +69,7 @@ def print_csv(result: Result) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON knows it; NaN and infinities as text, since null is SQL's NULL."""
+    """Convert a value for JSON; NaN and infinities become text, since null is SQL's NULL."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def _csv_cell(value: Any) -> str:
-    """Write a value; NULL is nothing, an empty text is quoted."""
+    """Format a value for CSV; NULL is empty, an empty text is quoted."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -98,7 +98,7 @@ def _csv_cell(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Write a value short enough for a table."""
+    """Format a value so that it fits in a table."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, bool):
@@ -117,11 +117,11 @@ def _elide(text: str) -> str:
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table: as wide as the terminal, or plain where there is none.
+    """Print a table, as wide as the terminal; without a terminal as plain text.
 
     Args:
-        names: Of the columns.
-        rows: One value per column each.
+        names: Names of the columns.
+        rows: Rows with one value per column.
     """
     head = [_elide(name) for name in names]
     cells = [[_cell(value) for value in row] for row in rows]
@@ -162,7 +162,7 @@ def _print_rich(
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes for eyes."""
+    """Format a number of bytes for people."""
     size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -170,17 +170,17 @@ def size_text(count: int) -> str:
 
 
 def iso_text(seconds: float | None) -> str | None:
-    """Return a time, seconds since 1970, for programs."""
+    """Format a time in seconds since 1970 for programs."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def local_text(text: str | None) -> str:
-    """Return a time that `iso_text` made, for eyes."""
+    """Format a time made by `iso_text` for people."""
     return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
 
 
 class _Notes(logging.Handler):
-    """Print what the library logs as notes."""
+    """Print the library's log messages as notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(f"note: {record.getMessage()}", err=True)
@@ -188,7 +188,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def show_notes() -> Iterator[None]:
-    """Print what the library logs meanwhile, from INFO on."""
+    """Print the library's log messages of level INFO and above inside the block."""
     logger, handler = logging.getLogger("expstore"), _Notes()
     level = logger.level
     logger.addHandler(handler)

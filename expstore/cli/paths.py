@@ -13,10 +13,10 @@ __all__ = ["to_local"]
 
 
 def to_local(value: Path | list[Path] | None) -> Path | list[Path] | None:
-    """Return what was given with `~` expanded.
+    """Return a path, or paths, with `~` expanded.
 
     Raises:
-        StateError: It is a URL.
+        StateError: The path is a URL.
     """
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""SQL over stores for the command line: open one after the other, ask, put the answers together.
+"""Run SQL on stores for the command line: query one after the other, and combine the results.
 
-Used by `expstore sql`. It follows a store for as long as the query takes: others may write meanwhile, and
-nothing is changed.
+Used by `expstore sql`. It opens a store as a reader while the query runs: other processes may write to it,
+and nothing is changed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from expstore.storages.snapshots.catalog import store_meant
 
 __all__ = ["ask", "check_order"]
 
-#: Seconds after which a Ctrl-C that another thread received is noticed.
+#: Interval in seconds at which a Ctrl-C that another thread received is noticed.
 _LISTEN_SECONDS = 0.1
 _FIRST_WORDS = frozenset({"select", "with", "from", "values", "describe", "show", "summarize", "table"})
 
 
 def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path], str]:
-    """Return the stores and the query of a command line; the query comes last.
+    """Return the stores and the query of a command line, in which the query is last.
 
     Raises:
         BadParameter: One of them is missing, or the query comes first.
@@ -57,23 +57,23 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
 
 
 def _is_sql(text: str) -> bool:
-    """Return whether a text begins as a query does; a path of this name is no query."""
+    """Return whether a text is a query: a keyword and further words. A path such as `select` is not one."""
     words = text.split(maxsplit=1)
     return len(words) > 1 and words[0].strip("(").lower() in _FIRST_WORDS
 
 
 def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:
-    """Run one SELECT on each store; of several, a column `store` in front says which answered.
+    """Run one SELECT on each store; with several stores a first column `store` names the store.
 
     Args:
         paths: The stores' folders, at least one.
         query: The statement.
-        most: Rows wanted; there are more if more are returned. None: all.
+        most: Number of wanted rows; more are returned if there are more. None: all.
 
     Raises:
         NotFoundError: There is no store.
         StateError: A writer overwrote the rows while they were read, twice.
-        QueryError: It is not one SELECT, DuckDB refuses it, or the stores answer with other columns.
+        QueryError: It is not a single SELECT, DuckDB rejects it, or the stores return different columns.
     """
     return _union([(path, _ask(path, query, most, several=len(paths) > 1)) for path in paths])
 
@@ -96,13 +96,13 @@ def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
 
 def _query(catalog: Catalog, query: str, most: int | None) -> Result:
     if most is not None:
-        with contextlib.suppress(QueryError):  # one that has a LIMIT takes no second
+        with contextlib.suppress(QueryError):  # a query with a LIMIT cannot get a second one
             return catalog.query(f"{query.rstrip().rstrip(';')}\nLIMIT {most + 1}", None)
     return catalog.query(query, None)
 
 
 def _ask_in_thread(ask: Callable[[], Result]) -> Result:
-    """Ask in a thread: while DuckDB works in this one it does not always hear of Ctrl-C."""
+    """Call `ask` in a thread: DuckDB does not always notice Ctrl-C while it works in the main thread."""
     with ThreadPoolExecutor(1) as pool:
         try:
             answer = pool.submit(ask)
@@ -111,14 +111,14 @@ def _ask_in_thread(ask: Callable[[], Result]) -> Result:
                 wait([answer], _LISTEN_SECONDS)
             return answer.result()
         except KeyboardInterrupt:
-            # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
+            # Python would wait for the thread; end the process as a program does that does not catch Ctrl-C.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
             raise
 
 
 def _union(answers: list[tuple[Path, Result]]) -> Result:
-    """Put the answers of several stores one below another, with the store in front."""
+    """Concatenate the results of several stores, with the store as the first column."""
     (path, result), *others = answers
     if not others:
         return result
@@ -128,10 +128,10 @@ def _union(answers: list[tuple[Path, Result]]) -> Result:
         table = answer.arrow()
         if table.schema != first.schema:
             raise QueryError(
-                f"{path} and {other} answer with different columns: {_difference(first, table)}",
+                f"{path} and {other} return different columns: {_difference(first, table)}",
                 hint="name columns that all stores have, and cast them to one type",
             )
-        # At least one row, or the column would have no type.
+        # At least one row, otherwise the column would have no type.
         label = type(first).from_pydict({"store": [str(other)] * max(1, len(table))}).slice(0, len(table))
         parts.append(table.add_column(0, label.schema.field(0), label.column(0)))
     batches = [batch for table in parts for batch in table.to_batches()]

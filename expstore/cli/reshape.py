@@ -1,6 +1,6 @@
 """The commands `resize` and `merge`.
 
-Used by `expstore.cli.app`, which reports what they raise. Neither loads torch.
+Used by `expstore.cli.app`, which reports errors. Neither command loads torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def merge(
         typer.Argument(
             callback=to_local,
             metavar="STORE...",
-            help="Stores, versions or folders of versions, in the order of their rows.",
+            help="Stores, snapshots or folders of snapshots, in the order of their rows.",
         ),
     ],
     out: Annotated[
@@ -88,13 +88,13 @@ def merge(
         return 0
     for run in made.runs:
         typer.echo(f"{run.path}: {run.rows:,} rows, {run.episodes:,} episodes; sources {run.name}/...")
-    told = f", there was no room for {made.given_up:,}" if made.given_up else ""
+    told = f", {made.given_up:,} older rows did not fit" if made.given_up else ""
     typer.echo(f"{out} holds {made.rows:,} rows{told}")
     return 0
 
 
 def _ask(outcome: Resized) -> None:
-    """Have the user agree that rows are given up; where nobody can be asked, that is an error."""
+    """Ask the user to confirm that rows are deleted; without a terminal raise StateError."""
     what = f"{outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit and will be deleted"
     if not sys.stdin.isatty():
         raise StateError(f"{what}", hint="pass --yes to delete them")

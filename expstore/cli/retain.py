@@ -1,6 +1,6 @@
 """The command `retain`.
 
-Used by `expstore.cli.app`, which reports what it raises.
+Used by `expstore.cli.app`, which reports errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def retain(
     from expstore.storages.factory import open_storage
     from expstore.storages.format.manifest import Manifest
 
-    found = Manifest.load(Disk(), store)  # a new store is not what is asked for
+    found = Manifest.load(Disk(), store)  # raises if there is no store: opening must not create one
     kept = found.retain
     given: dict[str, Any] = {"bytes": size, "age": age, "where": where}
     policy = Retain(**given) if any(value is not None for value in given.values()) else Retain(**kept)

@@ -1,6 +1,6 @@
 """The command that serves stores over HTTP.
 
-Used by `expstore.cli.app`. It reads options and token files, and prints; what serves is in `expstore.api`.
+Used by `expstore.cli.app`. It reads options and token files, and prints; `expstore.api` serves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SERVE_NOTES = (
     "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "
     "For TLS, put a proxy in front of it."
 )
-#: So long may closing stores take, after requests had their time.
+#: Seconds that closing the stores may take, after the running requests had their time.
 GRACE_SECONDS = 10.0
 
 
@@ -52,7 +52,7 @@ _Hosts = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A host name that clients use for the server. May be repeated."),
 ]
-_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Refuse SQL.")]
+_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Reject SQL queries.")]
 _Rate = Annotated[
     float | None,
     typer.Option(min=0.001, help="Maximum requests per second of one client; unlimited without it."),
@@ -138,25 +138,25 @@ def _line(settings: Settings, listening: Listening) -> str:
 
 
 def _token(path: Path | None) -> bytes | None:
-    """Return the token that a file holds; no file, no token.
+    """Return the token in a file; None without a file.
 
     Raises:
-        StateError: It holds none.
-        StorageError: It cannot be read.
+        StateError: The file contains no token.
+        StorageError: The file cannot be read.
     """
     from expstore.disk.files import Disk
 
     if path is None:
         return None
     disk = Disk()
-    token = disk.read_whole(path.resolve()).strip()  # secrets of Kubernetes are links
+    token = disk.read_whole(path.resolve()).strip()  # Kubernetes mounts secrets as links
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
         raise StateError(
             f"{path} does not contain a token",
             kind="token",
             hint="write one line of letters and digits into it",
         )
-    if disk.is_shared(path):  # refusing would shut out the secrets of Docker and Kubernetes, which are
+    if disk.is_shared(path):  # only a warning: secrets of Docker and Kubernetes are readable by others
         typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)
     return token
 
@@ -171,7 +171,7 @@ def _log_requests() -> None:
 
 
 def _limit_end(seconds: float) -> None:
-    """Have the process die if it does not end in time, as when a disk hangs."""
+    """Kill the process if it does not end in time, for example because a disk hangs."""
     thread = threading.Timer(seconds + GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
     thread.daemon = True
     thread.start()

@@ -1,6 +1,6 @@
 """The commands `dumps`, `loads` and `versions`.
 
-Used by `expstore.cli.app`, which reports what they raise. None of them loads torch.
+Used by `expstore.cli.app`, which reports errors. None of the commands loads torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["dumps", "loads", "versions"]
 KEEP = 5
 
 Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
-Place = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The folder of versions.")]
+Place = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The folder of snapshots.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -33,23 +33,23 @@ def dumps(
     keep: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"How many untagged versions to keep; {KEEP} by default, all if this one has a tag."
+            min=1, help=f"How many untagged snapshots to keep; {KEEP} by default, all if this one has a tag."
         ),
     ] = None,
     tag: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Name of the version; a tagged version is never deleted automatically."
+            metavar="NAME", help="Name of the snapshot; a tagged snapshot is never deleted automatically."
         ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Save a version of a store; no other process may write to it meanwhile."""
+    """Save a snapshot of a store; no other process may write to it meanwhile."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
     from expstore.storages.snapshots.create import dump
 
-    Manifest.load(Disk(), store)  # a new store is not what is asked for
+    Manifest.load(Disk(), store)  # raises if there is no store: opening must not create one
     kept = _open(store)
     try:
         made = dump(kept, path, keep=keep or (None if tag else KEEP), tag=tag)
@@ -60,7 +60,7 @@ def dumps(
     else:
         name = f" ({made.tag})" if made.tag else ""
         typer.echo(
-            f"version {made.number}{name}: {made.rows:,} rows, {size_text(made.new_bytes)} written to {path}"
+            f"snapshot {made.number}{name}: {made.rows:,} rows, {size_text(made.new_bytes)} written to {path}"
         )
     return 0
 
@@ -69,11 +69,11 @@ def loads(
     store: Store,
     path: Place,
     version: Annotated[
-        str | None, typer.Option(metavar="V", help="Number or tag of the version; by default the newest.")
+        str | None, typer.Option(metavar="V", help="Number or tag of the snapshot; by default the newest.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Replace the rows of a store by those of a version, or make a new store of them."""
+    """Replace the rows of a store by those of a snapshot, or create a store from a snapshot."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST, Manifest
     from expstore.storages.snapshots.catalog import find_version
@@ -95,7 +95,7 @@ def loads(
 
 
 def versions(path: Place, as_json: Json = False) -> int:
-    """List the versions in a folder, oldest first."""
+    """List the snapshots in a folder, oldest first."""
     from expstore.storages.snapshots.catalog import versions as list_versions
 
     found = list_versions(path)

@@ -1,6 +1,6 @@
-"""Experience out of environments.
+"""Collectors of experience from environments.
 
-Names load when first used.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

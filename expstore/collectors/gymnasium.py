@@ -1,7 +1,7 @@
 """Collect transitions from gymnasium environments into a buffer, K steps of every lane at a time.
 
-Used by training loops and by `expstore collect`; needs the extra `expstore[gym]`.
-Never closes the environment or the buffer, and keeps no statistics: ask the store for those.
+Used by training loops and by `expstore collect`; needs the extra `expstore[gym]`. It does not close the
+environment or the buffer, and has no statistics: the store has them.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 class EpisodeActs(Protocol):
-    """What the collector needs of `rb.episodes`."""
+    """The methods of `rb.episodes` that a collector uses."""
 
     def end_stream(self, source: str | None) -> None:
         """End the open episodes of one stream."""
 
 
 class TransitionSink(Protocol):
-    """What a collector writes to: any replay buffer of expstore."""
+    """The methods of a replay buffer that a collector uses."""
 
     @property
     def write_count(self) -> int:
-        """How many transitions were ever stored; moves exactly when an extend has stored its rows."""
+        """The number of transitions ever stored; it changes exactly when an extend has stored its rows."""
 
     @property
     def episodes(self) -> EpisodeActs:
-        """What ends episodes."""
+        """The episodes, which the collector ends."""
 
     def extend(self, data: TensorDict, *, source: str | None = None) -> Any:
         """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped."""
@@ -67,38 +67,37 @@ class TransitionSink(Protocol):
 class Collector:
     """Run a policy in a gymnasium environment and store the same episodes under every autoreset mode.
 
-    Steps are gathered in memory and stored in blocks: one `extend` of batch shape
-    `(lanes, steps_per_lane)`, time last, so the steps of a lane are adjacent. Calls
-    that only reset a lane are not transitions: their rows carry trajectory id -1, which the
-    buffer drops. The trajectory id of an episode is the number of transitions stored before
-    its first one, so ids are unique in a store.
+    Steps are gathered in memory and stored in blocks: one `extend` of batch shape `(lanes, steps_per_lane)`,
+    time last, so the steps of a lane are adjacent. Calls that only reset a lane are not transitions: their
+    rows have trajectory id -1, and the buffer drops them. The trajectory id of an episode is the number of
+    transitions stored before its first one, so ids are unique in a store.
 
-    Stored per transition: `observation`, `action` and `("next", "observation")`; of shape `(1,)`
-    `("next", "reward")` (float32) and `done`, `terminated`, `truncated` (bool, under `next` and,
-    always False, at the root); `("collector", "traj_ids")` (int64). Dict and Tuple spaces become
-    nested keys, with "0", "1" and so on for the parts of a Tuple. If the store has no specs of its fields
-    yet, it keeps the specs of these spaces (`rb.specs`) with its first rows.
+    Stored per transition: `observation`, `action` and `("next", "observation")`; with shape `(1,)` `("next",
+    "reward")` (float32) and `done`, `terminated`, `truncated` (bool, under `next` and, always False, at the
+    root); and `("collector", "traj_ids")` (int64). Dict and Tuple spaces become nested keys, with "0", "1"
+    and so on for the parts of a Tuple. If the store has no specs of its fields yet, the specs of these spaces
+    are stored with the first rows (`rb.specs`).
 
-    After an error or Ctrl-C in the policy, every earlier step is intact: `close` stores these steps, or
-    collecting continues. An error inside the environment's step loses that step, and all lanes begin
-    new episodes. Not for use from several threads at once.
+    After an error or Ctrl-C in the policy every earlier step is intact: `close` stores these steps, or
+    collecting continues. An error inside the environment's step loses that step, and all lanes begin new
+    episodes. A collector must not be used from several threads at once.
 
     Args:
         env: A gymnasium vector environment, or a single `gymnasium.Env`, which is one lane.
-        policy: Maps a batch of observations (arrays with a leading lane dimension, nested like
-            the observation space) to a batch of actions (arrays or tensors, nested like the
-            action space). None: random actions.
+        policy: Function from a batch of observations (arrays with a leading lane dimension, nested like the
+            observation space) to a batch of actions (arrays or tensors, nested like the action space). None:
+            random actions.
         rb: The buffer, from `expstore.open` or a constructor.
         steps_per_lane: Steps of each lane in one `extend`.
-        source: Name of this stream of writes, as `extend` takes it.
-        autoreset_mode: Needed only where `env.metadata` does not say it: "NextStep", "SameStep",
+        source: Name of this stream of writes, as in `extend`.
+        autoreset_mode: How lanes are reset, if `env.metadata` does not say it: "NextStep", "SameStep",
             "Disabled", or gymnasium's enum.
-        seed: Seeds the first reset (lane i gets seed + i) and the random actions. None: as
-            gymnasium does without a seed, different each time.
+        seed: Seed of the first reset (lane i gets seed + i) and of the random actions. None: a different one
+            each time.
 
     Raises:
-        TypeError: If `env` is no gymnasium environment, or `policy` is not callable.
-        ValueError: If the autoreset mode is unknown, or a space has no fixed numeric shape.
+        TypeError: `env` is not a gymnasium environment, or `policy` is not callable.
+        ValueError: The autoreset mode is unknown, or a space has no fixed numeric shape.
 
     Example:
         >>> import gymnasium, expstore
@@ -140,7 +139,7 @@ class Collector:
         self._observation: Any = None
         self._ended: BoolArray = np.zeros(lanes, dtype=np.bool_)
         self._fresh: BoolArray = np.ones(lanes, dtype=np.bool_)
-        # True while the environment may be elsewhere than at self._observation.
+        # Whether the environment may be in another state than self._observation.
         self._adrift = True
         self._closed = False
         self._described = False
@@ -148,13 +147,13 @@ class Collector:
     def collect(self, steps: int) -> int:
         """Store at least `steps` transitions and return how many were stored.
 
-        Steps are taken in all lanes at once, so up to one transition per lane may come on top.
-        What an interrupted call left pending counts too.
+        All lanes step at once, so up to one transition per lane may be added. Pending transitions of an
+        interrupted call count too.
 
         Raises:
-            SchemaError: If what the policy returned is no batch of actions. That step was not
-                taken and nothing of it is stored.
-            StateError: If the collector is closed.
+            SchemaError: The policy did not return a batch of actions. That step was not taken, and nothing of
+                it is stored.
+            StateError: The collector is closed.
         """
         self._check_open()
         stored = 0
@@ -166,7 +165,7 @@ class Collector:
         return stored + self._flush()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield, without end, how many transitions each block of `steps_per_lane` steps stored."""
+        """Yield, without end, the number of transitions that each block of `steps_per_lane` steps stored."""
         while True:
             self._check_open()
             while not self._block.full:
@@ -174,10 +173,10 @@ class Collector:
             yield self._flush()
 
     def close(self) -> None:
-        """Store the transitions that are still pending; closing twice is fine.
+        """Store the pending transitions; closing twice is allowed.
 
-        Environment and buffer stay open. Rows that the buffer refuses stay pending, and `close`
-        may be called again.
+        Environment and buffer stay open. Rows that the buffer refuses stay pending, and `close` may be called
+        again.
         """
         if not self._closed:
             self._flush()
@@ -194,7 +193,7 @@ class Collector:
         except Exception as exc:
             if error is None:
                 raise
-            # The caller must see what went wrong first.
+            # Raise the first error, not this one.
             error.add_note(f"{self._block.rows} pending transitions could not be stored either: {exc}")
 
     def __repr__(self) -> str:
@@ -203,16 +202,16 @@ class Collector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError("this collector is closed", hint="make a new one to continue collecting")
+            raise StateError("this collector is closed", hint="create a new one to continue collecting")
 
     def _new_block(self) -> _Block:
         return _Block(self._env.num_envs, self._steps_per_lane, self._observation_leaves, self._action_leaves)
 
     def _step(self) -> None:
-        """Take one step in every lane and put it into the block."""
+        """Take one step in every lane and add it to the block."""
         lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
         self._reset_lanes()
-        # Stored before the policy sees it, which may work on the arrays in place.
+        # Stored before the policy gets it, as the policy may change the arrays in place.
         block.put(_columns(self._observation, leaves, lanes, "the environment"))
         resets = self._ended & (self._mode is AutoresetMode.NEXT_STEP)
         action = _columns(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
@@ -234,22 +233,22 @@ class Collector:
         self._adrift = False
 
     def _reset_lanes(self) -> None:
-        """Reset what the coming step needs reset: everything at first, later the ended lanes."""
+        """Reset lanes before the next step: all lanes at first, later those whose episodes ended."""
         if self._adrift:
             self._observation = self._env.reset(seed=self._seed)[0]
-            self._rb.episodes.end_stream(self._source)  # another collector's, whose trajectory ids come again
+            self._rb.episodes.end_stream(self._source)  # its trajectory ids may be reused
             self._seed = None  # seeding again after an interruption would repeat the first episodes
             self._ended = np.zeros_like(self._ended)
             self._fresh = np.ones_like(self._fresh)
             self._adrift = False
         elif self._mode is AutoresetMode.DISABLED and self._ended.any():
-            # A copy: gymnasium takes the mask out of the dict and may keep it.
+            # A copy: gymnasium removes the mask from the dict and may keep it.
             fresh = self._env.reset(options={"reset_mask": self._ended.copy()})[0]
             self._observation = self._merge(fresh)
             self._ended = np.zeros_like(self._ended)
 
     def _merge(self, fresh: Any) -> Any:
-        """Return the present observations, with the ended lanes' ones out of `fresh`."""
+        """Return the current observations, with those of the ended lanes replaced from `fresh`."""
         lanes, leaves = self._env.num_envs, self._observation_leaves
         merged = _columns(self._observation, leaves, lanes, "the environment")
         for key, column in _columns(fresh, leaves, lanes, "the environment").items():
@@ -258,7 +257,7 @@ class Collector:
         return _nest(self._env.single_observation_space, ("observation",), merged)
 
     def _flush(self) -> int:
-        """Hand the block to the buffer and return how many transitions it held."""
+        """Append the block to the buffer and return its number of transitions."""
         block = self._block
         if block.rows > 0:
             before = self._rb.write_count
@@ -269,7 +268,7 @@ class Collector:
                 self._rb.extend(batch, source=self._source)
                 stored = True
             finally:
-                # Ctrl-C may come after the rows were stored: then they must not be stored again.
+                # Ctrl-C may arrive after the rows were stored: do not store them again.
                 if stored or self._rb.write_count != before:
                     self._block = self._new_block()
                     self._trajectory = trajectory
@@ -281,9 +280,9 @@ class Collector:
         return block.rows
 
     def _describe(self) -> None:
-        """Have a buffer keep the specs of the environment's fields, unless it has some.
+        """Store the specs of the environment's fields in the buffer, unless it has specs.
 
-        Only of those that are stored as they are: a transform may make others of them.
+        Only fields that are stored unchanged get specs: a transform may change the others.
         """
         self._described, rb = True, self._rb
         if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
@@ -296,7 +295,7 @@ def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, Tensor
     """Return the specs of the fields that a collector stores."""
     found: dict[Key, TensorSpec] = {}
     for leaf in (*action, *observation):
-        with contextlib.suppress(TypeError, ValueError):  # a space of the user's own
+        with contextlib.suppress(TypeError, ValueError):  # a custom space
             found[leaf.key] = from_space(leaf.space)
     found |= {("next", *leaf.key): found[leaf.key] for leaf in observation if leaf.key in found}
     found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
@@ -307,7 +306,7 @@ def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, Tensor
 
 
 class _Block:
-    """Up to K steps of every lane: columns of shape (lanes, K, ...), and which entries are transitions."""
+    """Up to K steps of every lane: columns of shape (lanes, K, ...), and flags of which are transitions."""
 
     def __init__(self, lanes: int, steps: int, observation: list[_Leaf], action: list[_Leaf]) -> None:
         def column(*shape: int, dtype: Any = np.bool_) -> Array:
@@ -335,13 +334,13 @@ class _Block:
             self.columns[(*prefix, *key)][:, self.filled] = column
 
     def put_outcome(self, reward: Any, **flags: Any) -> None:
-        """Write reward and flags of one step, each of shape (lanes,)."""
+        """Write the reward and the flags of one step, each of shape (lanes,)."""
         self.columns["next", "reward"][:, self.filled, 0] = np.asarray(reward)
         for flag, value in flags.items():
             self.columns["next", flag][:, self.filled, 0] = np.asarray(value)
 
     def commit(self, valid: BoolArray, starts: BoolArray) -> None:
-        """Count the step that was put: which lanes made a transition, and which of them a first one."""
+        """Complete the step: `valid` says which lanes made a transition, `starts` which a first one."""
         self.valid[:, self.filled] = valid
         self.starts[:, self.filled] = starts
         self.rows += int(valid.sum())
@@ -351,11 +350,11 @@ class _Block:
         """Return the filled part as a TensorDict, and each lane's trajectory id at its end.
 
         Args:
-            base: How many transitions precede this block in the store.
+            base: Number of transitions in the store before this block.
             carried: Each lane's trajectory id at the block's beginning. Shape `(lanes,)`.
         """
         valid, starts = self.valid[:, : self.filled], self.starts[:, : self.filled]
-        # An episode is called after the position of its first row among all rows ever stored.
+        # An episode's id is the position of its first row among all rows ever stored.
         position = base + np.cumsum(valid.ravel()).reshape(valid.shape) - 1
         first = np.maximum.accumulate(np.where(starts, position, -1), axis=1)
         ids = np.where(first >= 0, first, carried[:, None])
@@ -369,12 +368,12 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One array of a space: where it stands, and what one lane's value looks like.
+    """One array of a space: its position, and the shape and dtype of one lane's value.
 
     Args:
         path: Keys and positions that lead to it in a nested value.
-        key: The field it is stored as.
-        space: The space itself.
+        key: The field in which it is stored.
+        space: The space.
     """
 
     path: tuple[Any, ...]
@@ -396,7 +395,7 @@ class _Leaf:
 
 
 def _leaves(space: spaces.Space[Any], key: Key, path: tuple[Any, ...] = ()) -> list[_Leaf]:
-    """Return the arrays that a value of `space` consists of."""
+    """Return the arrays of which a value of `space` consists."""
     parts: list[tuple[Any, spaces.Space[Any]]]
     if isinstance(space, spaces.Dict):
         parts = list(space.spaces.items())
@@ -405,7 +404,7 @@ def _leaves(space: spaces.Space[Any], key: Key, path: tuple[Any, ...] = ()) -> l
     elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
         raise ValueError(
             f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape; "
-            "wrap the environment so that it gives arrays"
+            "wrap the environment so that it returns arrays"
         )
     else:
         return [_Leaf(path, key, space)]
@@ -430,22 +429,22 @@ def _columns(value: Any, leaves: list[_Leaf], lanes: int, whose: str) -> dict[Ke
             array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise SchemaError(
-                f"{whose} gave no array for {key_name(leaf.key)!r}, but a {type(value).__name__}: {exc}",
-                hint="give a batch of all lanes, nested as the space is",
+                f"{whose} returned no array for {key_name(leaf.key)!r}, but a {type(value).__name__}: {exc}",
+                hint="return a batch of all lanes, nested like the space",
             ) from exc
         expected = (lanes, *leaf.shape)
         if array.shape != expected or not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
             raise SchemaError(
-                f"{whose} gave {key_name(leaf.key)!r} as {array.dtype} {array.shape}, "
+                f"{whose} returned {key_name(leaf.key)!r} as {array.dtype} {array.shape}, "
                 f"its space says {leaf.dtype} {expected}",
-                hint="the first dimension counts the lanes",
+                hint="the first dimension must be the lanes",
             )
         columns[leaf.key] = array.astype(leaf.dtype, copy=False)
     return columns
 
 
 def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
-    """Refuse actions that do not exist; a Box is only checked for NaN, since many policies overshoot it."""
+    """Refuse actions that do not exist. A Box is only checked for NaN, as many policies exceed its bounds."""
     for leaf in leaves:
         action, space = actions[leaf.key], leaf.space
         if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -457,7 +456,7 @@ def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
             bad = np.isnan(action)
         if bad.any():
             raise SchemaError(
-                f"the policy gave {key_name(leaf.key)!r} = {action[bad][0]}, its space is {space}",
+                f"the policy returned {key_name(leaf.key)!r} = {action[bad][0]}, its space is {space}",
                 hint="the step was not taken",
             )
 
@@ -465,14 +464,14 @@ def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
 def _with_final(
     columns: dict[Key, Array], leaves: list[_Leaf], ended: BoolArray, info: dict[str, Any]
 ) -> dict[Key, Array]:
-    """Return `columns` with the last observations of the episodes that ended, not the next ones' first."""
+    """Replace the observations of ended lanes, which belong to the next episode, by the last ones."""
     if "final_obs" not in info:
         raise SchemaError(
-            "an episode ended, but the environment gave no info['final_obs'], which SAME_STEP promises",
-            hint="say autoreset_mode= if it resets otherwise",
+            "an episode ended, but the environment returned no info['final_obs'], which SAME_STEP requires",
+            hint="pass autoreset_mode= if it resets in another way",
         )
     final = info["final_obs"]
-    # gymnasium keeps one value per lane; other vector environments hand over a batch.
+    # gymnasium has one value per lane; other vector environments return a batch.
     per_lane = isinstance(final, np.ndarray) and final.dtype == object
     merged = {}
     for leaf in leaves:
@@ -485,8 +484,7 @@ def _with_final(
 class _RandomActions:
     """Random actions, one seeded stream per lane.
 
-    A lane draws only where it makes a transition, so its actions do not depend on the
-    autoreset mode.
+    A lane draws only if it makes a transition, so its actions do not depend on the autoreset mode.
     """
 
     def __init__(self, env: AnyVectorEnv, seed: int | None) -> None:
@@ -514,22 +512,22 @@ def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
     if isinstance(env, VectorEnv):
         return env
     if isinstance(env, gym.Env):
-        # DISABLED, since no call is then spent on a reset.
+        # DISABLED, so that no call is spent on a reset.
         return SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
     raise TypeError(
         f"env is a {type(env).__name__}; pass a gymnasium.Env, or a gymnasium.vector.VectorEnv "
-        "as gymnasium.make_vec makes them"
+        "as gymnasium.make_vec creates"
     )
 
 
 def _autoreset_mode(env: AnyVectorEnv, given: str | AutoresetMode | None) -> AutoresetMode:
-    """Return how `env` resets, as its metadata says or the caller."""
+    """Return the autoreset mode of `env`, from its metadata or from the caller."""
     choices = ", ".join(repr(mode.value) for mode in AutoresetMode)
     declared = env.metadata.get("autoreset_mode")
     if declared is None and given is None:
         raise ValueError(
             f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
-            f"say it with autoreset_mode=, one of {choices}"
+            f"pass autoreset_mode=, one of {choices}"
         )
     try:
         modes = [AutoresetMode(mode) for mode in (declared, given) if mode is not None]

@@ -1,1 +1,1 @@
-"""Values and rules that touch no file."""
+"""Values and rules that use no files."""

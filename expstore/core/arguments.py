@@ -1,4 +1,4 @@
-"""Checks of arguments that many public functions share."""
+"""Checks of arguments, shared by many public functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_whole", "refuse_unknown", "unknown_keyword"]
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-#: Names that other libraries give to an argument.
+#: Names that other libraries use for a parameter of ours.
 _ALIASES = {
     "buffer_size": "capacity",
     "max_capacity": "capacity",
@@ -32,10 +32,10 @@ _NO_PARTS: Mapping[str, str] = MappingProxyType({})
 
 
 def check_whole(name: str, value: Any) -> int:
-    """Return a whole number; a float such as 1e6 is one.
+    """Return an integer; a float with an integral value, such as 1e6, is accepted.
 
     Raises:
-        ArgumentError: It is not a whole number.
+        ArgumentError: The value is not an integer.
     """
     if isinstance(value, float | np.floating) and value.is_integer():
         return int(value)
@@ -50,10 +50,10 @@ def check_whole(name: str, value: Any) -> int:
 def refuse_unknown(
     parts: Mapping[str, str],
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Make a function refuse an unknown keyword with the nearest of its own.
+    """Make a function raise ArgumentError for an unknown keyword, with the nearest known keyword as the hint.
 
     Args:
-        parts: Names that are no keywords of the function, but keys of a dict that one of its keywords takes.
+        parts: For names that are keys of a dict that the function takes: the keyword that takes the dict.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -77,11 +77,11 @@ def unknown_keyword(
     """Return the error for a keyword that a function or class does not have.
 
     Args:
-        called: The function or class, as the message names it.
-        name: The keyword.
-        value: What it was set to.
-        known: The keywords that it has.
-        parts: As for `refuse_unknown`.
+        called: The name of the function or class, for the message.
+        name: The unknown keyword.
+        value: The value passed with it.
+        known: The keywords of the function or class.
+        parts: For names that are keys of a dict that one of the keywords takes: that keyword.
     """
     text = repr(value) if len(repr(value)) <= 40 else "..."
     alias = _ALIASES.get(name)

@@ -1,4 +1,4 @@
-"""A pool that keeps the memory of a large batch for the next one, after the batch was garbage-collected.
+"""Reuse the memory of a large batch that was garbage-collected for the next batch.
 
 Used by columns, on disk and in RAM. The system provides new memory page by page and fills each page with
 zeros, which takes as long as copying the rows. Memory that anything still refers to is never reused.
@@ -15,7 +15,7 @@ from expstore.core.values import Array
 
 __all__ = ["LEAST_BYTES", "Recycled"]
 
-#: The allocator reuses memory for smaller arrays itself.
+#: The allocator itself reuses the memory of smaller arrays.
 LEAST_BYTES = 1 << 20
 #: Larger arrays would be too much memory to keep.
 _MOST_BYTES = 1 << 26
@@ -24,8 +24,8 @@ _MOST_BYTES = 1 << 26
 class Recycled:
     """Create arrays, if possible in the memory of an array that no longer exists.
 
-    The memory of at most one array is kept: enough for a loop that drops a batch when it has the next one.
-    Threads may share it.
+    The memory of at most one array is kept: enough for a loop that drops a batch when it gets the next one.
+    Threads may share the object.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Which slots were changed in place lately.
+"""Record which slots were changed in place recently.
 
-Kept by storages for filters, which look again at what has changed and at nothing else. It knows no values.
+Used by storages. Filters read the record to evaluate only the rows that have changed. It contains no values.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from expstore.core.values import IntArray
 
 __all__ = ["ChangeLog", "Changes"]
 
-#: A larger change is looked at as if everything had changed; so many are remembered.
+#: A change of more slots than the first number is recorded as "all slots"; the second number is how many
+#: changes are remembered.
 _ROWS, _KEPT = 4096, 256
 
 
 class Changes(Protocol):
-    """Tell readers which slots were changed in place."""
+    """The read side of a record of in-place changes."""
 
     @property
     def number(self) -> int:
-        """A number that moves when a change begins and when it ends; odd meanwhile."""
+        """Incremented when a change begins and when it ends; odd during a change."""
 
     def since(self, before: int, /) -> IntArray | None:
-        """Return the slots changed since `number` was this even number; None: that is not known.
+        """Return the slots changed since `number` had this even value; None if that is unknown.
 
-        A change that is going on is not among them. Shape `(n,)`, int64; a slot may come twice.
+        A change that has not ended is not included. Shape `(n,)`, int64; a slot may occur more than once.
         """
 
 
 class ChangeLog:
-    """Count changes in place, and remember the last ones by their numbers.
+    """Count in-place changes, and remember the slots of the most recent ones.
 
-    Threads: not locked. The storage changes rows under its lock, and a reader gets all of a change or knows
-    that it does not. Crashes: nothing is kept.
+    Not locked: the storage changes rows under its own lock. A reader gets all slots of a change, or None.
+    Nothing is stored on disk.
 
     Example:
         >>> changed = ChangeLog()
@@ -51,28 +52,28 @@ class ChangeLog:
     __slots__ = ("_noted", "number")
 
     def __init__(self) -> None:
-        #: Moves when a change begins and when it ends; odd meanwhile.
+        #: Incremented when a change begins and when it ends; odd during a change.
         self.number = 0
         self._noted: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
     def begin(self) -> None:
-        """Note that rows are about to be changed."""
+        """Record the beginning of a change."""
         self.number += 1
 
     def end(self, slots: IntArray | None) -> None:
-        """Note that the change is over, and which slots it may have changed; None: whichever."""
+        """Record the end of a change, and the slots that it may have changed; None if it may be any slot."""
         self._note(self.number + 1, slots)
         self.number += 1
 
     def note(self, slots: IntArray) -> None:
-        """Note a change that readers see as a whole: it is never half done."""
+        """Record a change that readers see completely or not at all."""
         self.number += 2
         self._note(self.number, slots)
 
     def since(self, before: int) -> IntArray | None:
-        """Return the slots changed since `number` was this even number; None: that is not known.
+        """Return the slots changed since `number` had this even value; None if that is unknown.
 
-        A change that is going on is not among them. Shape `(n,)`, int64; a slot may come twice.
+        A change that has not ended is not included. Shape `(n,)`, int64; a slot may occur more than once.
         """
         now = self.number & ~1
         found = [slots for number, slots in tuple(self._noted) if before < number <= now]

@@ -1,6 +1,6 @@
-"""The random numbers of every draw: draw k of a store is the same whatever came before it.
+"""The random numbers of each draw: those of draw k do not depend on earlier draws.
 
-Buffers and samplers get a NumPy generator for one draw out of it. It never chooses rows.
+Buffers and samplers get a NumPy generator for each draw. This module chooses no rows.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 __all__ = ["DrawNumber", "Draws", "next_numbers"]
 
-#: The two upper words of the counter of one draw: what tells it from every other one.
+#: The two upper words of the counter, which identify a draw.
 DrawNumber = tuple[int, int]
 
 _MASK64 = (1 << 64) - 1
 
 
 class Draws:
-    """Give the random numbers of any draw, in the order of the draws' numbers or any other.
+    """Generators of random numbers for draws, in any order.
 
-    Philox is counter-based (Salmon et al. 2011): draw k is the same after a restart, whatever came
-    before. The draw is the upper half of the counter, so that draws never overlap. Threads have
-    a generator each.
+    Philox is counter-based (Salmon et al. 2011): the numbers of draw k are the same after a restart, and
+    whatever was drawn before. The draw number is in the upper half of the counter, so that draws never
+    overlap. Each thread has its own generator.
 
     Args:
-        seed: Key of all draws; its lower 64 bits count.
-        stream: The key's second word. 0 is the writer's; readers that draw from one store each have
-            another, so that none repeats the batches of another. Its lower 64 bits count.
+        seed: First word of the key of all draws; only the lower 64 bits are used.
+        stream: Second word of the key, of which only the lower 64 bits are used. The writer has 0. Readers of
+            the same store have other values, so that no reader repeats the batches of another one.
     """
 
     def __init__(self, seed: int, stream: int = 0) -> None:
@@ -39,15 +39,15 @@ class Draws:
         self._own = threading.local()
 
     def generator(self, draw: int, redraw: int = 0) -> np.random.Generator:
-        """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
+        """Return a generator for draw number `draw`; the thread's next call resets the same generator."""
         return self.numbers((draw, 0), redraw)
 
     def numbers(self, draw: DrawNumber, redraw: int = 0) -> np.random.Generator:
-        """Return the random numbers of a draw; this thread's next call moves the same generator."""
+        """Return a generator for a draw; the thread's next call resets the same generator."""
         own = self._own
         if not hasattr(own, "generator"):
             own.bits = np.random.Philox(key=np.zeros(2, np.uint64))
-            own.state = own.bits.state  # set again, it takes a tenth of the time of a new generator
+            own.state = own.bits.state  # resetting it takes a tenth of the time of a new generator
             own.generator = np.random.Generator(own.bits)
         state = own.state["state"]
         state["key"][:] = self._key
@@ -56,37 +56,37 @@ class Draws:
         generator: np.random.Generator = own.generator
         return generator
 
-    # -- draws ahead of time: one thread at a time, which then hands out every draw it took, or none ------
+    # -- draws ahead of time: by one thread at a time, which then returns all of them or none -------------
 
     def next(self, draws: DrawState) -> DrawNumber:
-        """Count a batch handed out, and return its draw number."""
+        """Count a batch and return the words that identify its draw."""
         return draws.next(), 0
 
     def ahead(self, draws: DrawState, number: int) -> DrawNumber:
-        """Return the draw after `number` others that were taken ahead and are not handed out yet."""
+        """Return the words of a draw ahead of time, after `number` draws taken ahead and not returned yet."""
         return draws.number + number, 0
 
     def hand_out(self, draws: DrawState) -> None:
-        """Count the oldest draw taken ahead as handed out."""
+        """Count the oldest draw taken ahead as returned."""
         draws.next()
 
     def give_back(self) -> None:
-        """Drop the draws that were taken ahead and not returned."""
+        """Discard the draws that were taken ahead and not returned."""
 
     @property
     def in_step(self) -> bool:
-        """Whether draws taken ahead are still those that would be taken now."""
+        """Whether the draws taken ahead are still those that would be taken now."""
         return True
 
 
 def next_numbers(seed: int, state: DrawState) -> np.random.Generator:
-    """Count one more draw from a store, and return its random numbers.
+    """Count one more draw from a store, and return a generator with its random numbers.
 
-    They are those that the next batch of the store's buffer would have been drawn by.
+    The store's buffer would have used the same numbers for its next batch.
 
     Args:
-        seed: Key of all draws from the store.
-        state: The draws so far.
+        seed: First word of the key of all draws from the store.
+        state: The state of the store's draws.
     """
     source = state.source
     draws = source if isinstance(source, Draws) else Draws(seed, state.stream())

@@ -1,6 +1,6 @@
 """How the rows of a storage are numbered: by id, by slot, by TorchRL's index, or by one number per dim.
 
-Pure arithmetic. Nothing here touches a row or a file.
+Pure arithmetic, without access to rows or files.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class RingGeometry:
     Ids are 1, 2, 3, ... and never reused. A ring keeps the newest `capacity` of them readable in `slots`
     physical places; a storage without a capacity has a slot for every id. With several dims, of which the
     first is time, a row is a cell of a grid: cells are numbered in C order, and the cells of one step of time
-    are written together. One dim is the case of one lane.
+    are written together. With one dim, each step of time has one cell.
 
-    Immutable: a storage that learns its dims or gets another capacity replaces the whole object. Threads may
-    share it.
+    Immutable: a storage whose dims become known, or whose capacity changes, replaces the whole object.
+    Threads may share it.
 
     Args:
-        capacity: Most readable rows; None: unbounded. Rounded up to whole steps of time.
-        ndim: How many dims of a batch are rows, time being the first.
-        dims: Sizes of the dims beyond the first; () until the first rows have come.
+        capacity: The largest number of readable rows, rounded up to whole steps of time; None: unbounded.
+        ndim: How many dims of a batch are rows; the first is time.
+        dims: Sizes of the dims after the first; () until the first rows are written.
         spare: Slots of a ring beyond its capacity, for rows that are written before a checkpoint.
-        reach: Slots beyond those, which keep overwritten rows that packed rows may refer to.
+        reach: Further slots, which keep overwritten rows that packed rows may refer to.
 
     Example:
         >>> ring = RingGeometry(100, spare=28)
@@ -69,11 +69,12 @@ class RingGeometry:
     dims: tuple[int, ...] = ()
     spare: int = 0
     reach: int = 0
-    #: Rows of one step of time.
+    #: Number of rows of one step of time.
     lanes: int = field(init=False)
-    #: Physical places of a ring; None: unbounded.
+    #: Number of physical places of a ring; None: unbounded.
     slots: int | None = field(init=False)
-    #: A row with an id above `write horizon - depth` has not been overwritten; None: no row ever is.
+    #: A row with an id above `write horizon - depth` has not been overwritten; None: no row is ever
+    #: overwritten.
     depth: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,11 +91,11 @@ class RingGeometry:
             object.__setattr__(self, name, value)
 
     def with_dims(self, dims: tuple[int, ...]) -> RingGeometry:
-        """Return the same ring with these dims beyond time; the capacity becomes a multiple of a step."""
+        """Return the same ring with these dims after time; the capacity becomes a multiple of a step."""
         return replace(self, dims=dims)
 
     def with_slots(self, spare: int, reach: int) -> RingGeometry:
-        """Return the same ring with other slots beyond its capacity."""
+        """Return the same ring with other numbers of slots beyond its capacity."""
         return replace(self, spare=spare, reach=reach)
 
     @property
@@ -103,7 +104,7 @@ class RingGeometry:
         return UNBOUNDED if self.capacity is None else self.capacity
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows along each dim, of so many rows in all: steps of time, then `dims`."""
+        """Return the shape of a grid with this number of rows: steps of time, then `dims`."""
         return (-(-rows // self.lanes), *self.dims)
 
     # -- ids and slots ---------------------------------------------------------------------------
@@ -113,11 +114,11 @@ class RingGeometry:
         return ids - 1 if self.slots is None else (ids - 1) % self.slots
 
     def ids_in(self, slots: IntArray, last: int) -> IntArray:
-        """Return the newest ids up to `last` that lie in these slots. Shapes `(n,)`."""
+        """Return the newest id, at most `last`, in each of these slots. Shapes `(n,)`."""
         return slots + 1 if self.slots is None else last - (last - 1 - slots) % self.slots
 
     def runs(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
-        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
+        """Split a run of ids at the end of the ring: (first slot, offset in the run, rows) of each part."""
         return cut_run(first_id, count, self.slots)
 
     # -- TorchRL's index ---------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class RingGeometry:
 
         Args:
             ids: The ids of the batch.
-            run: Whether the ids are consecutive.
+            run: Whether the ids are consecutive, which allows a faster computation.
         """
         if not run:
             return np.where(ids == -1, -1, self.index_of(ids))
@@ -164,11 +165,11 @@ class RingGeometry:
         return ids
 
     def generations_of(self, ids: IntArray) -> IntArray:
-        """Return how many rows had the index of each row before it. Shapes `(n,)`, int64."""
+        """Return, for each row, how many earlier rows had the same index. Shapes `(n,)`, int64."""
         return np.zeros_like(ids) if self.capacity is None else (ids - 1) // self.capacity
 
     def generations_at(self, indices: IntArray, window: Window) -> IntArray:
-        """Return the generations of the rows that have these indices now; -1 for no row. Any shape, int64."""
+        """Return the generation of the row that each index has now; -1 without a row. Any shape, int64."""
         if self.capacity is None:
             ids = indices + 1
         else:
@@ -179,7 +180,7 @@ class RingGeometry:
     # -- cells of a grid ---------------------------------------------------------------------------
 
     def unravel(self, indices: IntArray) -> IntArray:
-        """Return the position of indices along each dim; -1 everywhere for -1.
+        """Return the position of indices along each dim; an index of -1 gives -1 for every dim.
 
         Args:
             indices: Shape `(n,)`.
@@ -224,7 +225,7 @@ class RingGeometry:
             indices = indices * size + wrapped[..., dim]
         return indices
 
-    # -- what fits -----------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------
 
     def check_dims(self, dims: tuple[int, ...]) -> None:
         """Check the dims of a batch.
@@ -251,6 +252,6 @@ class RingGeometry:
         """Raise SchemaError unless a batch consists of whole steps of time."""
         if count % self.lanes or (first_id - 1) % self.lanes:
             raise SchemaError(
-                f"{count} rows are no whole steps of dims {list(self.dims)}",
-                hint="with ndim > 1 every cell is a row: none can be left out",
+                f"{count} rows are not a whole number of steps of dims {list(self.dims)}",
+                hint="with ndim > 1 every cell is a row: write all cells of a step",
             )

@@ -1,7 +1,8 @@
-"""Runs of deleted ids between ids that can be read.
+"""Sets of ids, stored as sorted runs; used for deleted rows between readable rows.
 
-Part of every window of rows: a repair deletes rows whose bytes are lost, retention deletes rows that are no
-longer wanted. 100,000 runs cost no more than a few: every look-up is a binary search. It touches no files.
+Part of every window of rows: a repair deletes rows with lost bytes, retention deletes rows that are no longer
+needed. Every look-up is a binary search, so 100,000 runs cost little more than a few. This module uses no
+files.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _Ids = NDArray[np.int64]
 
 
 class IdSet:
-    """Immutable, ascending runs of ids that do not touch one another.
+    """An immutable set of ids: ascending runs, which neither overlap nor adjoin.
 
     Args:
         first: First id of each run, ascending. Shape `(n,)`, int64.
-        last: Last id of each. Shape `(n,)`, int64.
+        last: Last id of each run. Shape `(n,)`, int64.
 
     Example:
         >>> deleted = IdSet.of([(3, 5), (9, 9)])
@@ -34,13 +35,13 @@ class IdSet:
 
     def __init__(self, first: _Ids, last: _Ids) -> None:
         self.first, self.last = first, last
-        self._gone = np.zeros(first.size + 1, np.int64)  # ids in the runs before each
+        self._gone = np.zeros(first.size + 1, np.int64)  # number of ids in all runs before each run
         np.cumsum(last + 1 - first, out=self._gone[1:])
-        self._left = first - 1 - self._gone[:-1]  # other ids before each
+        self._left = first - 1 - self._gone[:-1]  # number of ids outside the runs before each run
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int]]) -> IdSet:
-        """Return the ids of runs, given as (first, last) in any order."""
+        """Return the set of the ids of runs, passed as (first, last) in any order."""
         if isinstance(runs, IdSet):
             return runs
         pairs = np.array(list(runs), np.int64).reshape(-1, 2)
@@ -48,7 +49,7 @@ class IdSet:
 
     @classmethod
     def merge(cls, first: _Ids, last: _Ids) -> IdSet:
-        """Return the ids of runs in any order, which may overlap. Shapes `(n,)`."""
+        """Return the set of the ids of runs, which may overlap and have any order. Shapes `(n,)`."""
         if not first.size:
             return NO_IDS
         order = np.argsort(first, kind="stable")
@@ -60,39 +61,39 @@ class IdSet:
 
     @classmethod
     def of_ids(cls, ids: _Ids) -> IdSet:
-        """Return what holds these ids, given in any order. Shape `(n,)`."""
+        """Return the set of these ids, which may have any order. Shape `(n,)`."""
         return cls.merge(ids, ids)
 
     def join(self, other: IdSet) -> IdSet:
-        """Return what holds the ids of both."""
+        """Return the union of both sets."""
         if not other or not self:
             return self or other
         return IdSet.merge(np.append(self.first, other.first), np.append(self.last, other.last))
 
     def intersect(self, other: IdSet) -> IdSet:
-        """Return what holds the ids that both do."""
+        """Return the intersection of both sets."""
         points = np.unique(np.concatenate([self.first, self.last + 1, other.first, other.last + 1]))
         first, last = points[:-1], points[1:] - 1
         both = self.holds(first) & other.holds(first)
         return IdSet.merge(first[both], last[both])
 
     def widen(self, ids: int) -> IdSet:
-        """Return the same runs, each so many ids longer at both ends."""
+        """Return the runs, each extended by this number of ids at both ends."""
         return IdSet.merge(self.first - ids, self.last + ids)
 
     def between(self, low: int, last: int) -> IdSet:
-        """Return the runs that have ids above `low`, as they are, cut off behind `last`."""
+        """Return the runs that contain ids in (low, last]: cut off after `last`, but not at `low`."""
         kept = (self.last > low) & (self.first <= last)
         if kept.all() and (not self or self.last[-1] <= last):
             return self
         return IdSet(self.first[kept], np.minimum(self.last[kept], last))
 
     def shift(self, shift: int) -> IdSet:
-        """Return the same runs, so many ids further on."""
+        """Return the runs with all ids increased by `shift`."""
         return IdSet(self.first + shift, self.last + shift)
 
     def holds(self, ids: _Ids) -> NDArray[np.bool_]:
-        """Say which ids lie in a run. Shapes `(n,)`."""
+        """Return whether each id is in a run. Shapes `(n,)`."""
         if not self:
             return np.zeros(ids.shape, np.bool_)
         at = np.searchsorted(self.first, ids, side="right") - 1
@@ -100,7 +101,7 @@ class IdSet:
         return found
 
     def meets(self, first: _Ids, last: _Ids) -> NDArray[np.bool_]:
-        """Say which ranges, from `first` to `last`, have an id in a run. Shapes `(n,)`."""
+        """Return whether each range, from `first` to `last`, contains an id of a run. Shapes `(n,)`."""
         if not self:
             return np.zeros(first.shape, np.bool_)
         at = np.searchsorted(self.first, last, side="right") - 1
@@ -108,12 +109,12 @@ class IdSet:
         return found
 
     def upto(self, id: int) -> int:
-        """Return how many ids up to this one lie in runs."""
+        """Return the number of ids in runs up to this id, including it."""
         at = int(np.searchsorted(self.first, id, side="right"))
         return int(self._gone[at]) - (max(0, int(self.last[at - 1]) - id) if at else 0)
 
     def counts(self, ids: _Ids) -> _Ids:
-        """Return the same for each of some ids. Shapes `(n,)`."""
+        """Return, for each id, the number of ids in runs up to it, including it. Shapes `(n,)`."""
         at = np.searchsorted(self.first, ids, side="right")
         if not self:
             return np.zeros(ids.shape, np.int64)
@@ -122,12 +123,12 @@ class IdSet:
         return found
 
     def nth(self, numbers: _Ids) -> _Ids:
-        """Return the ids that lie in no run with these numbers, counted from 0 at id 1. Shapes `(n,)`."""
+        """Return the ids outside the runs that have these numbers, counted from 0 at id 1. Shapes `(n,)`."""
         found: _Ids = numbers + 1 + self._gone[np.searchsorted(self._left, numbers, side="right")]
         return found
 
     def others(self, low: int, last: int) -> tuple[_Ids, _Ids]:
-        """Return the runs of ids above `low`, up to `last`, that lie in none: first ids and last ids."""
+        """Return the runs of ids in (low, last] that are not in this set: first ids and last ids."""
         known = self.between(low, last)
         first = np.append(low + 1, known.last + 1)
         until = np.append(known.first - 1, last)
@@ -136,7 +137,7 @@ class IdSet:
 
     @property
     def ids(self) -> int:
-        """How many ids lie in runs."""
+        """The number of ids in all runs."""
         return int(self._gone[-1])
 
     def __len__(self) -> int:

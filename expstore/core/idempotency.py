@@ -1,8 +1,8 @@
-"""Idempotency keys: which writes are known, and which rows came of them.
+"""Idempotency keys: which writes were made, and which rows they wrote.
 
-Used by buffers, which ask before they write, and by storages, which note a key with the rows that were
-written under it; `expstore.storages.format.write_key_file` keeps the keys of a store on disk. It never sees a
-row.
+Used by buffers, which look up a key before they write, and by storages, which record a key with the rows
+written under it. `expstore.storages.format.write_key_file` stores the keys of a store on disk. This module
+has no access to rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from expstore.errors import StateError
 
 __all__ = ["ENTRY", "NO_KEY", "WriteKey", "WriteKeys", "Written", "key_reused", "pack_entry"]
 
-#: A key is remembered for 24 hours, in microseconds.
+#: How long a key is remembered, in microseconds: 24 hours.
 KEPT_US = 24 * 3600 * 1_000_000
 
 #: crc32c of the rest, rows (bit 31: rows of the batch were dropped), number, key, digest, first id, time.
 ENTRY = struct.Struct("<IIQ16s16sQq")
-#: What a record has in the place of a key if it was written under none.
+#: The value in a record of a write without a key.
 NO_KEY = bytes(16)
 _DROPPED = 1 << 31
 _DIGEST_BYTES = 16
@@ -31,12 +31,13 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class WriteKey:
-    """Name a write, so that it can be told from another one and is not done twice.
+    """Identify a write, so that a retry of it can be recognised.
 
     Args:
         name: blake2b of the user's key, 16 bytes.
-        digest: Of what is written, 16 bytes; zeros: the user says that the same key means the same rows.
-        dropped: Whether rows of the batch were not taken in: the answer has -1 in their places.
+        digest: Digest of the written data, 16 bytes; zeros: the user guarantees that equal keys mean equal
+            rows.
+        dropped: Whether rows of the batch were dropped; the answer has -1 in their places.
     """
 
     name: bytes
@@ -45,32 +46,32 @@ class WriteKey:
 
     @classmethod
     def of(cls, key: str | bytes, digest: bytes | None) -> WriteKey:
-        """Make one of what a user gave.
+        """Create a key from the values that a user passed.
 
         Raises:
-            TypeError: The key is neither text nor bytes, or the digest no bytes.
-            ValueError: The key is empty, or the digest not of 16 bytes.
+            TypeError: The key is neither text nor bytes, or the digest is not bytes.
+            ValueError: The key is empty, or the digest does not have 16 bytes.
         """
         if not isinstance(key, str | bytes):
-            raise TypeError(f"an idempotency key is text or bytes, not {type(key).__name__}")
+            raise TypeError(f"an idempotency key must be text or bytes, got {type(key).__name__}")
         if not key:
-            raise ValueError("the idempotency key is empty; leave it out, or give each write its own")
+            raise ValueError("the idempotency key is empty; omit it, or use a new key for each write")
         if digest is not None and not isinstance(digest, bytes):
-            raise TypeError(f"a digest is bytes, not {type(digest).__name__}")
+            raise TypeError(f"a digest must be bytes, got {type(digest).__name__}")
         if digest is not None and len(digest) != _DIGEST_BYTES:
-            raise ValueError(f"a digest has {_DIGEST_BYTES} bytes, not {len(digest)}")
+            raise ValueError(f"a digest must have {_DIGEST_BYTES} bytes, got {len(digest)}")
         data = key.encode() if isinstance(key, str) else key
         return cls(hashlib.blake2b(data, digest_size=len(NO_KEY)).digest(), digest or NO_KEY)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Say what a write under a key has come to.
+    """The rows written under a key.
 
     Args:
         first_id: Id of the first row that was written.
-        count: How many were.
-        dropped: Whether rows of the batch were not taken in.
+        count: Number of rows that were written.
+        dropped: Whether rows of the batch were dropped.
     """
 
     first_id: int
@@ -84,7 +85,7 @@ class Written:
 
 
 def pack_entry(number: int, key: WriteKey, first_id: int, count: int, time: int) -> bytes:
-    """Return an entry of the ring."""
+    """Return an entry of the ring as bytes."""
     rows = count | _DROPPED if key.dropped else count
     rest = ENTRY.pack(0, rows, number, key.name, key.digest, first_id, time)[4:]
     crc: int = google_crc32c.value(rest)
@@ -92,32 +93,32 @@ def pack_entry(number: int, key: WriteKey, first_id: int, count: int, time: int)
 
 
 class WriteKeys:
-    """Know the newest keys: the last 100,000, or those of the last 24 hours if these are fewer.
+    """The newest keys: the last 100,000, or the keys of the last 24 hours if these are fewer.
 
-    They lie in a ring of entries, numbered from 0 on. Threads: one notes, any number ask; a key is known
-    when its rows are published. Processes and crashes: these are in memory only.
+    Entries are numbered from 0 on and stored in a ring. One thread records keys, any number look them up; a
+    key is known once its rows are published. This object is in memory only.
     """
 
     def __init__(self) -> None:
         self.slots, self._kept = tuning.IDEMPOTENCY_SLOTS, tuning.IDEMPOTENCY_KEYS
-        #: Of the next key.
+        #: Number of the next entry.
         self.number = 0
-        self._oldest = 0  # no entry before this one is in `_numbers`
+        self._oldest = 0  # entries before this one are not in `_numbers`
         self._numbers: dict[bytes, int] = {}
-        self._ring = bytearray()  # grows up to its length
+        self._ring = bytearray()  # grows up to its full length
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def find(self, key: WriteKey, now: int) -> Written | None:
-        """Return what has come of the write with this key; None: nothing is known of it.
+        """Return the rows of the write with this key; None if the key is unknown or older than 24 hours.
 
         Args:
-            key: Which one.
-            now: Microseconds since 1970.
+            key: The key to look up.
+            now: The current time in microseconds since 1970.
 
         Raises:
-            StateError: It was another write (kind "key_reused").
+            StateError: The key was used for a write of other data (kind "key_reused").
         """
         number = self._numbers.get(key.name)
         if number is None:
@@ -131,22 +132,22 @@ class WriteKeys:
         return found
 
     def note(self, key: WriteKey, first_id: int, count: int, time: int) -> None:
-        """Know a key from now on; its rows are published."""
+        """Record a key whose rows are published."""
         number, at = self.number, self._offset_of(self.number)
-        # Behind the last byte this makes it longer.
+        # A slice assignment after the last byte extends the bytearray.
         self._ring[at : at + ENTRY.size] = pack_entry(number, key, first_id, count, time)
         self._numbers[key.name] = number
         self.number = number + 1
         self._forget(time)
 
     def restore(self, ring: bytearray, numbers: dict[bytes, int], *, oldest: int, number: int) -> None:
-        """Know what was kept elsewhere, in the place of what there is.
+        """Replace the content by keys that were stored elsewhere.
 
         Args:
             ring: The entries, each at its place.
-            numbers: Of the keys that are not too old.
-            oldest: No entry before this one is known.
-            number: Of the next key.
+            numbers: Entry numbers by key, without keys that are too old.
+            oldest: Number of the oldest entry in use.
+            number: Number of the next entry.
         """
         self._ring, self._numbers, self._oldest, self.number = ring, numbers, oldest, number
 
@@ -154,24 +155,24 @@ class WriteKeys:
         return number % self.slots * ENTRY.size
 
     def _forget(self, now: int) -> None:
-        """Forget keys that are one too many, or too old; a clock that was set back keeps some for longer."""
+        """Forget keys beyond the limit and old keys; after the clock was set back, some are kept longer."""
         while self._oldest < self.number:
             entry = ENTRY.unpack_from(self._ring, self._offset_of(self._oldest))
             name, time = entry[3], entry[6]
             if self.number - self._oldest <= self._kept and now - time <= KEPT_US:
                 return
-            if self._numbers.get(name) == self._oldest:  # else it was used again
+            if self._numbers.get(name) == self._oldest:  # otherwise the key was used again
                 del self._numbers[name]
             self._oldest += 1
 
     def close(self) -> None:
-        """Let go."""
+        """Do nothing: there are no resources to close."""
 
 
 def key_reused(found: Written) -> StateError:
-    """Return what to raise where a known key comes with something else."""
+    """Return the error for a known key that is passed with other data."""
     return StateError(
-        f"the idempotency key is that of another write: of {found.count} rows from id {found.first_id} on",
+        f"the idempotency key belongs to another write: {found.count} rows from id {found.first_id} on",
         kind="key_reused",
-        hint="give each write a key of its own, and the same one only when it is tried again",
+        hint="use a new key for each write; repeat a key only to retry the same write",
     )

@@ -1,8 +1,8 @@
-"""The order in which the locks of one storage are taken, and a check of it for tests.
+"""The order in which threads take the locks of one storage, and a check of it for tests.
 
-Two threads that take two locks in opposite orders can deadlock. So the locks of a storage are ranked: a
-thread that holds one takes only locks behind it in `LOCK_ORDER`. With `tuning.CHECK_LOCK_ORDER` a storage
-wraps its locks to assert that; otherwise they are plain locks, and nothing is checked.
+Two threads that take two locks in opposite orders can deadlock. Therefore the locks of a storage are ordered:
+a thread that holds one takes only locks after it in `LOCK_ORDER`. With `tuning.CHECK_LOCK_ORDER` a storage
+wraps its locks to assert this; otherwise they are plain locks, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCK_ORDER = (
     "sync",
     "catalog",
     "sampled",
-    "archive",  # rows are copied to the archive, whose own locks come behind this one
+    "archive",  # rows are copied to the archive; its own locks are taken after this one
     "runs",  # the index of episodes' steps
     "pin",  # which rows a snapshot still needs
     "episodes",
@@ -40,14 +40,14 @@ _RANKS = {name: rank for rank, name in enumerate(LOCK_ORDER)}
 
 
 class LockOrderError(AssertionError):
-    """A thread takes a lock while it holds one behind it in the order, which can deadlock."""
+    """A thread takes a lock while it holds one that comes after it in the order, which can deadlock."""
 
 
 class LockOrder:
-    """Rank the locks of one storage.
+    """Check the order in which threads take the locks of one storage.
 
-    The order is checked per thread. Locks of another storage, such as an archive's, have an order of their
-    own. A lock that its thread takes again is not checked, nor is one that is tried without waiting.
+    The order is checked per thread. Locks of another storage, such as an archive, have their own order. Not
+    checked are a lock that its thread already holds, and a lock that is tried without waiting.
 
     Example:
         >>> order = LockOrder()
@@ -63,21 +63,21 @@ class LockOrder:
         """Return a lock unchanged, or wrapped so that it checks the order.
 
         Args:
-            name: Which one it is, of `LOCK_ORDER`.
-            lock: A lock, re-entrant or not, that is not held yet.
+            name: Its name in `LOCK_ORDER`.
+            lock: A lock, re-entrant or not, that no thread holds yet.
         """
         rank = _RANKS[name]
         return lock if self._threads is None else cast(_Lock, _RankedLock(name, rank, lock, self._threads))
 
 
 class _RankedLock:
-    """Take a lock if that is in order."""
+    """A lock that checks the order before it is taken."""
 
     def __init__(self, name: str, rank: int, lock: Any, threads: threading.local) -> None:
         self._name, self._rank, self._lock, self._threads = name, rank, lock, threads
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock; return whether it was to be had."""
+        """Take the lock; return whether this succeeded."""
         if blocking:
             self._check()
         options = {"timeout": timeout} if timeout >= 0 else {}
@@ -87,7 +87,7 @@ class _RankedLock:
         return taken
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
         held = self._held
         del held[len(held) - 1 - held[::-1].index(self)]

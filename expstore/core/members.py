@@ -1,6 +1,6 @@
-"""Some of a kind, found by number as in a list, by several numbers as an ensemble of their own.
+"""An ordered collection: an integer selects a member, several integers select a smaller collection.
 
-Base of the parts of ensembles. It knows nothing of what the members do.
+Base class of the parts of ensembles. It does not depend on what the members do.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ __all__ = ["Members", "find_members"]
 
 
 def find_members(index: Any, count: int, owner: str) -> int | list[int]:
-    """Return which members an index means: one, or several.
+    """Return the numbers of the members that an index selects: one number, or several.
 
     Args:
-        index: An integer; a slice or an ellipsis; integers, or a mask, in a list, range, array or tensor.
-        count: How many members there are.
-        owner: What they are members of, for the message.
+        index: An integer; a slice or an ellipsis; integers or a mask in a list, range, array or tensor.
+        count: Number of members.
+        owner: Name of the collection, for the message.
 
     Raises:
-        IndexError: There is no such member, or it is no index.
-        RuntimeError: It has more than one dim.
-        TypeError: It is made of floating point numbers.
+        IndexError: There is no such member, or the value is not an index.
+        RuntimeError: The index has more than one dim.
+        TypeError: The index has floating-point numbers.
     """
     if index is Ellipsis:
         index = slice(None)
@@ -58,26 +58,26 @@ def _wrong(index: Any) -> IndexError:
 
 
 class Members:
-    """Hold members of one kind, in order.
+    """Members of one kind, in order.
 
-    Threads and processes: as the members. Crashes: as the members.
+    Threads, processes and crashes: as for the members.
 
     Args:
-        members: In the order of their numbers.
+        members: The members, in the order of their numbers.
     """
 
-    #: What the members are called.
+    #: The word for the members in messages.
     _word: ClassVar[str] = "members"
 
     def __init__(self, *members: Any) -> None:
         self._members = members
 
     def _select_members(self, numbers: list[int]) -> Members:
-        """Return an ensemble of some of them."""
+        """Return a collection of some members."""
         return type(self)(*[self._members[number] for number in numbers])
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a member by its number, or some of them as an ensemble."""
+        """Return a member by its number, or a collection of several members."""
         if isinstance(index, tuple):
             if len(index) > 1:
                 raise IndexError(

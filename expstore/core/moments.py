@@ -1,6 +1,6 @@
 """Count, mean, spread and range of values, merged from those of parts.
 
-Pure arithmetic, used for the statistics of fields: a part whose values have not changed is not read again.
+Pure arithmetic, used for the statistics of fields: parts with unchanged values need not be read again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Moments"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """Count, mean, squared deviations, smallest and largest of some rows, for each element of a row.
+    """Count, mean, squared deviations, minimum and maximum of rows, for each element of a row.
 
     Args:
-        count: How many rows; at least 1.
-        mean: Of each element. Shape the row's, float64.
-        squares: Sum of the squared deviations from the mean. Shape the row's, float64.
-        smallest: Of each element. Shape and dtype the row's.
-        largest: Of each element. Shape and dtype the row's.
+        count: Number of rows; at least 1.
+        mean: Mean of each element. Shape of a row, float64.
+        squares: Sum of the squared deviations from the mean. Shape of a row, float64.
+        smallest: Minimum of each element. Shape and dtype of a row.
+        largest: Maximum of each element. Shape and dtype of a row.
 
     Example:
         >>> halves = [Moments.of(np.array([1.0, 2.0])), Moments.of(np.array([3.0]))]
@@ -43,17 +43,18 @@ class Moments:
 
     @classmethod
     def of(cls, rows: Array) -> Self:
-        """Compute them in float64.
+        """Compute the moments of rows in float64.
 
-        NaN makes all of them NaN; an infinity makes mean and squares NaN.
+        A NaN makes all of them NaN; an infinity makes mean and squares NaN.
 
         Args:
-            rows: At least one; numbers or bools. Shape `(n, *row shape)`.
+            rows: At least one row of numbers or bools. Shape `(n, *row shape)`.
         """
         count, shape = len(rows), rows.shape[1:]
         rows = rows.reshape(count, -1)
         with np.errstate(invalid="ignore", over="ignore"):
-            # Deviations from the first row: the mean of equal values is exact then, and large ones cancel.
+            # Use deviations from the first row: the mean of equal values is then exact, and large values
+            # cancel.
             deviations = rows.astype(np.float64)
             first = deviations[0].copy()
             deviations -= first
@@ -70,10 +71,10 @@ class Moments:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
-        """Return the moments of all rows of some parts; the formula of Chan, Golub and LeVeque.
+        """Return the moments of all rows of the parts, by the formula of Chan, Golub and LeVeque.
 
         Args:
-            parts: At least one, of the same row shape and dtype.
+            parts: At least one, all of the same row shape and dtype.
         """
         if len(parts) == 1:
             return parts[0]

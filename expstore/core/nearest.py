@@ -1,4 +1,4 @@
-"""Find the known names that are most like an unknown one.
+"""Find the known names that are most similar to an unknown one.
 
 Used by error messages.
 """
@@ -12,9 +12,9 @@ __all__ = ["list_nearest_first", "nearest", "suggest"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a name; None: no name is like it.
+    """Return the known name that is most similar to a name; None if none is similar.
 
-    A name whose last part, after a dot, is the whole name is nearest: `reward` finds `next.reward`.
+    A name whose last part, after a dot, equals the whole name wins: `reward` finds `next.reward`.
 
     >>> nearest("rewrd", ["action", "next.reward"])
     'next.reward'
@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def suggest(name: str, known: Collection[str], what: str) -> str:
-    """Return the hint of an error about an unknown name: the nearest name, if one is near, and all names.
+    """Return the hint of an error about an unknown name: the most similar name, if any, and all names.
 
     >>> suggest("rewrd", ["action", "next.reward"], "the fields are")
     'did you mean next.reward? The fields are next.reward, action'
@@ -43,6 +43,6 @@ def suggest(name: str, known: Collection[str], what: str) -> str:
 
 
 def list_nearest_first(name: str, known: Collection[str]) -> list[str]:
-    """Return the known names, the one that is most like a name first."""
+    """Return the known names, beginning with the one that is most similar to a name."""
     found = nearest(name, known)
     return [*([found] if found else []), *(text for text in known if text != found)]

@@ -58,9 +58,9 @@ class RateLimiter:
     counts. The error begins at its target if the store had no limiter before, or one with other settings, or
     was written to without it.
 
-    Threads: any number wait, each until its call is allowed; Ctrl-C ends a wait, `close` of the buffer ends
-    all of them. Processes: only the writer counts; readers neither count nor wait. Crashes: after a kill both
-    counts continue; after a power cut `sampled` is the count at the last sync.
+    Threads: any number may wait, each until its call is allowed; Ctrl-C ends a wait, `close` of the buffer
+    ends all waits. Processes: only the writer counts; readers neither count nor wait. Crashes: after a kill
+    both counts continue; after a power cut `sampled` is the count at the last sync.
 
     Args:
         samples_per_insert: How often each row is sampled on average.
@@ -87,7 +87,7 @@ class RateLimiter:
         if not 0 < samples_per_insert < math.inf:
             raise ValueError(f"samples_per_insert must be above 0, got {samples_per_insert}")
         if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, or None for no end, got {timeout}")
+            raise ValueError(f"timeout must be at least 0 seconds, or None for no limit, got {timeout}")
         if not max_diff - min_diff >= 2 * max(1.0, samples_per_insert):
             raise ValueError(
                 f"error_buffer spans {max_diff - min_diff:g}; below 2 * max(1, samples_per_insert) = "
@@ -272,7 +272,7 @@ class RateLimiter:
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _check_rows(self, rows: float, what: str) -> None:
-        """Raise ValueError if no error allows this number of rows at once."""
+        """Raise ValueError if a batch of this number of rows could never be allowed."""
         span = self.max_diff - self.min_diff
         if rows > span:
             raise ValueError(
@@ -281,7 +281,7 @@ class RateLimiter:
             )
 
     def _check_stuck(self, storage: Limited) -> None:
-        """Raise ValueError if inserts and samples of the newest sizes wait for one another."""
+        """Raise ValueError if inserts and samples of the latest sizes would wait for each other forever."""
         inserts, samples = self._newest
         if not (inserts and samples) or self._inserting or self._sampling:
             return
@@ -318,7 +318,7 @@ class RateLimiter:
         waited = f" (waited {self.timeout:g} s)" if self.timeout else ""
         return NotReadyError(f"{text}{waited}", kind="rate_limited", hint=f"{act}, or pass a longer timeout")
 
-    # -- copies in other processes, which do not limit ---------------------------------------------
+    # -- copies in other processes, which do not limit anything ----------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without the storage and the waiting threads."""

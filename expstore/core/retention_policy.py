@@ -25,20 +25,21 @@ _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Retain:
-    """A policy that says which rows to keep. Only whole episodes that have ended are deleted.
+    """A policy that decides which rows to keep. Only whole episodes that have ended are deleted.
 
-    An episode is deleted if any of the arguments says so. Without arguments, all rows are kept.
+    An episode is deleted if any of the arguments requires it. Without arguments, all rows are kept.
 
     Args:
-        bytes: The most space of the kept rows in the columns: the oldest episodes are deleted until the rest
-            fits. A number of bytes, or text such as "10GB" or "512MiB".
-        age: Episodes that ended longer ago are deleted. Seconds, or text such as "7d", "12h" or "30m".
+        bytes: The most space that the kept rows may take in the columns: the oldest episodes are deleted
+            until the rest fits. A number of bytes, or text such as "10GB" or "512MiB".
+        age: Episodes that ended longer ago than this are deleted. Seconds, or text such as "7d", "12h" or
+            "30m".
         where: A boolean SQL expression over a row and its `episode`, as in a sampler's `where`. Episodes with
             at least one row for which it is true are kept. (A condition on the episode alone is true for all
-            of its rows or for no row.)
+            of its rows, or for none.)
 
     Raises:
-        ValueError: An argument has another form.
+        ValueError: An argument has an invalid value.
 
     Example:
         >>> Retain(bytes="10GB", where="episode.return > 100")
@@ -60,12 +61,12 @@ class Retain:
         """Return a policy that a user passed as a `Retain` or as a dict of its arguments.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: The value is neither of them.
         """
         if isinstance(given, Retain):
             return given
         if not isinstance(given, Mapping) or not given.keys() <= {"bytes", "age", "where"}:
-            raise ValueError(f"retain is a Retain, or a dict with bytes, age or where, got {given!r}")
+            raise ValueError(f"retain must be a Retain, or a dict with bytes, age or where, got {given!r}")
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,11 +82,11 @@ def parse_bytes(given: Any) -> int | None:
     """Return a number of bytes, passed as a number or as text such as "10GB".
 
     Raises:
-        ValueError: It is not a number of bytes, or below 1.
+        ValueError: The value is not a number of bytes, or is below 1.
     """
     value = _amount(given, _BYTES)
     if value is not None and not value >= 1:
-        raise ValueError(f"bytes is a number from 1 on, or text such as '10GB', got {given!r}")
+        raise ValueError(f"bytes must be a number of at least 1, or text such as '10GB', got {given!r}")
     return None if value is None else int(value)
 
 
@@ -93,16 +94,16 @@ def parse_age(given: Any) -> float | None:
     """Return a number of seconds, passed as a number or as text such as "7d".
 
     Raises:
-        ValueError: It is not a number of seconds, or is negative or infinite.
+        ValueError: The value is not a number of seconds, or is negative or infinite.
     """
     value = _amount(given, _SECONDS)
     if value is not None and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"age is a number of seconds from 0 on, or text such as '7d', got {given!r}")
+        raise ValueError(f"age must be a number of seconds, at least 0, or text such as '7d', got {given!r}")
     return value
 
 
 def _amount(given: Any, units: Mapping[str, float]) -> float | None:
-    """Return an amount in the smallest of the units; NaN if it is not an amount, None for None."""
+    """Return an amount in the smallest of the units; NaN for an invalid value, None for None."""
     if given is None:
         return None
     if isinstance(given, str):

@@ -1,6 +1,6 @@
-"""How many slots a ring has beyond its capacity.
+"""Compute how many slots a ring has beyond its capacity.
 
-Used by storages when the fields are fixed. It knows numbers only.
+Used by storages when the fields of a store become fixed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from expstore.core import tuning
 
 __all__ = ["spare_slots"]
 
-#: Bytes of rows that may wait for the disk in a store without capacity.
+#: Bytes of rows that may wait for a checkpoint in a store without a capacity.
 UNBOUNDED_SPARE_BYTES = 256 << 20
 
 
 def spare_slots(capacity: int | None, row_bytes: int) -> int:
-    """Return how many slots a store has beyond its capacity (for an unbounded one: rows not yet synced).
+    """Return the number of slots beyond the capacity (without a capacity: how many rows may be unsynced).
 
-    The more spare slots, the longer a writer runs before it has to wait for the disk.
+    With more spare slots, a writer can continue for longer before it has to wait for the disk.
 
     >>> spare_slots(1000, 100), spare_slots(1_000_000, 100)
     (4096, 125000)

@@ -1,8 +1,8 @@
 """TorchRL's keywords that have no effect in this library.
 
-A program that was written for TorchRL may pass any keyword that TorchRL's class has. Most keywords mean the
-same here; this module knows the others. Public constructors take them as `**torchrl` and pass them on to
-`check_keywords`: values that ask for nothing are accepted, all others are refused with the reason.
+A program written for TorchRL may pass any keyword of TorchRL's class. Most keywords mean the same here; this
+module lists the others. Public constructors accept them as `**torchrl` and pass them on to `check_keywords`:
+values that would have no effect are accepted, all others are refused with the reason.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class VoidKeyword:
     """A keyword of TorchRL that has no effect here.
 
     Args:
-        reason: Why a value that asks for something is refused.
-        accepts: Whether a value asks for nothing.
+        reason: Why values that would have an effect are refused.
+        accepts: Returns whether a value would have no effect.
     """
 
     reason: str
@@ -47,7 +47,7 @@ class VoidKeyword:
 
 
 def one_of(*harmless: Any) -> Callable[[Any], bool]:
-    """Return a function that accepts these values; a device counts as its name."""
+    """Return a function that accepts these values; a device is compared by its name."""
 
     def accepts(value: Any) -> bool:
         return any(value is one or (isinstance(one, str) and str(value) == one) for one in harmless)
@@ -56,7 +56,7 @@ def one_of(*harmless: Any) -> Callable[[Any], bool]:
 
 
 def is_anything(value: Any) -> bool:
-    """Accept every value: results are the same with each of them."""
+    """Accept every value: the results are the same with all of them."""
     return True
 
 
@@ -85,11 +85,7 @@ VOID: dict[str, VoidKeyword] = {
     "sampler_device": VoidKeyword("priorities are drawn on the CPU, in microseconds", one_of(None, "cpu")),
     "service_backend": VoidKeyword(_SERVICE, one_of("direct")),
     "service_backend_options": VoidKeyword(_SERVICE, one_of(None)),
-    "shared": VoidKeyword(
-        "keep the rows on disk, expstore.open(path); other processes read them with mode='r', and a buffer "
-        "that is pickled or forked does so by itself",
-        one_of(False),
-    ),
+    "shared": VoidKeyword("share() one buffer on disk, not an ensemble of several", one_of(False)),
     "sync": VoidKeyword(
         "the store keeps the priorities; to sample while another process writes, open it with mode='r'",
         one_of(True),
@@ -138,10 +134,10 @@ VOID: dict[str, VoidKeyword] = {
 #: The void keywords of each kind of class.
 BUFFER = (
     *("checkpointer", "compilable", "delayed_init", "sampler_device", "service_backend"),
-    *("service_backend_options", "shared", "sync", "transport", "transport_options"),
+    *("service_backend_options", "sync", "transport", "transport_options"),
 )
 ENSEMBLE = (
-    *BUFFER,
+    *(*BUFFER, "shared"),
     *("consume_after_n_samples", "dim_extend", "pin_memory", "prefetch", "sample_unit", "sampler", "storage"),
     *("transform_factory", "writer"),
 )
@@ -149,7 +145,7 @@ OBJECT_STORAGE = ("compilable",)
 MEMMAP_STORAGE = ("compilable", "shared_init")
 TENSOR_STORAGE = ("cleanup_memmap", "compilable", "consolidated", "shared_init")
 WRITER = ("compilable",)
-#: These have a place in TorchRL's signature, and so in ours.
+#: Keywords that occur in TorchRL's signatures, and therefore in ours.
 PRIORITIZED = ("device", "max_capacity")
 STREAMING_SLICES = ("cache_values", "compile", "use_gpu")
 SLICES_WITHOUT_REPLACEMENT = ("compile", "ends", "trajectories", "use_gpu")
@@ -158,16 +154,16 @@ SLICES = (*PRIORITIZED_SLICES, "fragmented", "step_key")
 
 
 def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Check the keywords that a constructor was given beyond its own.
+    """Check the keywords that were passed to a constructor in addition to its own.
 
     Args:
-        owner: The object that is made.
+        owner: The object under construction.
         given: The keywords with their values.
-        known: Names of void keywords that TorchRL's class has.
+        known: Names of the keywords without effect that TorchRL's class has.
 
     Raises:
         ArgumentError: The class has no such keyword.
-        ValueError: The value asks for something that does not exist here.
+        ValueError: The value would have an effect that does not exist here.
     """
     kind = type(owner).__name__
     for name, value in given.items():

@@ -1,6 +1,6 @@
-"""Small shared types: keys, column batches, what a sampler selects.
+"""Small shared types: keys, windows of ids, and what a sampler selects.
 
-Used by every layer above; holds no behaviour beyond simple arithmetic on ids.
+Used by all other packages; only simple arithmetic on ids.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     """Return a nested key as a tuple.
 
     Raises:
-        TypeError: It is not a key.
+        TypeError: The value is not a key.
 
     >>> to_key("reward"), to_key(("next", "reward"))
     (('reward',), ('next', 'reward'))
@@ -61,7 +61,7 @@ def check_key(argument: str, value: Any) -> Key:
         value: The value that the user passed.
 
     Raises:
-        TypeError: It is not a key.
+        TypeError: The value is not a key.
     """
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(p, str) for p in value):
         raise TypeError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")
@@ -69,7 +69,7 @@ def check_key(argument: str, value: Any) -> Key:
 
 
 def key_name(key: Key) -> str:
-    """Return a key as users read it in messages and in SQL.
+    """Return a key in the notation of messages and of SQL.
 
     >>> key_name(("next", "reward"))
     'next.reward'
@@ -79,11 +79,11 @@ def key_name(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Say by what a store that keeps the best rows ranks them.
+    """The criterion by which a store that keeps the best rows ranks them.
 
     Args:
         key: The field.
-        reduction: How several values of a row become one: sum, max, min, mean or median.
+        reduction: How several values of a row are reduced to one: sum, max, min, mean or median.
     """
 
     key: Key
@@ -94,12 +94,12 @@ class Ranking:
 
 
 def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:
-    """Cut a run of ids at the end of a ring: (first slot, offset in the run, rows).
+    """Split a run of ids at the end of a ring. Returns (first slot, offset in the run, rows) of each part.
 
     Args:
-        first_id: Of the run.
-        count: How many rows.
-        slots: How many the ring has; None: it never ends.
+        first_id: First id of the run.
+        count: Number of rows.
+        slots: Number of slots of the ring; None: unbounded.
     """
     if slots is None:
         return [(first_id - 1, 0, count)]
@@ -110,12 +110,12 @@ def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int
     return [(start, 0, head), (0, head, count - head)]
 
 
-#: Runs of ids: (first, last) of each, ascending.
+#: Runs of ids, ascending: (first, last) of each.
 Runs = tuple[tuple[int, int], ...]
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the same ids as runs that are ascending and apart.
+    """Return the same ids as ascending runs that neither overlap nor adjoin.
 
     >>> merge_runs([(8, 9), (1, 3), (3, 5), (6, 6)])
     ((1, 6), (8, 9))
@@ -131,13 +131,12 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The readable ids: those in (`low`, `last`] that are not deleted.
+    """The readable ids: those in (`low`, `last`] that are not in `gaps`.
 
     Args:
         low: The newest id that can no longer be read; 0 at first.
         last: The newest id that is published; 0 in an empty store.
-        deleted: Rows between that were given up, by a repair or by retention; those up to `low` may be among
-            them.
+        deleted: Ids deleted by a repair or by retention; it may also have ids up to `low`.
     """
 
     low: int
@@ -146,19 +145,19 @@ class Window:
 
     @property
     def size(self) -> int:
-        """How many ids the window spans."""
+        """Number of ids between `low` and `last`, including deleted ones."""
         return self.last - self.low
 
     @property
     def rows(self) -> int:
-        """How many rows can be read."""
+        """Number of readable rows."""
         deleted = self.deleted
         if deleted is NO_IDS:
             return self.last - self.low
         return self.last - self.low - deleted.upto(self.last) + deleted.upto(self.low)
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return the readable ids as runs: (first id, rows); of an empty window one without rows."""
+        """Return the readable ids as runs (first id, rows); for an empty window one run of 0 rows."""
         if not self.deleted:
             return [(self.low + 1, max(0, self.size))]
         first, last = self.deleted.others(self.low, self.last)
@@ -172,7 +171,7 @@ class Window:
         return ids[~self.deleted.holds(ids)] if self.deleted else ids
 
     def holds(self, ids: IntArray) -> NDArray[np.bool_]:
-        """Say which ids can be read. Shapes `(n,)`."""
+        """Return whether each id can be read. Shapes `(n,)`."""
         found: NDArray[np.bool_] = (ids > self.low) & (ids <= self.last)
         if self.deleted:
             found &= ~self.deleted.holds(ids)
@@ -185,14 +184,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a sampler says of the rows of a batch, in a field of its own or in one that is stored.
+    """A flag of each row of a batch, set by a sampler, in an additional field or in a stored one.
 
     Args:
         key: The field.
-        flags: One per row. Shape `(n,)`.
-        joins: A stored flag stays set where it is; otherwise it is replaced.
-        new: The field is written though it is not stored.
-        flat: If so, its shape is `(n,)`, not `(n, 1)`.
+        flags: One flag per row. Shape `(n,)`.
+        joins: Whether flags that are set in a stored field stay set; otherwise the field is replaced.
+        new: Whether the field is added if it is not stored.
+        flat: Whether an added field has shape `(n,)` instead of `(n, 1)`.
     """
 
     key: Key
@@ -202,7 +201,7 @@ class Mark:
     flat: bool = False
 
     def on(self, stored: Array) -> Array:
-        """Return what a stored field becomes. Shapes `(n, *row shape)`."""
+        """Return the values of a stored field with the flags applied. Shapes `(n, *row shape)`."""
         flags = self.flags.reshape(-1, *(1,) * (stored.ndim - 1))
         if stored.dtype == np.bool_ and stored.shape == flags.shape:
             return flags | stored if self.joins else flags.copy()
@@ -211,23 +210,23 @@ class Mark:
         return np.broadcast_to(flags, stored.shape).astype(stored.dtype)
 
     def alone(self) -> Array:
-        """Return the field where it is not stored."""
+        """Return the values of the field if it is not stored."""
         return self.flags if self.flat else self.flags[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a sampler drew.
+    """The rows that a sampler drew.
 
     Args:
-        ids: Row ids. Shape `(n,)`, int64; repeated where drawn more than once.
-        info: More columns for the batch, each of length n (weights, for instance).
-        progress: How far the sampler has come with it, of the sampler's own meaning.
-        marks: Flags to be written into the batch.
-        asked: How many rows were asked for, if that is not how many there are.
-        anchors: What the sampler drew, if these are the rows that a sample unit has made of it.
-        notes: What the sampler has to say that is not a number per row; told in the info of `sample` only.
-        oldest: The smallest id of other rows that were looked at, if some were; 0: none.
+        ids: Row ids. Shape `(n,)`, int64; an id that was drawn more than once is repeated.
+        info: Additional columns of the batch, each of length n (weights, for instance).
+        progress: The progress of the sampler after this draw; the sampler defines its meaning.
+        marks: Flags to write into the batch.
+        asked: The number of rows that were requested, if it differs from the number of `ids`; otherwise 0.
+        anchors: The sampler's own selection, if a sample unit has replaced its rows by `ids`.
+        notes: Information that is not one number per row; only part of the info that `sample` returns.
+        oldest: The smallest id of other rows that were read for the batch; 0 without such rows.
     """
 
     ids: IntArray

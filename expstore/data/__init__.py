@@ -1,1 +1,1 @@
-"""TensorDicts, arrays and objects as columns, and back."""
+"""Conversion of TensorDicts, arrays and objects to columns, and back."""

@@ -1,6 +1,6 @@
-"""Columns out of a TensorDict, and a TensorDict out of columns.
+"""Convert TensorDicts to columns, and columns to TensorDicts.
 
-Used by `expstore.data.containers`. It converts without copying where it can and knows nothing of storages.
+Used by `expstore.data.containers`. It avoids copies if possible, and does not use storages.
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ __all__ = [
 
 @dataclass(slots=True)
 class Batch:
-    """Hold a batch as columns, in the order of the TensorDict.
+    """A batch as columns, in the order of the TensorDict.
 
     Args:
-        keys: The fields' keys.
-        dtypes: Their dtypes by name.
-        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`. Of rows without a fixed size
+        keys: Keys of the fields.
+        dtypes: Names of their dtypes.
+        arrays: Their values; bfloat16 as uint16 bits. Shapes `(n, *row shape)`. Variable-length fields are
             pyarrow Arrays.
-        count: How many rows.
+        count: Number of rows.
         lanes: Lane of each row; None: one lane.
-        lane_count: How many lanes.
-        arranged: The columns are those of this schema, checked; keys and dtypes are left out. None: not so.
-        form: How rows are put together, as `expstore.data.containers` notes it.
-        dims: Sizes of the batch's dims beyond time, where each place along them is a row.
-        kind: The tensorclass of the rows, if they are of one.
-        linked: As of `Steps`.
+        lane_count: Number of lanes.
+        arranged: The schema whose columns these are, checked; keys and dtypes are empty then. None: not
+            checked.
+        form: How rows are assembled, in the format of `expstore.data.containers`.
+        dims: Sizes of the batch's dims beyond time, if each position along them is a row.
+        kind: The tensorclass of the rows, if they have one.
+        linked: As in `Steps`.
     """
 
     keys: list[Key]
@@ -85,14 +86,14 @@ class Batch:
         """Return key -> (dtype, row shape).
 
         Raises:
-            SchemaError: A column does not say what its type is.
+            SchemaError: The type of a column cannot be inferred from its values.
         """
         if UNKNOWN in self.dtypes:
             name = key_name(self.keys[self.dtypes.index(UNKNOWN)])
             raise SchemaError(
-                f"field {name!r} has nothing but None, or empty lists, in the first batch, which do not say "
-                "what it would hold",
-                hint="give schema= when the store is made, or begin with rows that have a value",
+                f"field {name!r} has only None or empty lists in the first batch, which do not "
+                "determine its type",
+                hint="give schema= when the store is created, or begin with rows that have a value",
             )
         return {
             key: (dtype, array.shape[1:] if isinstance(array, np.ndarray) else ())
@@ -110,14 +111,14 @@ class Batch:
             return schema.arrange(self.keys, self.dtypes, self.arrays)
         if known is schema or known.fields == schema.fields:
             return self.arrays
-        # A field has come or gone since.
+        # A field was added or dropped since.
         return schema.arrange(known.keys, [entry.dtype for entry in known.fields], self.arrays)
 
     def select_columns(self, schema: Schema) -> tuple[list[int], list[Array]]:
         """Return the positions of the fields that the batch has, and one array for each.
 
         Raises:
-            SchemaError: The batch does not fit; only late fields may be missing.
+            SchemaError: The batch does not fit; only added fields may be missing.
         """
         if self.arranged is not None or tuple(self.keys) == schema.keys:
             return list(range(len(schema.fields))), self.columns(schema)
@@ -127,13 +128,13 @@ class Batch:
         return [schema.place(key) for key in keys], schema.arrange(keys, dtypes, arrays, partial=True)
 
     def in_lanes(self, dims: tuple[int, ...]) -> Batch:
-        """Return the batch, whose rows are one for each place along `dims`, time after time, as such."""
+        """Return the batch with lanes: each time step has one row per position along `dims`."""
         count = math.prod(dims)
         lanes = np.tile(np.arange(count), self.count // count if count else 0)
         return replace(self, lanes=lanes, lane_count=count, dims=dims)
 
     def keep(self, rows: Array) -> Batch:
-        """Return the batch without the rows where `rows` is False; its columns are left out."""
+        """Return the batch without the rows where `rows` is False, and without columns."""
         lanes = None if self.lanes is None else self.lanes[rows]
         return replace(self, keys=[], dtypes=[], arrays=[], lanes=lanes, count=int(np.count_nonzero(rows)))
 
@@ -147,19 +148,20 @@ def flatten(
     skip: frozenset[str] = frozenset(),
     typed: bool = False,
 ) -> Batch:
-    """Return a TensorDict's leaves as columns.
+    """Convert the leaves of a TensorDict to columns.
 
     Args:
         data: The batch.
-        all_dims: Make rows of all batch dims: time is the dim named "time", else the last; each place
-            along the others is a lane.
-        ndim: Of how many otherwise: time is the first, each place along the others is a lane.
-        single: The TensorDict has no time: it is one row, or one for each lane.
-        skip: Root keys to leave out.
-        typed: Values of Python become columns of Arrow; otherwise they stay objects.
+        all_dims: Whether all batch dims make rows: time is the dim named "time", otherwise the last; each
+            position along the others is a lane.
+        ndim: Otherwise, how many dims make rows: time is the first, each position along the others is a lane.
+        single: Whether the TensorDict has no time: it is one row, or one for each lane.
+        skip: Root keys to skip.
+        typed: Whether Python values become Arrow columns; otherwise they stay objects.
 
     Raises:
-        SchemaError: It is no TensorDict, has too few batch dims, or a leaf is no tensor of a known dtype.
+        SchemaError: `data` is not a TensorDict, has too few batch dims, or a leaf is not a tensor of a
+            supported dtype.
     """
     if not isinstance(data, TensorDictBase):
         raise SchemaError(f"expected a TensorDict, got {type(data).__name__}", hint="wrap it in TensorDict")
@@ -197,40 +199,40 @@ def _check_rectangular(shape: tuple[int, ...]) -> None:
     if -1 in shape:
         raise SchemaError(
             f"the parts of the batch have different batch sizes: its shape is {list(shape)}",
-            hint="extend() by each of them, or let fields, not batch dims, differ in length",
+            hint="extend() with each part, or let fields, not batch dims, differ in length",
         )
 
 
 def _check_inner(keys: list[Key], dtypes: list[str], inner: tuple[int, ...]) -> None:
-    """Raise SchemaError if rows with batch dims of their own have fields without a fixed size."""
+    """Raise SchemaError if rows have inner batch dims, and also variable-length fields."""
     found = [key for key, dtype in zip(keys, dtypes, strict=True) if dtype.startswith(ARROW)]
     if inner and found:
         raise SchemaError(
-            f"field {key_name(found[0])!r} has rows of no fixed size, and rows have batch dims of their own, "
+            f"field {key_name(found[0])!r} is variable-length, and rows have batch dims of their own, "
             f"{list(inner)}",
             hint="store steps as rows: flatten the batch",
         )
 
 
 def batch_of(schema: Schema, columns: Sequence[Array]) -> Batch:
-    """Return columns as a batch of one lane. Shapes `(n, *row shape)`."""
+    """Convert columns to a batch of one lane. Shapes `(n, *row shape)`."""
     dtypes = [ARROW + ":" + entry.arrow if entry.variable else entry.dtype for entry in schema.fields]
     return Batch(list(schema.keys), dtypes, list(columns), len(columns[0]))
 
 
 def tensordict_of(batch: Batch, *, single: bool) -> TensorDict:
-    """Return a batch of one lane as a TensorDict that shares its memory: rows, or one row without a dim."""
+    """Convert a batch of one lane to a TensorDict that shares its memory: rows, or one row without a dim."""
     schema = batch.arranged or Schema.infer(batch.signature())
     built = Builder(schema).build(batch.columns(schema), torch.Size((batch.count,)), {})
     return built[0] if single else built
 
 
 def note_inner(shape: tuple[int, ...], data: TensorDictBase | None = None) -> str:
-    """Return the form of TensorDicts: batch dims that rows, or TensorDicts within them, have of their own.
+    """Return the form of TensorDicts whose rows, or nested TensorDicts, have batch dims of their own.
 
     Args:
-        shape: Sizes of the batch dims that rows have.
-        data: The batch; its dims' names, and those within it, are noted, too.
+        shape: Sizes of the inner batch dims of rows.
+        data: The batch; the names of its dims, and of nested TensorDicts' dims, are also recorded.
     """
     noted: dict[str, Any] = {"batch_size": list(shape)} if shape else {}
     if data is not None:
@@ -243,7 +245,7 @@ def note_inner(shape: tuple[int, ...], data: TensorDictBase | None = None) -> st
 
 
 def is_plain(form: str) -> bool:
-    """Return whether rows are TensorDicts without batch dims of their own."""
+    """Return whether rows are TensorDicts without inner batch dims."""
     return not form or set(json.loads(form)) == {"nested"}
 
 
@@ -254,7 +256,7 @@ def _names_of(data: Any) -> list[str | None]:
 def _find_nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[int], list[str | None]]]:
     """Return path, sizes and names of the dims that nested TensorDicts have beyond the first `known`."""
     found: list[tuple[Key, list[int], list[str | None]]] = []
-    if isinstance(data, LazyStackedTensorDict):  # whose rows may differ in shape
+    if isinstance(data, LazyStackedTensorDict):  # its rows may differ in shape
         known -= data.stack_dim < known
         data = data.tensordicts[0] if data.tensordicts else TensorDict({})
         return _find_nested_dims(data, path, known)
@@ -270,7 +272,7 @@ def _find_nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[
 
 
 def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
-    """Raise SchemaError unless a batch, or a single row, has the dims that make rows."""
+    """Raise SchemaError if a batch, or a single row, has too few dims."""
     if len(shape) >= ndim - single:
         return
     if ndim == 1:
@@ -291,9 +293,9 @@ def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]
 
 
 class Intake:
-    """Take TensorDicts whose keys, dtypes and shapes are just those of the schema, with few steps.
+    """Fast conversion of batches whose keys, dtypes and shapes are exactly those of the schema.
 
-    That is nearly every batch of a run; `flatten` and `Schema.arrange` do the others.
+    These are nearly all batches of a run; `flatten` and `Schema.arrange` handle the others.
 
     Args:
         schema: The fields.
@@ -314,7 +316,7 @@ class Intake:
         return count, [(entry.numpy_dtype, (count, *entry.shape)) for entry in self._fields]
 
     def take(self, data: TensorDictBase, *, single: bool = False) -> Batch | None:
-        """Return a batch of one lane as columns of the schema; None if it needs a closer look."""
+        """Return a batch of one lane as columns of the schema; None if it needs `flatten`."""
         if type(data) is not TensorDict or len(data.batch_size) != (0 if single else 1):
             return None
         count = 1 if single else data.batch_size[0]
@@ -334,15 +336,15 @@ class Intake:
                 if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
                     return None
         except (KeyError, AttributeError, RuntimeError, TypeError):
-            return None  # another key, a lazy stack, a tensor that needs gradients, a bfloat16
+            return None  # another key, a lazy stack, a tensor that requires gradients, a bfloat16
         return Batch([], [], arrays, count, arranged=self._schema)
 
     def take_arrays(self, data: dict[str, Any], *, single: bool = False) -> Batch | None:
-        """Return nested dicts of arrays as columns of the schema; None if they need a closer look.
+        """Return nested dicts of arrays as columns of the schema; None if they need `take_mapping`.
 
         Args:
             data: Arrays of shape `(n, *row shape)`; of a single row arrays of its shape, and numbers.
-            single: It is one row.
+            single: Whether `data` is one row.
         """
         tables: list[Any] = [data]
         try:
@@ -369,16 +371,16 @@ class Intake:
                 ):
                     return None
         except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-            return None  # another key, no dict, a number that the field's dtype has not
+            return None  # another key, not a dict, a number that the field's dtype cannot represent
         return Batch([], [], values, count, arranged=self._schema)
 
 
-#: The largest finite float of so many bytes.
+#: The largest finite float by its size in bytes.
 _LARGEST = {size: float(np.finfo(f"f{size}").max) for size in (2, 4, 8)}
 
 
 def _number_to_column(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-    """Return a number as a column of one row; None if that needs a closer look. Floats are rounded."""
+    """Return a number as a column of one row; None if it needs a conversion. Floats are rounded."""
     if shape != (1,):
         return None
     kind = type(value)
@@ -394,11 +396,11 @@ def _number_to_column(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) 
 
 
 class StepReader:
-    """Read out of columns what the rows are in the eyes of their collector.
+    """Read the episode fields of rows: lanes, trajectory ids, ends and rewards.
 
     Args:
-        schema: Of the store.
-        keys: Which fields say it.
+        schema: The schema of the store.
+        keys: The fields' keys.
     """
 
     def __init__(self, schema: Schema, keys: Keys) -> None:
@@ -408,11 +410,11 @@ class StepReader:
         self._facts, self._start = RowFacts(schema, keys), place(keys.start)
         self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
         self._counts_steps = keys.start == ("step_count",)
-        #: Whether rows may say that they are no transitions.
+        #: Whether rows can be marked as not being transitions.
         self.skips_rows = self._trajectory is not None or self._mask is not None
 
     def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
-        """Return what the rows are. `columns` are in the schema's order."""
+        """Return the episode fields of the rows. `columns` are in the schema's order."""
 
         terminated, truncated, rewards = self._facts.read(columns)
         starts: Any = None
@@ -433,7 +435,7 @@ class StepReader:
         )
 
     def transitions(self, columns: Sequence[Array]) -> Array | None:
-        """Return which rows are transitions at all; None: all of them. Shape `(n,)`."""
+        """Return which rows are transitions; None: all of them. Shape `(n,)`."""
         keep = None
         if self._trajectory is not None:
             strays = columns[self._trajectory].reshape(-1) == -1
@@ -446,13 +448,13 @@ class StepReader:
 
 
 class _Tree:
-    """Hold how a schema's fields hang below one another, groups numbered from the root (0)."""
+    """The nesting of a schema's fields, with groups numbered from the root (0)."""
 
     def __init__(self, schema: Schema) -> None:
         groups: dict[Key, int] = {(): 0}
         self.paths: list[Key] = [()]  # of each group
-        self.parents: list[tuple[int, str]] = []  # of each group but the root: its parent and name
-        self.leaves: list[tuple[int, str]] = []  # of each field: its group and name
+        self.parents: list[tuple[int, str]] = []  # parent and name of each group except the root
+        self.leaves: list[tuple[int, str]] = []  # group and name of each field
         for entry in schema.fields:
             for depth in range(1, len(entry.key)):
                 path = entry.key[:depth]
@@ -464,7 +466,7 @@ class _Tree:
 
 
 class Builder:
-    """Make TensorDicts of one schema.
+    """Build TensorDicts of one schema.
 
     Args:
         schema: The fields.
@@ -478,7 +480,7 @@ class Builder:
             (group, name, entry.dtype if entry.dtype in ("bfloat16", "object", ARROW) else "", entry.arrow)
             for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
         ]
-        # Of fields that are tensors as they are: names and places of those of each group.
+        # If all fields are plain tensors: their names and positions, by group.
         self._tensors = None if any(special for _, _, special, _ in self._leaves) else _group_places(tree)
 
     def build(
@@ -488,18 +490,18 @@ class Builder:
         root: dict[str, torch.Tensor],
         names: Sequence[str | None] = (),
     ) -> TensorDict:
-        """Return columns as a TensorDict that owns them.
+        """Build a TensorDict that owns the columns.
 
         Args:
-            columns: In the schema's order. Shapes `(*size, *row shape)`.
-            size: Its batch size.
-            root: More tensors for its root.
-            names: Of its last dims.
+            columns: Values in the schema's order. Shapes `(*size, *row shape)`.
+            size: Batch size.
+            root: Additional tensors at the root.
+            names: Names of the last dims.
         """
         groups = self._fill_groups(columns, size)
         groups[0].update(root)
-        # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
-        # than reading the rows.
+        # Backwards, as a group follows its parent. Nothing needs validation, which would take longer than
+        # reading the rows.
         for number in range(len(self._parents), 0, -1):
             parent, name = self._parents[number - 1]
             if self._dims is None:
@@ -531,16 +533,16 @@ class Builder:
         return groups
 
     def nest(self, columns: Iterable[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:
-        """Return columns as nested dicts of arrays, which own them.
+        """Build nested dicts of arrays, which own the columns.
 
         Args:
-            columns: In the schema's order. Shapes `(*size, *row shape)`.
-            size: How many rows along each dim.
-            root: More arrays for the outermost dict.
+            columns: Values in the schema's order. Shapes `(*size, *row shape)`.
+            size: Number of rows along each dim.
+            root: Additional arrays for the outermost dict.
         """
         groups: list[dict[str, Any]] = [{}]
         for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
-            while len(groups) <= group:  # when its first field comes: dicts keep the order of the fields
+            while len(groups) <= group:  # at a group's first field, as dicts keep the order of the fields
                 parent, inner = self._parents[len(groups) - 1]
                 groups[parent][inner] = {}
                 groups.append(groups[parent][inner])
@@ -555,24 +557,24 @@ class Builder:
 
 
 def _group_places(tree: _Tree) -> list[list[tuple[str, int]]]:
-    """Return names and places of the fields of each group."""
+    """Return names and positions of the fields of each group."""
     groups: list[list[tuple[str, int]]] = [[] for _ in range(len(tree.parents) + 1)]
     for place, (group, name) in enumerate(tree.leaves):
         groups[group].append((name, place))
     return groups
 
 
-#: Sizes and names of the dims that a group has beyond its root's.
+#: Sizes and names of the dims that a group has in addition to its root's.
 Dims = tuple[tuple[int, ...], tuple[str | None, ...]]
 
 
 def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
-    """Return the dims that each group of fields has of its own; None: no group has any.
+    """Return the dims that each group of fields has in addition to the root's; None: no group has any.
 
-    Where a field that came later does not have them, its group has those of its parent.
+    A group with a later added field that lacks these dims has the dims of its parent.
 
     Raises:
-        SchemaError: The schema's form is damaged: it may have come from another process.
+        SchemaError: The schema's form is damaged; it may have been written by another process.
     """
     if not schema.form:
         return None
@@ -585,7 +587,7 @@ def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
         if any(len(sizes) != len(names) or not _are_names(names) for sizes, names in noted.values()):
             raise ValueError(f"dims {noted}")
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-        raise SchemaError(f"what the schema says of nested TensorDicts cannot be read: {exc}") from exc
+        raise SchemaError(f"the schema's description of nested TensorDicts cannot be read: {exc}") from exc
     if not noted:
         return None
     found: list[Dims] = [((), ())]
@@ -598,7 +600,7 @@ def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
 
 
 def _are_names(names: Sequence[Any]) -> bool:
-    """Return whether dims may bear these names: each is a text or None, and no text comes twice."""
+    """Return whether these are valid names of dims: each is a text or None, and no text occurs twice."""
     texts = [name for name in names if name is not None]
     return all(isinstance(name, str) for name in texts) and len(set(texts)) == len(texts)
 
@@ -610,7 +612,7 @@ def _tensordict(
     sizes: tuple[int, ...],
     own: tuple[str | None, ...],
 ) -> TensorDict:
-    """Return a TensorDict with dims beyond its root's, of these sizes and names; nothing is validated."""
+    """Build a TensorDict with additional batch dims of these sizes and names, without validation."""
     named = None
     if any(names) or any(own):
         named = [*[None] * (len(size) - len(names)), *names, *own]
@@ -621,7 +623,7 @@ def _tensordict(
 
 
 def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
-    """Return what NumPy has no tensors for, of this batch size: bfloat16, rows of no fixed size, objects."""
+    """Convert a column that NumPy cannot pass to torch: bfloat16, variable-length rows, objects."""
     if dtype == "bfloat16":
         return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
     if dtype == ARROW:
@@ -630,7 +632,7 @@ def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
 
 
 def to_non_tensor(values: Any, size: torch.Size) -> NonTensorData | NonTensorStack:
-    """Return objects as an entry of a TensorDict of batch size `size`; `values` is an array of that shape."""
+    """Convert an array of objects of shape `size` to an entry of a TensorDict of that batch size."""
     if len(size) and size[0]:
         return NonTensorStack(*[to_non_tensor(value, size[1:]) for value in values])
     value = values.item() if isinstance(values, np.ndarray) and values.dtype == object else values

@@ -1,7 +1,7 @@
-"""What users hand over, and what they get back: TensorDicts, tensors, tensorclasses, trees, objects.
+"""The containers of rows: TensorDicts, tensors, tensorclasses, trees, objects.
 
-Used by storages and buffers to make columns of it and to put it together again; `Schema.form` keeps how.
-It never reads or writes a row.
+Storages and buffers use it to convert them to columns and to build them again; `Schema.form` records how. It
+does not read or write rows.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = ["Form", "Layout", "check_form", "form_of", "is_tree", "stack", "stack
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Say which dims of a batch make rows.
+    """Which dims of a batch make rows.
 
     Args:
-        all_dims: All batch dims of a TensorDict do, as `expstore.open` has it.
-        ndim: How many do otherwise, the first of them time.
-        dim: Which dim of a batch is time: it is swapped with the first.
-        objects: Rows are things of any kind, kept as they are.
-        typed: Values of Python become columns of Arrow; otherwise they stay objects. In a tree a list is a
-            column then, one value per row.
+        all_dims: Whether all batch dims of a TensorDict do, as in stores of `expstore.open`.
+        ndim: Otherwise, how many do; the first of them is time.
+        dim: The dim of a batch that is time; it is swapped with the first.
+        objects: Whether rows are objects of any kind, stored as they are.
+        typed: Whether Python values become Arrow columns; otherwise they stay objects. In a tree a list is
+            then a column with one value per row.
     """
 
     all_dims: bool = False
@@ -65,24 +65,25 @@ class Layout:
 
 
 def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str] = frozenset()) -> Batch:
-    """Return what was handed over as columns.
+    """Convert data of a user to columns.
 
-    A list is rows to be stacked; a tuple or a dict is a tree, whose leaves share their first dims.
+    A list has the rows, which are stacked. A tuple or a dict is a tree whose leaves share their first dims.
 
-    What TorchRL has `LazyStackStorage` for becomes a column of rows without a fixed size: a nested tensor,
-    tensors of different shapes in a lazy stack, or in a list of rows. Where values have types
-    (`layout.typed`), so do NonTensorStack and NonTensorData, which TorchRL's storages keep as objects: texts,
-    bytes, numbers, lists; a dict is a struct, None is null. A list in a tree is one value per row then.
+    Data for which TorchRL has `LazyStackStorage` becomes a variable-length column: a nested tensor, or
+    tensors of different shapes in a lazy stack or in a list of rows. If values have types (`layout.typed`),
+    NonTensorStack and NonTensorData become columns too, while TorchRL's storages keep them as objects: texts,
+    bytes, numbers, lists; a dict is a struct, None is null. A list in a tree then has one value per row.
 
     Args:
         data: A batch, or one row.
         layout: Which dims make rows.
-        single: It is one row (one for each lane where `ndim` is larger than 1).
-        skip: Root keys of a TensorDict to leave out.
+        single: Whether `data` is one row (one for each lane if `ndim` is larger than 1).
+        skip: Root keys of a TensorDict to skip.
 
     Raises:
-        SchemaError: It cannot be stored: no batch dims, a strange dtype, leaves of different lengths.
-        TypeError: Rows cannot be made of such a thing at all.
+        SchemaError: The data cannot be stored: no batch dims, an unsupported dtype, or leaves of different
+            lengths.
+        TypeError: The type of the data is not supported.
     """
     if layout.objects:
         return _take_objects(data, single)
@@ -95,7 +96,7 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
             raise StackError(
                 f"Stacking the elements of the list resulted in an error: {exc}",
                 hint='rows have the same fields and shapes; a store with layout="arrow", or a '
-                "LazyStackStorage, keeps others",
+                "LazyStackStorage, stores others",
             ) from exc
     kind = type(data) if is_tensorclass(data) else None
     if kind is not None:
@@ -123,7 +124,7 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
 
 def _take_objects(data: Any, single: bool) -> Batch:
     if is_tensor_collection(data) or isinstance(data, torch.Tensor):
-        data = data.clone()  # what the user does to it later is not to reach the store
+        data = data.clone()  # so that later changes by the user do not reach the store
     if single:
         items: Sequence[Any] = [data]
     elif is_tensor_collection(data) or isinstance(data, torch.Tensor):
@@ -162,7 +163,7 @@ def _take_tree(data: Any, layout: Layout, single: bool) -> Batch:
         elif tuple(leaf.shape[:dims]) != shape:
             raise SchemaError(
                 f"leaf {'.'.join(key)!r} has shape {list(leaf.shape)}, another one begins with {list(shape)}",
-                hint="all leaves of a tree share their first dims; for rows one by one give a list",
+                hint="all leaves of a tree share their first dims; to pass single rows, use a list",
             )
     count = int(np.prod(shape))
     if any(loose):
@@ -176,7 +177,7 @@ def _take_tree(data: Any, layout: Layout, single: bool) -> Batch:
 
 
 def _shape_of(leaves: Sequence[Any], dims: int) -> tuple[int, ...]:
-    """Return the dims that make rows where no leaf is a plain tensor."""
+    """Return the sizes of the dims that make rows if no leaf is a plain tensor."""
     rows = len(leaves[0]) if leaves and isinstance(leaves[0], list) else leaves[0].size(0) if leaves else 0
     return (rows,) if dims else ()
 
@@ -191,7 +192,7 @@ def _check_length(key: Key, leaf: Any, shape: tuple[int, ...]) -> None:
 
 
 def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bool, single: bool) -> Any:
-    """Collect the leaves of a tree; return its shape as JSON keeps it."""
+    """Collect the leaves of a tree; return its structure as values for JSON."""
     if isinstance(data, dict):
         wrong = [key for key in data if not isinstance(key, (str, int)) or isinstance(key, bool)]
         if wrong:
@@ -216,9 +217,7 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bo
         raise SchemaError(
             "expected a TensorDict, a tensor, or a tree (dict or tuple) of tensors, "
             f"got {type(data).__name__}{where}",
-            hint="a column of values is a list"
-            if typed
-            else "objects of other kinds are kept by a ListStorage",
+            hint="a column of values is a list" if typed else "a ListStorage stores other kinds of objects",
         )
     keys.append(path or DATA)
     leaves.append(torch.as_tensor(data) if leaf is None else leaf)
@@ -226,7 +225,7 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bo
 
 
 def _loose_leaf(data: Any, single: bool) -> Any:
-    """Return the values of a leaf, one per row; None: it is a tensor, a number, or nothing that is kept."""
+    """Return the values of a leaf, one per row; None if it is a tensor, a number or not supported."""
     numbers = (bool, int, float, np.generic)
     if isinstance(data, (torch.Tensor, np.ndarray, *numbers)) and not isinstance(data, np.character):
         return None
@@ -246,11 +245,11 @@ def _note_kind(kind: type, form: str) -> str:
 
 
 def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
-    """Stack rows: TensorDicts (lazily, if shapes differ), tensors, trees of them; others stay a list.
+    """Stack rows: TensorDicts (lazily, if shapes differ), tensors, and trees of them; other rows stay a list.
 
     Args:
         items: The rows.
-        typed: Tensors of different shapes, and lists, stay a list, too: of one value per row.
+        typed: Whether tensors of different shapes, and lists, also stay a list with one value per row.
     """
     first = items[0]
     if is_tensor_collection(first):
@@ -284,9 +283,9 @@ def _are_alike(items: Sequence[Any]) -> bool:
 
 
 def check_form(batch: Batch, schema: Schema) -> None:
-    """Raise SchemaError if rows of a batch are put together otherwise than those that a store keeps.
+    """Raise SchemaError if rows of a batch have another form than the rows of a store.
 
-    A batch size within rows may differ where the fields fit, and a tensorclass may stand for its TensorDict.
+    Inner batch sizes may differ if the fields fit, and a tensorclass is accepted for its TensorDict.
     """
     if batch.form == schema.form or batch.arranged is not None:
         return
@@ -295,7 +294,7 @@ def check_form(batch: Batch, schema: Schema) -> None:
 
 
 def is_tree(form: str) -> bool:
-    """Return whether rows are trees or objects, and no TensorDicts."""
+    """Return whether rows are trees or objects instead of TensorDicts."""
     return bool(form) and not {"tree", "objects"}.isdisjoint(json.loads(form))
 
 
@@ -309,7 +308,7 @@ def _describe(form: str) -> str:
 
 
 def _sketch(tree: Any) -> str:
-    """Return a tree as its containers are written, a dot for each leaf."""
+    """Return the text of a tree's containers, with a dot for each leaf."""
     ((kind, parts),) = tree.items()
     if kind == "dict":
         return "{" + ", ".join(f"{key!r}: {_sketch(part)}" for key, part in parts) + "}"
@@ -320,35 +319,35 @@ def _sketch(tree: Any) -> str:
 
 
 class Form(ABC):
-    """Put columns together: one way for all rows of a store."""
+    """How rows are built from columns; the same for all rows of a store."""
 
     @abstractmethod
     def build(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, torch.Tensor]) -> Any:
-        """Return rows as users know them; they own their memory.
+        """Build rows as users get them; they own their memory.
 
         Args:
-            columns: In the schema's order. Shapes `(*size, *row shape)`; of rows without a fixed size pyarrow
-                Arrays, flat, which own their memory.
-            size: Shape of what is returned; `()` is one row.
-            root: More entries for the root of a TensorDict; left out otherwise.
+            columns: Values in the schema's order. Shapes `(*size, *row shape)`; variable-length columns are
+                pyarrow Arrays, flat, which own their memory.
+            size: Shape of the result; `()` is one row.
+            root: Additional root entries of a TensorDict; ignored for other rows.
         """
 
     @abstractmethod
     def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> Any:
-        """Return rows as `build` does, of NumPy arrays: dicts for TensorDicts; no tensor is made.
+        """Build rows as `build` does, but from NumPy arrays: dicts instead of TensorDicts, and no tensors.
 
         Args:
-            columns: As of `build`.
-            size: As of `build`.
-            root: More arrays for the outermost dict; left out where rows are no TensorDicts.
+            columns: As in `build`.
+            size: As in `build`.
+            root: Additional arrays for the outermost dict; ignored if rows are not TensorDicts.
         """
 
-    #: Whether `root` is put into what is built.
+    #: Whether `build` uses `root`.
     keyed = False
 
 
 class Kept(Protocol):
-    """What `form_of` asks of a storage."""
+    """The attributes of a storage that `form_of` uses."""
 
     row_traits: RowTraits
 
@@ -357,13 +356,13 @@ class Kept(Protocol):
 
 
 def form_of(storage: Kept) -> Form:
-    """Return how a storage's rows are put together.
+    """Return the form of a storage's rows.
 
     Args:
-        storage: Its schema says it; a tensorclass that it does not know is looked up in imported modules.
+        storage: The storage. If it does not know the tensorclass, imported modules are searched.
 
     Raises:
-        StateError: No rows have come yet.
+        StateError: There are no rows yet.
     """
     schema, kind = storage.require_schema(), storage.row_traits.row_class
     data = json.loads(schema.form or "{}")
@@ -378,7 +377,7 @@ def form_of(storage: Kept) -> Form:
 
 
 def _find_class(name: str) -> type | None:
-    """Return a tensorclass by name, if its module is imported: opening a store runs no code of others."""
+    """Return a tensorclass by name if its module is imported; opening a store must not import code."""
     module, _, path = name.partition(":")
     try:
         found = operator.attrgetter(path)(sys.modules[module])
@@ -410,7 +409,7 @@ class _TensorDicts(Form):
     def _build_stack(
         self, columns: Sequence[Any], size: Sequence[int], root: dict[str, torch.Tensor]
     ) -> TensorDict:
-        """Return rows of several dims as a lazy stack: no nested tensor has rows in more than one."""
+        """Build rows of several dims as a lazy stack: nested tensors can have rows in one dim only."""
         rows = math.prod(size[1:])
         parts = [
             self.build(
@@ -427,7 +426,7 @@ class _TensorDicts(Form):
         return stacked
 
     def _spread(self, values: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        """Return what is said of each row along the dims that rows have themselves."""
+        """Repeat one value per row along the inner dims of rows."""
         head, rest = values.shape[: len(size)], values.shape[len(size) :]
         return values.reshape(*head, *(1 for _ in self._inner), *rest).expand(*head, *self._inner, *rest)
 
@@ -467,7 +466,7 @@ class _Tree(Form):
         return tensor.view(torch.bfloat16) if self._schema.fields[place].dtype == "bfloat16" else tensor
 
     def _loose(self, place: int, column: Any, size: tuple[int, ...]) -> Any:
-        """Return rows of no fixed size: of several dims in lists of lists."""
+        """Build a variable-length leaf; with several dims as nested lists."""
         if len(size) > 1:
             rows = math.prod(size[1:])
             return [self._loose(place, column.slice(n * rows, rows), size[1:]) for n in range(size[0])]
@@ -488,17 +487,18 @@ class _Objects(Form):
         items = columns[0].tolist()
         if self._dim is None or not items:
             return items
-        # A row of its own has no such dim yet: counted from the end, it is one of the stack's.
+        # A row does not have the stack's dim yet, which a negative number counts.
         return lazy_stack(items, self._dim if self._dim >= 0 else items[0].ndim + 1 + self._dim)
 
 
 def stack_index(parts: tuple[Any, ...]) -> torch.Tensor:
-    """Return the parts of an index, one per dim, as one tensor; they are broadcast as in torch indexing.
+    """Combine the parts of an index, one per dim, in one tensor; they are broadcast as in torch indexing.
 
     Args:
         parts: Positions along each dim. Any shapes that broadcast together.
 
     Returns:
+        Shape `(..., len(parts))`.
         Shape `(..., len(parts))`.
 
     Raises:
@@ -510,7 +510,7 @@ def stack_index(parts: tuple[Any, ...]) -> torch.Tensor:
     except ValueError as exc:
         shapes = ", ".join(str(list(part.shape)) for part in found)
         raise NoRowError(
-            f"the parts of the index have the shapes {shapes}, which do not broadcast together",
-            hint="give one tensor per dim, of shapes that broadcast, as torch indexing takes them",
+            f"the parts of the index have the shapes {shapes}, which cannot be broadcast",
+            hint="give one tensor per dim, with shapes that can be broadcast, as in torch indexing",
         ) from exc
     return torch.stack([part.expand(shape) for part in found], -1)

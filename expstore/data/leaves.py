@@ -1,7 +1,7 @@
-"""The leaves of what users hand over, and each of them as a column.
+"""The leaves of batches, and their conversion to columns.
 
-Used by `expstore.data.batch` and `expstore.data.containers`. It converts without copying where it can, and
-knows nothing of rows that differ in size: those are in `expstore.data.variable_rows`.
+Used by `expstore.data.batch` and `expstore.data.containers`. It avoids copies if possible.
+`expstore.data.variable_rows` handles variable-length rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def leaves_of(
 
     Args:
         data: The TensorDict.
-        path: Where it lies in the batch.
-        skip: Root keys to leave out.
-        keys: Is given the keys.
-        leaves: Is given the leaves.
+        path: Its key in the batch.
+        skip: Root keys to skip.
+        keys: List to which the keys are appended.
+        leaves: List to which the leaves are appended.
 
     Raises:
-        SchemaError: An entry is something else, or rows of a lazy stack have different fields.
+        SchemaError: An entry has another type, or rows of a lazy stack have different fields.
     """
     if isinstance(data, LazyStackedTensorDict):
         check_alike(data.tensordicts, path)
@@ -47,13 +47,13 @@ def leaves_of(
             leaves_of(value, (*path, name), skip, keys, leaves)
         else:
             raise SchemaError(
-                f"field {key_name((*path, name))!r} is a {type(value).__name__}, which no storage keeps",
-                hint="make it a tensor, or NonTensorData",
+                f"field {key_name((*path, name))!r} is a {type(value).__name__}, which cannot be stored",
+                hint="convert it to a tensor, or to NonTensorData",
             )
 
 
 def check_alike(rows: Sequence[TensorDictBase], path: Key) -> None:
-    """Raise SchemaError if rows have different fields: a lazy stack shows those that all of them have."""
+    """Raise SchemaError if rows have different fields, of which a lazy stack only has the common ones."""
     names = [set(row.keys()) for row in rows]
     for number, found in enumerate(names):
         if found != names[0]:
@@ -61,14 +61,14 @@ def check_alike(rows: Sequence[TensorDictBase], path: Key) -> None:
             raise SchemaError(
                 f"row {number} of the batch has {'a' if name in found else 'no'} field "
                 f"{key_name((*path, name))!r}, row 0 has {'none' if name in found else 'one'}",
-                hint="rows have the same fields; a LazyStackStorage keeps others",
+                hint="rows must have the same fields; a LazyStackStorage stores others",
             )
 
 
 def to_objects(items: Sequence[Any]) -> Array:
-    """Return things of any kind as an array of objects. Shape `(n,)`."""
+    """Return objects of any kind as an array of objects. Shape `(n,)`."""
     array = np.empty(len(items), object)
-    for place, item in enumerate(items):  # to assign them at once would take tensors to pieces
+    for place, item in enumerate(items):  # assigning all at once would split tensors
         array[place] = item
     return array
 
@@ -85,7 +85,7 @@ def _non_tensor(data: Any, shape: tuple[int, ...]) -> Array:
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return a tensor on whichever device as an array; bfloat16 as uint16 bits."""
+    """Return a tensor on any device as an array; bfloat16 as uint16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_cpu:
@@ -100,7 +100,7 @@ def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], lis
     """Return leaves as arrays, and the names of their dtypes.
 
     Args:
-        keys: What they are called in messages.
+        keys: Keys of the leaves, for messages.
         leaves: Tensors, or non-tensor entries of a TensorDict.
 
     Raises:
@@ -109,7 +109,7 @@ def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], lis
     try:
         return [tensor.numpy() for tensor in leaves], [NAMES[tensor.dtype] for tensor in leaves]
     except (RuntimeError, TypeError, AttributeError, KeyError):
-        pass  # one needs gradients, lies on a device, is a bfloat16 or no tensor at all
+        pass  # one requires gradients, is on a device, is a bfloat16 or not a tensor
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     try:
         dtypes = [

@@ -1,6 +1,6 @@
-"""Rows in nested dicts of arrays, as columns: what a program has that uses NumPy, JAX or plain Python.
+"""Convert nested dicts of arrays to columns, for programs that use NumPy, JAX or plain Python.
 
-Used by buffers whose rows are TensorDicts; no TensorDict is built. It knows nothing of storages.
+Used by buffers whose rows are TensorDicts; it builds no TensorDict.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from expstore.schema.schema import DTYPES, Schema
 
 __all__ = ["take_mapping", "take_mappings"]
 
-#: The dtype of Python's own numbers where no field says another: those that `torch.as_tensor` chooses.
+#: Dtypes of Python numbers if no field has another dtype; `torch.as_tensor` chooses the same.
 _PLAIN = {"b": "bool", "i": "int64", "f": "float32"}
-#: Which kinds of field take Python's own numbers, by their kind.
+#: Kinds of fields that accept Python numbers, by the kind of the number.
 _TAKEN_BY = {"b": "b", "i": "iufc", "f": "fc"}
 
 
@@ -37,19 +37,19 @@ def take_mapping(
     skip: frozenset[str] = frozenset(),
     schema: Schema | None = None,
 ) -> Batch:
-    """Return a nested dict as columns.
+    """Convert a nested dict to columns.
 
-    Arrays, tensors and NumPy's numbers keep their dtype. Python's own numbers, and lists of them, take the
-    dtype of the field; in the first batch they become bool, int64 and float32, as `torch.as_tensor` does it.
+    Arrays, tensors and NumPy numbers keep their dtype. Python numbers, and lists of them, get the dtype of
+    the field; in the first batch they become bool, int64 and float32, as with `torch.as_tensor`.
 
     Args:
-        data: Field name -> values, or -> a dict of the same kind; a name with dots is the path of a field, as
-            in SQL: "next.reward" is `("next", "reward")`. One value per row: an array or a tensor
-            whose first dim is rows (the first `layout.ndim` dims are), or a list. Of a single row its value.
+        data: Values by field name, nested: a name with dots is the path of a field, as in SQL ("next.reward"
+            is `("next", "reward")`). One value per row: an array or a tensor whose first dim is rows (the
+            first `layout.ndim` dims are), or a list. Of a single row its value.
         layout: Which dims make rows.
-        single: It is one row (one for each lane where `layout.ndim` is larger than 1).
-        skip: Names at the root to leave out.
-        schema: The fields of the store; None: these rows decide.
+        single: Whether `data` is one row (one for each lane if `layout.ndim` is larger than 1).
+        skip: Root names to skip.
+        schema: The fields of the store; None: these rows determine them.
 
     Returns:
         Columns of shape `(n, *row shape)`, which may share memory with `data`.
@@ -64,7 +64,7 @@ def take_mapping(
         raise SchemaError("the dict has no fields", hint="give at least one name with its values")
     if len(set(keys)) < len(keys):
         twice = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise SchemaError(f"field {key_name(twice)!r} comes twice: by its path, and in a dict")
+        raise SchemaError(f"field {key_name(twice)!r} occurs twice: by its path, and in a dict")
     dims = layout.ndim - single
     found = [_read(key, leaf, single, schema) for key, leaf in zip(keys, leaves, strict=True)]
     if layout.dim and not single:
@@ -92,7 +92,7 @@ def take_mappings(
     skip: frozenset[str] = frozenset(),
     schema: Schema | None = None,
 ) -> Batch:
-    """Return rows, a dict each, as columns; see `take_mapping`.
+    """Convert rows, one dict each, to columns; see `take_mapping`.
 
     Raises:
         SchemaError: Rows have different fields, or cannot be stored.
@@ -110,7 +110,7 @@ def _collect(
 ) -> None:
     for name, value in data.items():
         if not isinstance(name, str):
-            raise SchemaError(f"a field has the name {name!r}", hint="names of fields are text")
+            raise SchemaError(f"a field has the name {name!r}", hint="names of fields must be text")
         if not path and name in skip:
             continue
         key = (*path, name)
@@ -127,7 +127,7 @@ def _collect(
 
 
 def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
-    """Return a dict of columns for dicts of single values."""
+    """Stack dicts of single values to a dict of columns."""
     names = rows[0].keys()
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -146,7 +146,7 @@ def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
-    """Return whether values are NumPy's numbers, or arrays of them, of one dtype and shape."""
+    """Return whether values are NumPy numbers or arrays of one dtype and shape."""
     if not all(isinstance(value, (np.ndarray, np.generic)) for value in values):
         return False
     kinds = {(value.dtype, value.shape) for value in values}
@@ -186,9 +186,10 @@ def _values(key: Key, leaf: Any) -> list[Any]:
 
 
 def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | None:
-    """Return a number, or nested lists of them, as an array; None: it holds other values, or is ragged.
+    """Convert a number, or nested lists of numbers, to an array.
 
-    Python's own numbers get the dtype of the field, `wanted`, if it is of their kind.
+    The result is None if there are other values or the lists are ragged. Python numbers get the dtype of the
+    field, `wanted`, if it is of their kind.
     """
     try:
         array = np.asarray(leaf)
@@ -199,7 +200,7 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
         return None
     if kind not in _PLAIN or not _is_plain(leaf):
         return _to_native_order(key, array)
-    # bfloat16 is left out: NumPy has its bits only.
+    # bfloat16 is left out, as NumPy only has its bits.
     fits = wanted in DTYPES and wanted != "bfloat16" and DTYPES[wanted].kind in _TAKEN_BY[kind]
     dtype = wanted if fits and wanted is not None else _PLAIN[kind]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -211,7 +212,7 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Return whether a number, or each one in nested lists, is Python's own."""
+    """Return whether a number, or each number in nested lists, is a Python number."""
     if isinstance(leaf, (list, tuple)):
         return all(map(_is_plain, leaf))
     return isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
@@ -221,7 +222,7 @@ def _to_native_order(key: Key, array: Array) -> tuple[Array, str]:
     """Return an array in this machine's byte order, and the name of its dtype.
 
     Raises:
-        SchemaError: No field has such a dtype.
+        SchemaError: The dtype is not supported.
     """
     native = array.dtype.newbyteorder("=")
     if native.name not in DTYPES:
@@ -242,7 +243,7 @@ def _row_dims(keys: Sequence[Key], found: Sequence[Any], dims: int) -> tuple[int
     """Return the sizes of the dims that make rows.
 
     Raises:
-        SchemaError: Columns differ in them, or one does not have them.
+        SchemaError: Columns differ in these dims, or lack them.
     """
     shape: tuple[int, ...] | None = None
     first: Key = keys[0]
@@ -261,7 +262,7 @@ def _row_dims(keys: Sequence[Key], found: Sequence[Any], dims: int) -> tuple[int
         elif own != shape and (isinstance(leaf, tuple) or math.prod(own) != math.prod(shape)):
             raise SchemaError(
                 f"field {key_name(key)!r} has {_rows(own)}, {key_name(first)!r} has {_rows(shape)}",
-                hint="all fields have one value per row",
+                hint="all fields must have one value per row",
             )
     return shape or ()
 

@@ -1,8 +1,8 @@
-"""Rows of TensorDicts with nested tensors: some of them, and those of several batches.
+"""Split, select and join rows of TensorDicts with nested tensors.
 
-For users, who get such TensorDicts from stores with fields of no fixed size, and for what cuts batches here:
-torch has no indexing by rows, `split`, `cat` or `stack` of nested tensors. All else of a TensorDict goes
-the usual way.
+Stores with variable-length fields return such TensorDicts. torch has no indexing by rows, `split`, `cat` or
+`stack` of nested tensors; other entries are handled by tensordict. Used by users, and by code here that
+splits batches.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Batch = TypeVar("_Batch", bound=TensorDictBase)
 
 
 def split_rows(batch: _Batch, lengths: Sequence[int]) -> list[_Batch]:
-    """Return runs of rows that follow one another: `batch.split(lengths)`, of nested tensors, too.
+    """Split a TensorDict into consecutive runs of rows: `batch.split(lengths)`, but also for nested tensors.
 
     Args:
-        batch: One batch dim.
-        lengths: How many rows each run has; together all of them.
+        batch: A TensorDict with one batch dim.
+        lengths: Number of rows of each run; their sum is the number of rows.
     """
     if not _find_nested(batch):
         return list(batch.split(list(lengths)))
@@ -38,10 +38,10 @@ def split_rows(batch: _Batch, lengths: Sequence[int]) -> list[_Batch]:
 
 
 def take_rows(batch: _Batch, rows: Any) -> _Batch:
-    """Return some rows of a TensorDict: `batch[rows]`, of nested tensors, too.
+    """Return some rows of a TensorDict: `batch[rows]`, but also for nested tensors.
 
     Args:
-        batch: One batch dim.
+        batch: A TensorDict with one batch dim.
         rows: A slice, integers or a mask, as a tensor, an array or a list.
 
     Raises:
@@ -61,7 +61,7 @@ def take_rows(batch: _Batch, rows: Any) -> _Batch:
         given = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
         numbers = np.arange(batch.batch_size[0])[given if given.size else given.astype(np.int64)]
     index = rows if isinstance(rows, slice) else torch.from_numpy(numbers)
-    texts = [] if numbers.size else _non_tensors(batch)  # tensordict has no stack of nothing
+    texts = [] if numbers.size else _non_tensors(batch)  # tensordict cannot stack zero rows
     part: _Batch = batch.exclude(*nested, *texts)[index]
     for key in texts:
         part.set(key, stack_values([]))
@@ -71,13 +71,13 @@ def take_rows(batch: _Batch, rows: Any) -> _Batch:
 
 
 def join_rows(batches: Sequence[_Batch]) -> _Batch:
-    """Return the rows of several TensorDicts, one behind another: `torch.cat`, of nested tensors, too.
+    """Concatenate the rows of several TensorDicts: `torch.cat`, but also for nested tensors.
 
     Args:
-        batches: At least one, with the same fields and one batch dim each.
+        batches: At least one TensorDict, with the same fields and one batch dim each.
 
     Raises:
-        SchemaError: A field is a nested tensor in some of them only, or another one.
+        SchemaError: A field is a nested tensor in some of them only, or their kinds differ.
 
     Example:
         >>> both = join_rows([rb.sample(), rb.sample()])
@@ -111,7 +111,7 @@ def _non_tensors(batch: TensorDictBase, path: tuple[str, ...] = ()) -> list[Any]
 
 
 def _take(nested: Any, numbers: IntArray) -> torch.Tensor:
-    """Return some rows of a nested tensor, copied."""
+    """Return a copy of some rows of a nested tensor."""
     if nested.layout is not torch.jagged or not is_packed(nested):
         rows = nested.unbind(0)
         return _of_rows([rows[number] for number in numbers.tolist()], nested)
@@ -137,7 +137,7 @@ def _join(name: str, parts: Sequence[Any]) -> torch.Tensor:
 
 
 def _of_rows(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
-    """Return rows as a nested tensor of the same layout, which owns its memory."""
+    """Combine rows in a nested tensor of the same layout, which owns its memory."""
     if like.layout is torch.jagged:
         found: torch.Tensor = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         return found

@@ -1,7 +1,7 @@
-"""Tensors of different shapes as a column of Arrow, and columns of Arrow as users get them.
+"""Convert tensors of different shapes to Arrow columns, and Arrow columns to tensors.
 
-Used where batches come in and go out. A column of tensors that differ in their first dim goes out as torch's
-jagged nested tensor over the memory that was read; it is never copied a second time.
+A column of tensors that differ in their first dim becomes a jagged nested tensor of torch over the memory
+that was read, without a second copy.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _DTYPES = {name: getattr(torch, name) for name in (
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NO_DIMS = torch.Size([])
 
-# -- in -----------------------------------------------------------------------------------------------
+# -- tensors to columns -------------------------------------------------------------------------------
 
 
 def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False) -> tuple[Ragged, pa.Array]:
-    """Return tensors, one per row, as a column, and what its type is.
+    """Convert tensors, one per row, to a column; return its type and the column.
 
     Args:
-        key: The field's, for messages.
-        rows: At least one; of one dtype, and of as many dims each.
-        jagged: Only the first dim differs, whether it does here or not.
+        key: Key of the field, for messages.
+        rows: At least one; of one dtype and number of dims.
+        jagged: Whether only the first dim may differ, even if it does not differ here.
 
     Raises:
-        SchemaError: They differ in more than their sizes, or cannot be kept.
+        SchemaError: They differ in more than their sizes, or have an unsupported dtype.
     """
     dtypes, dims = {row.dtype for row in rows}, {row.ndim for row in rows}
     if len(dtypes) > 1 or len(dims) > 1 or dims == {0}:
@@ -69,10 +69,10 @@ def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False
 
 
 def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
-    """Return a nested tensor, whose first dim are the rows, as a column, and what its type is.
+    """Convert a nested tensor, whose first dim is rows, to a column; return its type and the column.
 
     Raises:
-        SchemaError: It cannot be kept.
+        SchemaError: Its dtype is not supported.
     """
     jagged = nested.layout is torch.jagged
     if jagged and is_packed(nested) and nested.size(0):
@@ -86,7 +86,7 @@ def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
 
 
 def is_packed(nested: Any) -> bool:
-    """Return whether a jagged tensor's rows lie one behind another, and differ in their first dim."""
+    """Return whether the rows of a jagged tensor are contiguous, and differ in their first dim."""
     return nested.lengths() is None and nested._ragged_idx == 1
 
 
@@ -109,26 +109,26 @@ def _name_of(key: Key, dtype: torch.dtype) -> str:
 def _column(
     dtype: str, shape: tuple[int | None, ...], rows: Sequence[torch.Tensor], shapes: IntArray
 ) -> tuple[Ragged, pa.Array]:
-    # A copy: what the user does to it later is not to reach the store.
+    # A copy, so that later changes by the user do not reach the store.
     flat = torch.cat([row.detach().cpu().reshape(-1) for row in rows])
     found = Ragged(dtype, shape)
     return found, join(found, (flat.view(torch.uint16) if dtype == "bfloat16" else flat).numpy(), shapes)
 
 
-# -- out ----------------------------------------------------------------------------------------------
+# -- columns to tensors -------------------------------------------------------------------------------
 
 
 def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
-    """Return a column as an entry of a TensorDict.
+    """Convert a column to an entry of a TensorDict.
 
     Args:
-        column: Its rows own their memory.
-        text: Of its type.
-        size: Batch size of the TensorDict: of one dim, or none for one row.
+        column: The column; it owns its memory.
+        text: Its type, as text.
+        size: Batch size of the TensorDict: one dim, or none for one row.
 
     Returns:
-        Of tensors a nested tensor: jagged where only the first dim differs, otherwise of torch's strided
-        layout; of one row the tensor. Of all else NonTensorStack, or NonTensorData.
+        For tensors a nested tensor: jagged if only the first dim differs, otherwise of torch's strided
+        layout; for one row the tensor. For other values a NonTensorStack, or NonTensorData.
     """
     found = ragged_of(text)
     if found is None:
@@ -138,21 +138,21 @@ def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
 
 
 def to_values(column: pa.Array, text: str) -> Any:
-    """Return a column as a leaf of a tree: a nested tensor, or a list of Python's values."""
+    """Convert a column to a leaf of a tree: a nested tensor, or a list of Python values."""
     found = ragged_of(text)
     return column.to_pylist() if found is None else to_tensor(column, found)
 
 
 def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
-    """Return a column of tensors as one nested tensor over its memory.
+    """Convert a column of tensors to one nested tensor over its memory.
 
     Args:
         column: The rows.
-        found: What they are.
+        found: Their dtype and shape.
 
     Returns:
-        Jagged, of shape `(n, *, ...)`, where only the first dim differs, or there are no rows; otherwise
-        torch's strided nested tensor, whose `unbind()` and `to_padded_tensor()` are the same.
+        A jagged tensor of shape `(n, *, ...)` if only the first dim differs, or if there are no rows;
+        otherwise torch's strided nested tensor, which has the same `unbind()` and `to_padded_tensor()`.
     """
     flat, offsets = part(column, found)
     values = _tensor_of(flat, found.dtype)
@@ -164,13 +164,13 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
 
 
 def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
-    """Return tensors that lie one behind another as a jagged tensor over that memory.
+    """Return a jagged tensor over the memory of concatenated tensors.
 
-    torch is told the lengths: otherwise `to_padded_tensor` pads to all values together.
+    The lengths are passed to torch, because otherwise `to_padded_tensor` pads to the number of all values.
 
     Args:
-        values: All of them. Shape `(items, ...)`.
-        offsets: Where each begins, and where the last ends; int64. Shape `(n + 1,)`.
+        values: The concatenated tensors. Shape `(items, ...)`.
+        offsets: Start of each tensor, and the end of the last; int64. Shape `(n + 1,)`.
     """
     lengths = np.diff(offsets)
     known: dict[str, Any] = {}
@@ -182,8 +182,8 @@ def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
 
 
 def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
-    """Return tensors of these sizes, each C-contiguous in `values`, as a nested tensor over that memory."""
-    if not len(sizes):  # torch reads beyond a view of no rows, and warns of its own way to make one
+    """Return a nested tensor over the memory of tensors of these sizes, each C-contiguous in `values`."""
+    if not len(sizes):  # torch reads beyond a view of no rows, and its own constructor warns
         return make_jagged(values, np.zeros(1, np.int64))
     strides = np.ones_like(sizes)
     for dim in range(sizes.shape[1] - 2, -1, -1):
@@ -194,7 +194,7 @@ def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> tor
 
 
 def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
-    """Return flat values as a tensor, of the same memory unless they are bits."""
+    """Convert flat values to a tensor, over the same memory unless they are bits."""
     if dtype == "bool":
         return torch.from_numpy(flat.to_numpy(zero_copy_only=False).copy())
     tensor: torch.Tensor = from_dlpack(flat)
@@ -204,8 +204,7 @@ def _tensor_of(flat: pa.Array, dtype: str) -> torch.Tensor:
 def stack_values(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
     """Return values, one per row, as an entry of a TensorDict of one batch dim.
 
-    What `NonTensorStack(*values)` returns, made without its checks of each value, which take seven times as
-    long.
+    The result equals `NonTensorStack(*values)`, which would check each value and take seven times as long.
     """
     if not values:
         return NonTensorData(None, batch_size=torch.Size([0]))

@@ -1,6 +1,6 @@
-"""Copy the values of single rows into columns that were allocated once, by code generated for the fields.
+"""Copy the values of single rows into preallocated columns, by code generated for the fields.
 
-Used by recorders and by `add`. It takes only values that need no conversion, and knows nothing of storages.
+Used by recorders and by `add`. It accepts only values that need no conversion.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from expstore.core.values import Array, Key
 
 __all__ = ["Cells", "compile_put", "nest"]
 
-#: Python's own types that fields of a kind hold as they are; integers may be too large.
+#: Python types that fields of a kind store without conversion; integers may be too large.
 _OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The places of one field's values.
+    """The memory of one field's values.
 
     Args:
         rows: One value per row. Shape `(n, *shape)`.
-        numbers: Types of numbers that are stored as they are.
-        largest: Floats up to this size are rounded to the dtype; -1: no float is.
+        numbers: Types of numbers that are stored without conversion.
+        largest: Floats up to this size are rounded to the dtype; -1: floats are not accepted.
     """
 
     rows: Array
@@ -35,7 +35,7 @@ class Cells:
 
     @classmethod
     def of(cls, rows: Array, *, takes_numbers: bool) -> Self:
-        """Return the cells over memory that others hold.
+        """Return the cells over existing memory.
 
         Args:
             rows: Shape `(n, *shape)`.
@@ -49,20 +49,20 @@ class Cells:
         return cls(rows, numbers, largest)
 
     def view(self) -> Any:
-        """Return the same memory in the form in which values are stored fastest."""
+        """Return the same memory in the form to which values are written fastest."""
         kind, char = self.rows.dtype.kind, self.rows.dtype.char
         if not self.numbers or kind not in "biuf" or char == "e":  # memory views have no float16
             return self.rows
-        cells: Any = self.rows.view(np.uint8).data  # as bytes: NumPy shows no other views of unaligned memory
+        cells: Any = self.rows.view(np.uint8).data  # as bytes: NumPy allows no other view of unaligned memory
         return cells.cast(char)
 
 
-#: What a value is made of: the cells of a field, or a dict by name.
+#: A part of a row: the cells of a field, or a dict of parts by name.
 Part: TypeAlias = Cells | Mapping[str, "Part"]
 
 
 def nest(cells: Mapping[Key, Cells]) -> dict[str, Any]:
-    """Return the cells of fields as a nested dict, as rows have their values."""
+    """Return the cells of fields as a dict, nested like rows."""
     root: dict[str, Any] = {}
     for (*path, last), one in cells.items():
         place = root
@@ -75,8 +75,8 @@ def nest(cells: Mapping[Key, Cells]) -> dict[str, Any]:
 def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
     """Return a function `put(row, *values)` that copies the values of a row, one for each part.
 
-    It returns whether it did: otherwise a value has another type, dtype or shape, or is a number that the
-    dtype does not hold, or a dict has other names; some cells of the row may be overwritten then.
+    It returns True on success. It returns False if a value has another type, dtype or shape, a number does
+    not fit the dtype, or a dict has other names; some cells of the row may be overwritten then.
 
     Example:
         >>> rows = np.zeros((2, 3), np.float32)
@@ -103,7 +103,7 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
 
 
 def _add_lines(value: str, part: Part, lines: list[str], scope: dict[str, Any]) -> None:
-    """Write the code that copies a value, which has this name in the code."""
+    """Append the lines of code that copy a value; `value` is its variable."""
     if isinstance(part, Mapping):
         lines.append(f"if len({value}) != {len(part)}: return False")
         for number, (name, inner) in enumerate(part.items()):

@@ -1,7 +1,7 @@
-"""Metadata that every sample of a store carries, as the store's `meta` keeps them.
+"""Metadata that every sample of a store has, stored in the store's `meta`.
 
-Used by buffers, and by `preprocess` of data sets. JSON holds no tensors, so each is kept as nested lists and
-the name of its dtype.
+Used by buffers, and by `preprocess` of data sets. JSON has no tensors, so a tensor is stored as nested lists
+with the name of its dtype.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 __all__ = ["SAMPLE_METADATA", "decode_metadata", "encode_metadata"]
 
-#: The key of `meta` under which the metadata are kept.
+#: The key of `meta` that has the metadata.
 SAMPLE_METADATA = "sample_metadata"
 _DTYPE = "__tensor__"
 
 
 def encode_metadata(metadata: Any) -> Any:
-    """Return metadata as JSON can hold them.
+    """Convert metadata to values for JSON.
 
     Raises:
         TypeError: A value is not a number, text, list, mapping with texts as keys, array or tensor.
@@ -41,11 +41,11 @@ def encode_metadata(metadata: Any) -> Any:
         return [encode_metadata(value) for value in metadata]
     if metadata is None or isinstance(metadata, bool | int | float | str):
         return metadata
-    raise TypeError(f"metadata cannot hold a {type(metadata).__name__}")
+    raise TypeError(f"metadata cannot contain a {type(metadata).__name__}")
 
 
 def decode_metadata(kept: Any) -> Any:
-    """Return metadata of which `encode_metadata` made `kept`."""
+    """Convert the result of `encode_metadata` back to metadata."""
     if isinstance(kept, Mapping):
         if set(kept) == {_DTYPE, "values"}:
             return torch.tensor(kept["values"], dtype=getattr(torch, str(kept[_DTYPE])))

@@ -1,7 +1,7 @@
-"""Batches as nested dicts of NumPy arrays, out of TensorDicts and trees of tensors.
+"""Convert TensorDicts and trees of tensors to nested dicts of NumPy arrays.
 
-Used where transforms or collation have made a batch of tensors; a batch without them is put together without
-any tensor, by `expstore.data.containers.Form.arrays`.
+Used for batches that transforms or a collate function have changed; `expstore.data.containers.Form.arrays`
+builds other batches without tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["put_entry", "to_arrays", "to_ragged_rows"]
 
 
 def to_arrays(batch: Any) -> Any:
-    """Return tensors as arrays: nested dicts of them for TensorDicts, trees as they are.
+    """Convert tensors to arrays: TensorDicts to nested dicts; trees keep their containers.
 
     Arrays share the memory of tensors in host memory. bfloat16, which NumPy does not have, becomes float32; a
     nested tensor becomes an array of objects, which are the arrays of its rows.
@@ -43,12 +43,12 @@ def to_arrays(batch: Any) -> Any:
 
 
 def to_ragged_rows(column: Any, arrow: str, size: Sequence[int]) -> Array:
-    """Return rows without a fixed size as an array of objects: arrays, text, bytes, lists, dicts, None.
+    """Convert variable-length rows to an array of objects: arrays, text, bytes, lists, dicts, None.
 
     Args:
         column: A pyarrow Array. Shape `(n,)`.
-        arrow: Its type, as `expstore.schema.arrow_types` writes it.
-        size: The shape of what is returned, with n entries.
+        arrow: Its type, in the format of `expstore.schema.arrow_types`.
+        size: Shape of the result, which has n entries.
     """
     values = to_values(column, arrow)
     rows = to_arrays(values) if isinstance(values, torch.Tensor) else to_objects(values)

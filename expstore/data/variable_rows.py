@@ -1,7 +1,7 @@
-"""Rows of no fixed size in what users hand over, as columns: values of Python's own, tensors of any length.
+"""Convert variable-length rows to columns: Python values, and tensors of different lengths.
 
-Used by `expstore.data.batch` and `expstore.data.containers` where a storage keeps such rows. It decides what
-a field is by what its rows hold in this batch, and never looks at a store.
+Used by `expstore.data.batch` and `expstore.data.containers`. The type of a field follows from its rows in
+this batch alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from expstore.schema.schema import OBJECT, Field, arrow_dtype
 
 __all__ = ["UNKNOWN", "column_of_rows", "columns_of", "has_lazy", "is_loose", "leaves_of_rows", "single_rows"]
 
-#: Dtype of a column whose values do not say what its type is: nothing but None, or empty lists.
+#: Dtype of a column whose values do not determine a type: nothing but None, or empty lists.
 UNKNOWN = arrow_dtype("")
 
 
 def has_lazy(data: TensorDictBase) -> bool:
-    """Return whether a TensorDict is, or has in it, a lazy stack, whose rows may differ in shape."""
+    """Return whether a TensorDict is or contains a lazy stack, whose rows may differ in shape."""
     if isinstance(data, LazyStackedTensorDict):
         return True
     groups = (value for value in data.values() if isinstance(value, TensorDictBase))
@@ -82,11 +82,11 @@ def _value_of(key: Key, entry: Any) -> Any:
 
 
 def _values_of(entry: Any, shape: Sequence[int]) -> list[Any]:
-    """Return what a non-tensor entry of a TensorDict holds, one value per row.
+    """Return the values of a non-tensor entry of a TensorDict, one per row.
 
     Args:
-        entry: What the TensorDict has.
-        shape: Those of its dims that make rows. A stack with more dims has a list in each row.
+        entry: The entry.
+        shape: Sizes of its dims that make rows. A stack with more dims has a list in each row.
     """
     if isinstance(entry, NonTensorStack):
         if not shape:
@@ -97,26 +97,26 @@ def _values_of(entry: Any, shape: Sequence[int]) -> list[Any]:
 
 
 def _data_of(entry: Any) -> Any:
-    """Return what NonTensorData holds; to ask it takes twenty times as long."""
+    """Return the value of NonTensorData; reading its property would take twenty times as long."""
     return entry.__dict__["_non_tensordict"].get("data") if type(entry) is NonTensorData else entry.data
 
 
 def is_loose(leaf: Any) -> bool:
-    """Return whether a leaf is one value per row, or a nested tensor."""
+    """Return whether a leaf is a list of one value per row, or a nested tensor."""
     return isinstance(leaf, list) or (isinstance(leaf, torch.Tensor) and leaf.is_nested)
 
 
 def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
-    """Return a leaf as a column, and the name of its dtype.
+    """Convert a leaf to a column; return it and the name of its dtype.
 
     Args:
-        key: The field's, for messages.
-        leaf: One value per row, in a list; or a nested tensor whose first dim are the rows. Tensors of one
-            shape are a column of fixed size.
-        typed: Values of Python become a column of Arrow; otherwise they stay objects.
+        key: Key of the field, for messages.
+        leaf: A list of one value per row, or a nested tensor whose first dim is rows. Tensors of one shape
+            become a column of fixed size.
+        typed: Whether Python values become an Arrow column; otherwise they stay objects.
 
     Raises:
-        SchemaError: The values are of several kinds, or none that is kept.
+        SchemaError: The values are of several kinds, or of an unsupported kind.
     """
     if isinstance(leaf, torch.Tensor):
         return _name_type(*from_nested(key, leaf))
@@ -129,7 +129,7 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
         other = next(value for value in leaf if not _is_tensor(value))
         raise SchemaError(
             f"field {key_name(key)!r} has tensors in some rows and {type(other).__name__} in others",
-            hint="an empty tensor stands for none",
+            hint="use an empty tensor for a missing value",
         )
     column = column_of(key, leaf)
     return column, UNKNOWN if _is_open(column.type) else arrow_dtype(_text(key, column.type))
@@ -154,7 +154,7 @@ def _name_type(found: Ragged, column: Any) -> tuple[Any, str]:
 
 
 def _is_open(kind: pa.DataType) -> bool:
-    """Return whether a type has a part of which nothing is known but None."""
+    """Return whether a part of a type is undetermined, because it only has None."""
     if pa.types.is_null(kind):
         return True
     if pa.types.is_struct(kind):
@@ -172,16 +172,16 @@ def _text(key: Key, kind: pa.DataType) -> str:
 def columns_of(
     keys: Sequence[Key], leaves: Sequence[Any], shape: Sequence[int], *, typed: bool
 ) -> tuple[list[Any], list[str]]:
-    """Return leaves as columns of one row for each place along some dims, and the names of their dtypes.
+    """Convert leaves to columns with one row per position along some dims; also return their dtypes.
 
     Args:
-        keys: The fields'.
-        leaves: Tensors and non-tensor entries with these dims in front; or what `is_loose`.
-        shape: The dims.
-        typed: As `column_of_rows`.
+        keys: Keys of the fields.
+        leaves: Tensors and non-tensor entries with these dims first; or leaves for which `is_loose` is True.
+        shape: Sizes of the dims.
+        typed: As in `column_of_rows`.
 
     Raises:
-        SchemaError: As `column_of_rows`; or a single row has a nested tensor.
+        SchemaError: As in `column_of_rows`; or a single row has a nested tensor.
     """
     count = int(np.prod(shape, dtype=np.int64))
     arrays: list[Any] = []
@@ -190,9 +190,9 @@ def columns_of(
         if is_loose(leaf) or (typed and is_non_tensor(leaf)):
             if isinstance(leaf, torch.Tensor) and len(shape) != 1:
                 raise SchemaError(
-                    f"field {key_name(key)!r} is a nested tensor, whose first dim are rows, in a batch of "
+                    f"field {key_name(key)!r} is a nested tensor, whose first dim is rows, in a batch of "
                     f"shape {list(shape)}",
-                    hint="extend() with one batch dim",
+                    hint="use extend() with one batch dim",
                 )
             rows = leaf if is_loose(leaf) else _values_of(leaf, shape)
             array, dtype = column_of_rows(key, rows, typed=typed)
@@ -205,16 +205,17 @@ def columns_of(
 
 
 def fit_values(entry: Field, value: Any, count: int, *, spread: bool) -> Any:
-    """Return values of a field without a fixed size as a column of so many rows.
+    """Convert values of a variable-length field to a column of `count` rows.
 
     Args:
         entry: The field.
-        value: One per row, in a list or a nested tensor, or along the first dim; or an entry of a TensorDict.
-        count: How many rows.
-        spread: One value may stand for all.
+        value: One value per row, as a list, a nested tensor or along the first dim; or an entry of a
+            TensorDict.
+        count: Number of rows.
+        spread: Whether one value may be used for all rows.
 
     Raises:
-        SchemaError: They are not as many, or do not fit.
+        SchemaError: Their number differs from `count`, or they do not fit.
     """
     rows = value
     if is_non_tensor(value):

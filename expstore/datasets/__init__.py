@@ -1,6 +1,6 @@
-"""Data sets of recorded experience: made into stores once, then used like any other store.
+"""Public data sets of recorded experience, imported once into stores.
 
-Used by programs and by the command line. Every name loads what it needs when it is first asked for.
+Used by programs and by the command line. Names are imported when they are first used.
 """
 
 from __future__ import annotations

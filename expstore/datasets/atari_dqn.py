@@ -36,7 +36,7 @@ _COLUMNS = ("observation", "action", "reward", "terminal")
 #: The files of a checkpoint, without `_ckpt.N.gz`.
 CHECKPOINT_FILES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "invalid_range")
 _FILE = re.compile(r"^(.+)_ckpt\.(\d+)\.gz$")
-#: Rows of zeros that Dopamine puts before every episode: the stack of frames less one.
+#: Number of zero rows that Dopamine puts before every episode: the frame stack minus one.
 _PADDING = 3
 #: A run of the public data set has the checkpoints 0 to 49.
 _CHECKPOINTS = 50
@@ -47,11 +47,11 @@ _READ_BYTES = 1 << 20
 class AtariDQNReader(Reader):
     """Read one run of one game of the Atari DQN data set.
 
-    The checkpoints of a run are pictures of one ring buffer. This reader restores the order in which the rows
-    were written, drops the rows of zeros that pad every episode, and continues an episode over the edge of a
-    checkpoint where no row is missing. Where rows are missing, the episode is cut there. The data set does
-    not record the observation after the last step of an episode, and time limits are recorded as terminal;
-    nor does it have the one after the last row before a cut, whose `next.done` is False: both are zeros.
+    The checkpoints of a run are snapshots of one ring buffer. The reader restores the order in which rows
+    were written, drops the zero rows that pad every episode, and joins episodes that continue in the next
+    checkpoint. If rows are missing between two checkpoints, the episode is cut there. Two observations are
+    not recorded and are zeros: the one after the last step of an episode, and the one after the last row
+    before a cut, whose `next.done` is False. Time limits are recorded as terminal.
 
     A row is `observation` `(84, 84)` uint8, one frame, `action` int64, `next.reward` `(1,)` float32,
     clipped to [-1, 1], and the fields of every data set.
@@ -59,12 +59,12 @@ class AtariDQNReader(Reader):
     Args:
         source: Folder of the files, as in `Pong/1/replay_logs`, or of the run, `Pong/1`; or the folder in
             which TorchRL keeps a run, `~/.cache/torchrl/atari/Pong/1`.
-        runs: Read only so many checkpoints, the first ones. None: all of them.
-        checkpoints: Read only the checkpoints with these numbers, in the order of the numbers. None: all that
-            are there; then none may be missing between the first and the last one.
+        runs: Number of checkpoints to read, from the first one on. None reads all.
+        checkpoints: Numbers of the checkpoints to read, in ascending order. None reads all; then none may be
+            missing between the first and the last one.
 
     Raises:
-        NotFoundError: There is no such folder, no checkpoint in it, or not one that `checkpoints` names.
+        NotFoundError: The folder does not exist, has no checkpoint, or lacks one that `checkpoints` names.
         SchemaError: A checkpoint is missing in the middle, or lacks one of its six files; or both `runs` and
             `checkpoints` are given.
 
@@ -102,7 +102,7 @@ class AtariDQNReader(Reader):
         self._found = {number: found[number] for number in chosen}
 
     def _choose(self, there: list[int]) -> list[int]:
-        """Return the checkpoints to read, of those that are there."""
+        """Return the numbers of the checkpoints to read."""
         if self._checkpoints is not None:
             absent = sorted({*self._checkpoints} - {*there})
             if absent or not self._checkpoints:
@@ -130,7 +130,7 @@ class AtariDQNReader(Reader):
         return {"runs": self._runs, **chosen}
 
     def notes(self) -> list[str]:
-        """Return which checkpoints of a run are not there, unless only some were asked for."""
+        """Return a note about missing checkpoints of a run, unless `runs` or `checkpoints` limit it."""
         numbers = list(self._found)
         if self._runs or self._checkpoints or (numbers[0] == 0 and numbers[-1] >= _CHECKPOINTS - 1):
             return []
@@ -139,12 +139,12 @@ class AtariDQNReader(Reader):
         ]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return `add_count` and `invalid_range` of the checkpoints, as TorchRL's samples have them."""
+        """Return `add_count` and `invalid_range` of the checkpoints, which TorchRL's samples contain."""
         counts = {str(number): self._read_count(number) for number in self._found}
         return {"atari": {number: {"add_count": a, "invalid_range": i} for number, (a, i) in counts.items()}}
 
     def count_rows(self, part: Part) -> int:
-        """Return how many rows the episodes have, if no round of the ring was lost."""
+        """Return the number of rows of all episodes, assuming that no rows were lost between checkpoints."""
         rows, left, former = 0, _PADDING, None
         for number, files in self._found.items():
             added, _ = self._read_count(number)
@@ -157,7 +157,7 @@ class AtariDQNReader(Reader):
             if former is not None and not joins:
                 left = 0
             read = np.concatenate([flags[-1:], flags[:cursor]]) if joins else flags[:cursor]
-            # Rows of padding: what is left of those before the first episode, and three behind every end.
+            # Padding rows: the rest of those before the first episode, and three after every end.
             ends = np.flatnonzero(read)
             padding = min(left, len(read))
             left -= padding
@@ -181,14 +181,14 @@ class AtariDQNReader(Reader):
                 cursor = added % slots
                 is_last_dump = former is not None and added < former
                 if is_last_dump and cursor == slots - 1:
-                    continue  # made right after another one: the same rows
+                    continue  # dumped right after another one: it has the same rows
                 if is_last_dump:
                     joins = self._have_same_rows(former_number, number, cursor)
                 else:
                     joins = former is not None and added - former == slots
                 if former is not None and not joins:
                     yield from cutter.cut()
-                if joins:  # the last slot was written after the former dump, just before slot 0
+                if joins:  # the last slot was written after the previous dump, just before slot 0
                     yield from cutter.add(checkpoint.last_row())
                 for rows in checkpoint.read(cursor):
                     yield from cutter.add(rows)
@@ -197,10 +197,11 @@ class AtariDQNReader(Reader):
         yield from cutter.cut()
 
     def _have_same_rows(self, former: int, last: int, cursor: int) -> bool:
-        """Return whether two checkpoints have the same rows from a slot on, the last slot apart.
+        """Return whether two checkpoints have the same rows from a slot on, except for the last slot.
 
-        The dump at the end of a run counts from 0, so its `add_count` does not tell whether a round was lost
-        before it. If none was, its slots from the cursor on are still those of the former checkpoint.
+        The dump at the end of a run counts from 0, so its `add_count` does not tell whether rows were lost
+        before it. If none were lost, its slots from the cursor on still hold the rows of the previous
+        checkpoint.
         """
         with _Checkpoint(self._found[former], former) as one, _Checkpoint(self._found[last], last) as other:
             if one.slots != other.slots:
@@ -241,7 +242,7 @@ def torchrl_checkpoints(folder: Path) -> dict[int, dict[str, Path]]:
 
 
 def as_ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as text: "0-4,7"."""
+    """Format sorted numbers as ranges, for instance "0-4,7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -252,7 +253,7 @@ def as_ranges(numbers: Sequence[int]) -> str:
 
 
 def run_name(folder: Path) -> str:
-    """Return the game and the run: "Pong/1"."""
+    """Return the game and the run, for instance "Pong/1"."""
     above = folder.resolve()
     above = above.parent if above.name == "replay_logs" else above
     return f"{above.parent.name}/{above.name}"
@@ -260,7 +261,7 @@ def run_name(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows in the order in which they were written.
+    """Hold rows in the order in which they were written.
 
     Args:
         observation: Shape `(n, height, width)`, uint8.
@@ -278,12 +279,12 @@ class _Rows:
         return len(self.action)
 
     def part(self, start: int, stop: int) -> _Rows:
-        """Return some of the rows."""
+        """Return a slice of the rows."""
         rows = slice(start, stop)
         return _Rows(self.observation[rows], self.action[rows], self.reward[rows], self.terminal[rows])
 
     def equals(self, other: _Rows) -> bool:
-        """Return whether other rows are the same."""
+        """Return whether the rows equal other rows."""
         return (
             np.array_equal(self.action, other.action)
             and np.array_equal(self.reward, other.reward)
@@ -293,7 +294,7 @@ class _Rows:
 
     @staticmethod
     def join_rows(parts: Sequence[_Rows]) -> _Rows:
-        """Return rows one behind another."""
+        """Concatenate rows."""
         if len(parts) == 1:
             return parts[0]
         return _Rows(
@@ -304,7 +305,7 @@ class _Rows:
         )
 
     def is_padding(self) -> Array:
-        """Return which rows are all zero. Shape `(n,)`, bool."""
+        """Return a mask of the rows that are all zero. Shape `(n,)`, bool."""
         maybe: Array = (self.action == 0) & (self.reward == 0) & ~self.terminal
         places = np.flatnonzero(maybe)
         if places.size:
@@ -313,7 +314,7 @@ class _Rows:
 
 
 class _Checkpoint:
-    """The four columns of a checkpoint, decompressed slab by slab."""
+    """Read the four columns of a checkpoint, decompressed in pieces."""
 
     def __init__(self, files: Mapping[str, Path], number: int) -> None:
         self._files = files
@@ -336,8 +337,8 @@ class _Checkpoint:
             wanted = 3 if name == "observation" else 1
             if len(array.shape) != wanted or array.dtype.kind not in "biuf":
                 raise SchemaError(
-                    f"{path}: {name} of checkpoint {self._number} has shape {list(array.shape)} of "
-                    f"{array.dtype}, and {wanted} dimensions of numbers are expected"
+                    f"{path}: {name} of checkpoint {self._number} has shape {list(array.shape)} and dtype "
+                    f"{array.dtype}; numbers with {wanted} dims are expected"
                 )
             self._arrays.append(array)
         if len({array.shape[0] for array in self._arrays}) != 1:
@@ -356,12 +357,12 @@ class _Checkpoint:
             yield self._rows([array.read(rows) for array in self._arrays])
 
     def finish(self) -> None:
-        """Read the files to their ends, and check their checksums."""
+        """Read the files to the end and check their checksums."""
         for array in self._arrays:
             array.finish()
 
     def last_row(self) -> _Rows:
-        """Return the row of the last slot, which a second pass over the files finds."""
+        """Return the row of the last slot, in a second pass over the files."""
         found = []
         for name in _COLUMNS:
             with _open_array(self._files[f"$store$_{name}"]) as array:
@@ -377,7 +378,7 @@ class _Checkpoint:
 
 @contextmanager
 def _name_file(path: Path) -> Iterator[None]:
-    """Make errors of reading a file name it."""
+    """Add the path to errors that reading a file raises."""
     try:
         yield
     except ExpStoreError:
@@ -388,13 +389,13 @@ def _name_file(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _ArrayFile:
-    """An array in a file, read from its first row to its last.
+    """Read an array from a file, from the first row to the last.
 
     Args:
         path: The file.
         stream: Yields the bytes of the rows.
         shape: Shape of the array.
-        dtype: Type of its values.
+        dtype: Dtype of the array.
     """
 
     path: Path
@@ -404,7 +405,7 @@ class _ArrayFile:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row has."""
+        """Size of a row in bytes."""
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def read(self, count: int) -> Array:
@@ -413,7 +414,7 @@ class _ArrayFile:
         return np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
 
     def read_whole(self) -> Array:
-        """Return the whole array, and check the checksum."""
+        """Return the whole array and check its checksum."""
         found = np.frombuffer(self._read(int(np.prod(self.shape)) * self.dtype.itemsize), self.dtype)
         self.finish()
         return found.reshape(self.shape)
@@ -425,7 +426,7 @@ class _ArrayFile:
             left -= len(self._read(min(left, _READ_BYTES)))
 
     def finish(self) -> None:
-        """Read the file to its end. The checksum of a .gz file is behind its last byte of data."""
+        """Read the file to its end: the checksum of a .gz file follows the last byte of data."""
         if isinstance(self.stream, gzip.GzipFile):
             with _name_file(self.path):
                 while self.stream.read(_READ_BYTES):
@@ -435,13 +436,13 @@ class _ArrayFile:
         with _name_file(self.path):
             data: bytes = self.stream.read(size)
         if len(data) != size:
-            raise StorageError(f"cannot read {self.path}: it ends {size - len(data)} bytes too early")
+            raise StorageError(f"cannot read {self.path}: the file is {size - len(data)} bytes too short")
         return data
 
 
 @contextmanager
 def _open_array(path: Path) -> Iterator[_ArrayFile]:
-    """Open an array."""
+    """Open an array file."""
     if path.suffix == ".gz":
         with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
             with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
@@ -454,33 +455,33 @@ def _open_array(path: Path) -> Iterator[_ArrayFile]:
         shape = tuple(int(one) for one in about["shape"])
         dtype = np.dtype(str(about["dtype"]).removeprefix("torch."))
     if path.stem == "observation":
-        shape = (shape[0] - 1, *shape[1:])  # TorchRL puts a frame of zeros behind the last one
+        shape = (shape[0] - 1, *shape[1:])  # TorchRL appends a frame of zeros
     with open_to_read(path) as file:
         yield _ArrayFile(path, file, shape, dtype)
 
 
 def _read_whole(path: Path) -> Array:
-    """Return a whole array."""
+    """Return the whole array of a file."""
     with _open_array(path) as array:
         return array.read_whole()
 
 
 def _read_header(path: Path, stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read the header of a .npy stream; objects, which would be unpickled, are refused."""
+    """Read the header of a .npy stream; refuse object arrays, which would be unpickled."""
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(stream)
     if is_fortran or dtype.hasobject:
         raise SchemaError(
-            f"{path} is an array of {dtype} in {'Fortran' if is_fortran else 'C'} order, which cannot be read"
+            f"{path} cannot be read: it is an array of {dtype} in {'Fortran' if is_fortran else 'C'} order"
         )
     return shape, dtype
 
 
 class _Cutter:
-    """Cut rows into pieces of episodes, without the padding before each.
+    """Cut rows into pieces of episodes, without the padding before each episode.
 
-    It holds the newest row back: its next observation is in the row that follows.
+    The newest row is kept back until the next row, which has its next observation, arrives.
     """
 
     def __init__(self) -> None:
@@ -489,7 +490,7 @@ class _Cutter:
         self._begins = True
 
     def add(self, rows: _Rows) -> Iterator[Episode]:
-        """Take rows; yield the pieces of episodes that they complete."""
+        """Append rows; yield the pieces of episodes that they complete."""
         for start, stop in self._runs(rows):
             piece = rows.part(start, stop)
             parts = [piece] if self._held is None else [self._held, piece]
@@ -504,13 +505,13 @@ class _Cutter:
                 yield _episode(body, "open", self._held.observation)
 
     def cut(self) -> Iterator[Episode]:
-        """End the open episode: what follows does not continue it."""
+        """End the open episode: the next rows do not continue it."""
         if self._held is not None:
             yield _episode(self._held, "cut", None)
         self._held, self._begins, self._padding = None, True, 0
 
     def _runs(self, rows: _Rows) -> list[tuple[int, int]]:
-        """Return the stretches of rows between paddings and ends."""
+        """Return the runs of rows between padding and ends."""
         padding = rows.is_padding()
         ends = np.flatnonzero(rows.terminal)
         found: list[tuple[int, int]] = []
@@ -521,7 +522,7 @@ class _Cutter:
                     start += 1
                     self._padding += 1
                 if start == len(rows):
-                    break  # the next rows may be padding, too
+                    break  # the next rows may be padding too
             place = np.searchsorted(ends, start)
             stop = int(ends[place]) + 1 if place < len(ends) else len(rows)
             found.append((start, stop))

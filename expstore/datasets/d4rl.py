@@ -1,8 +1,8 @@
-"""Read D4RL's files: HDF5 with one row per transition and flags where episodes end.
+"""Read D4RL's files: HDF5 with one row per transition and flags at the ends of episodes.
 
-Source of the format: the generators and loaders of https://github.com/Farama-Foundation/D4RL. Files differ
-in which arrays they have, so each is looked for: `next_observations`, `timeouts` and `infos` may be absent,
-and flags may be floats.
+Source of the format: the generators and loaders of https://github.com/Farama-Foundation/D4RL. Files differ in
+their arrays, so each one is looked up: `next_observations`, `timeouts` and `infos` may be missing, and flags
+may be floats.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _SLAB_BYTES = 16 << 20
 class D4RLReader(Reader):
     """Read the episodes of one D4RL file.
 
-    Unlike TorchRL's class it keeps every row, keeps the observation after a terminal step where the file has
-    it, takes flags that are floats (kitchen, antmaze), and ends an episode where the file's
-    `next_observations` say that the next row does not continue it.
+    Unlike TorchRL's class it keeps every row, keeps the observation after a terminal step if the file has it,
+    accepts flags that are floats (kitchen, antmaze), and ends an episode where `next_observations` shows that
+    the next row does not continue it.
 
     - `observations`, `actions`, `rewards`: the fields `observation`, `action`, `next.reward`.
-    - `infos/*`: `info.*` and `next.info.*`; other arrays with one row per transition: fields of their names.
-    - `metadata/*`: numbers and texts are kept in `rb.meta["d4rl"]`; weights of policies are left out.
+    - `infos/*`: `info.*` and `next.info.*`; other arrays with one row per transition keep their names.
+    - `metadata/*`: numbers and texts are stored in `rb.meta["d4rl"]`; policy weights are left out.
 
     Args:
         source: The file.
-        split_on: The flags that end an episode. None: both; `timeouts` alone for antmaze and maze2d, by the
-            file's name, because `terminals` there says that the agent is near the goal while the episode
-            continues. Flags that end no episode are stored as `next.terminal`.
+        split_on: The flags that end an episode. None uses both; for antmaze and maze2d, recognised by the
+            file's name, only `timeouts`, because `terminals` there means that the agent is near the goal
+            while the episode continues. Flags that do not end an episode are stored as `next.terminal`.
 
     Raises:
-        NotFoundError: There is no such file.
-        SchemaError: It is not an HDF5 file with these arrays.
+        NotFoundError: The file does not exist.
+        SchemaError: The file is not an HDF5 file with these arrays.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -82,7 +82,7 @@ class D4RLReader(Reader):
         return [Part(name=self._path.name, files=[self._path])]
 
     def options(self) -> Mapping[str, Any]:
-        """Return which flags end an episode."""
+        """Return the flags that end an episode."""
         return {"split_on": list(self._split_on)}
 
     def facts(self) -> Mapping[str, Any]:
@@ -94,7 +94,7 @@ class D4RLReader(Reader):
         return self._rows
 
     def episodes(self, part: Part) -> Iterator[Episode]:
-        """Yield the episodes; a long one, or one over the edge of a slab of 16 MB, in pieces."""
+        """Yield the episodes, in pieces if they are long or cross the edge of a slab of 16 MB."""
         with self._open() as file:
             arrays = self._arrays(file)
             count = self._rows
@@ -116,7 +116,7 @@ class D4RLReader(Reader):
         self, arrays: Mapping[str, Any], flags: Mapping[str, Array], ends: Array, start: int, stop: int
     ) -> Iterator[Episode]:
         """Yield the pieces of episodes in a slab of rows."""
-        # One row more: the observation after the slab's last step.
+        # One row more, for the observation after the slab's last step.
         read = {
             name: one[start : min(stop + 1, len(ends))] for name, one in arrays.items() if name not in flags
         }

@@ -1,4 +1,4 @@
-"""The data sets of D4RL: where their files lie, and the returns that normalised scores refer to.
+"""The data sets of D4RL: addresses of their files, and reference returns for normalized scores.
 
 Source: `d4rl/infos.py` of https://github.com/Farama-Foundation/D4RL, and TorchRL's list, which has more ids.
 """
@@ -156,7 +156,7 @@ _FILES = {
     },
 }
 
-#: Returns of a random and of an expert policy, by the beginning of the id; the longest one counts.
+#: Returns of a random and of an expert policy, by prefix of the id; the longest prefix is used.
 _SCORES = {
     "maze2d-open-v0": (0.01, 20.66),
     "maze2d-umaze-v1": (23.85, 161.86),
@@ -194,7 +194,7 @@ _SCORES = {
 
 @cache
 def d4rl_files() -> dict[str, str]:
-    """Return the address of every data set's file, relative to `D4RL_ADDRESS`, by id."""
+    """Return the addresses of the data sets' files, relative to `D4RL_ADDRESS`, by id."""
     found = {
         name: f"{folder}/{file}.hdf5" for folder, files in _FILES.items() for name, file in files.items()
     }
@@ -210,6 +210,6 @@ def d4rl_files() -> dict[str, str]:
 
 
 def score_bounds(dataset_id: str) -> tuple[float, float] | None:
-    """Return the returns that are scores 0 and 1; None: D4RL does not say."""
+    """Return the returns for the scores 0 and 1; None if D4RL has none."""
     fitting = [name for name in _SCORES if dataset_id == name or dataset_id.startswith(name + "-")]
     return _SCORES[max(fitting, key=len)] if fitting else None

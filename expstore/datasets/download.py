@@ -1,6 +1,6 @@
 """Fetch the files of a data set over HTTP, and list the files of a data set on the Hugging Face Hub.
 
-Used by the data set classes. Every download can be interrupted and continued.
+Used by the data set classes. Interrupted downloads can be continued.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _TIMEOUT = httpx.Timeout(30.0, connect=15.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """A file of a data set at its public address.
+    """Describe a file of a data set at its public address.
 
     Args:
-        url: Its address.
-        name: Where it goes, relative to the folder of the download, with "/" between names.
-        size: How many bytes it has. None: as the server says.
-        sha256: Its hash in hexadecimal, checked after the download. None: unknown.
+        url: Address of the file.
+        name: Path relative to the download folder, with "/" between names.
+        size: Size in bytes. None: as the server reports.
+        sha256: Hash in hexadecimal, checked after the download. None if it is unknown.
     """
 
     url: str
@@ -54,20 +54,20 @@ def fetch_files(
 ) -> None:
     """Download files to a folder. Files that are complete there are not fetched again.
 
-    A file has the suffix `.part` until it is complete and its length and hash are right. A broken connection
-    is tried again from the byte where it broke, up to five times without a byte between; a later call
-    continues where this one stopped, if the server still has the same file.
+    A file has the suffix `.part` until it is complete and its length and hash are checked. A broken
+    connection is retried from the byte at which it broke, up to five times in a row without progress. A later
+    call continues a partial download if the server still has the same file.
 
     Args:
-        files: What to fetch.
-        folder: It is made if it does not exist.
-        progress: Called with the bytes done and the bytes in all, 0 if that is unknown.
-        pause: Waits so many seconds between two attempts.
+        files: The files to fetch.
+        folder: Target folder; created if it does not exist.
+        progress: Called with the bytes done and the total bytes, 0 if the total is unknown.
+        pause: Function that waits for a number of seconds between two attempts.
 
     Raises:
-        NotFoundError: The server has no such file.
-        RemoteError: The server does not answer, or its answers are wrong; the message names the address.
-        StorageError: The disk failed, or a file does not have the length or hash it should have.
+        NotFoundError: The server does not have a file.
+        RemoteError: The server does not answer, or its answers are invalid; the message names the address.
+        StorageError: The disk failed, or a file has another length or hash than expected.
     """
     disk = Disk()
     total = sum(file.size or 0 for file in files) if all(file.size for file in files) else 0
@@ -87,7 +87,7 @@ def fetch_files(
 
 
 class _Download:
-    """Fetch one file."""
+    """Download one file."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Download:
         self._tag = target.with_name(target.name + ".etag")
 
     def run(self) -> None:
-        """Fetch it, check it and give it its name."""
+        """Download the file, check it and rename it."""
         failures = 0
         while True:
             before = self._have()
@@ -133,14 +133,14 @@ class _Download:
         return self._disk.size(self._part) if self._disk.exists(self._part) else 0
 
     def _receive(self, have: int) -> int | None:
-        """Append what is missing; return how long the server says that the file is."""
+        """Append the missing bytes; return the file's length as the server reports it."""
         headers = {"Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
             if self._disk.exists(self._tag):
                 headers["If-Range"] = self._disk.read_whole(self._tag).decode()
         with self._client.stream("GET", self._remote.url, headers=headers) as answer:
-            if answer.status_code == 416:  # nothing is missing, or the file is another one
+            if answer.status_code == 416:  # nothing is missing, or the file has changed
                 return have if self._size_of(answer) == have else self._begin_anew()
             _check_answer(answer, self._remote.url)
             start = have if answer.status_code == 206 else 0
@@ -176,7 +176,7 @@ class _Download:
         for size in (expected, self._remote.size):
             if size is not None and have != size:
                 self._disk.unlink(self._part)
-                raise StorageError(f"{self._remote.url} has {have} bytes, {size} are expected")
+                raise StorageError(f"{self._remote.url} has {have} bytes; {size} are expected")
         if self._remote.sha256 is None:
             return
         digest = hashlib.sha256()
@@ -186,8 +186,8 @@ class _Download:
         if digest.hexdigest() != self._remote.sha256.lower():
             self._disk.unlink(self._part)
             raise StorageError(
-                f"{self._remote.url} has the SHA-256 {digest.hexdigest()}, {self._remote.sha256} is expected",
-                hint="try again; if it stays, the file at this address was replaced",
+                f"{self._remote.url} has the SHA-256 {digest.hexdigest()}; {self._remote.sha256} is expected",
+                hint="try again; if the error remains, the file at this address was replaced",
             )
 
 
@@ -210,7 +210,7 @@ def list_hugging_face(
     Source of the interface: https://huggingface.co/docs/hub/api (`/api/datasets/REPO/tree/REVISION`).
 
     Args:
-        repository: As in "jdvakil/RoboSet_Sim".
+        repository: Name, for instance "jdvakil/RoboSet_Sim".
         prefix: The folder; "" for all files.
         endpoint: Address of the hub, or of a mirror of it.
         revision: Branch, tag or commit.
@@ -219,7 +219,7 @@ def list_hugging_face(
         The files in the order of their paths; `name` is the path in the repository. Large files have a hash.
 
     Raises:
-        NotFoundError: There is no such repository or folder.
+        NotFoundError: The repository or the folder does not exist.
         RemoteError: The hub does not answer.
     """
     base = endpoint.rstrip("/")
@@ -235,7 +235,7 @@ def list_hugging_face(
             except httpx.TransportError as exc:
                 raise RemoteError(
                     f"cannot list {address}: {exc or type(exc).__name__}",
-                    hint="files that were fetched otherwise are read with source=",
+                    hint="pass files that you fetched yourself as source=",
                 ) from exc
             _check_answer(answer, address)
             for item in json.loads(answer.content):
@@ -256,6 +256,6 @@ def list_hugging_face(
 
 
 def _is_safe(path: str) -> bool:
-    """Return whether a path that a server names stays below the folder of a download."""
+    """Return whether a path from a server stays below the download folder."""
     parts = path.split("/")
     return not path.startswith("/") and not any(part in ("", ".", "..") for part in parts)

@@ -1,6 +1,6 @@
-"""The contract of data set readers: a `Reader` lists the parts of a source and yields their episodes.
+"""The interface of data set readers: a `Reader` lists the parts of a source and yields their episodes.
 
-Implemented by the readers of this package and by users, for formats of their own. It needs NumPy only.
+Implemented by the readers of this package, and by users for their own formats. It needs only NumPy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from expstore.errors import SchemaError
 
 __all__ = ["End", "Episode", "Part", "Reader", "Rows"]
 
-#: How an episode ends. "cut": the recording stops, the environment did not. "open": the next `Episode` that
-#: the reader yields continues this one.
+#: How an episode ends. "cut": the recording stops, but not the environment. "open": the next `Episode` from
+#: the reader continues this one.
 End = Literal["terminated", "truncated", "cut", "open"]
 
 _ENDS = ("terminated", "truncated", "cut", "open")
@@ -30,10 +30,10 @@ Values = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a source: it is imported under one source name and resumed on its own.
+    """Describe a part of a source, which is imported under one source name and resumed separately.
 
     Args:
-        name: Unique within the data set. Usually the name of the file.
+        name: Unique name within the data set, usually the name of the file.
         files: The files that determine its rows. Their SHA-256 identifies the part.
     """
 
@@ -43,26 +43,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """The steps of one episode, or a piece of it.
+    """Hold the steps of one episode, or of a piece of it.
 
     With T steps, `action` and `reward` have T rows, and `observation` has T + 1: the last one is the
-    observation after the last step. Where a source does not record that observation, give T rows;
+    observation after the last step. If the source does not record that observation, pass T rows;
     `("next", "observation")` of the last step is then 0.
 
     Args:
-        observation: The states. Shapes `(T + 1, *shape)` or `(T, *shape)`; a mapping of names gives nested
-            fields, an empty one none.
-        action: Shape `(T, *shape)`, or a mapping; an empty one if the source has no actions.
+        observation: The states. Shapes `(T + 1, *shape)` or `(T, *shape)`. A mapping of names becomes nested
+            fields, an empty one no field.
+        action: Shape `(T, *shape)`, or a mapping; an empty mapping if the source has no actions.
         reward: Shape `(T,)` or `(T, 1)`. None if the source has no rewards.
-        end: How the episode ends. A piece that is "open" needs T + 1 observations.
-        info: Further values of the states, stored under `"info"` and `("next", "info")`. Shapes as
+        end: How the episode ends. An "open" piece needs T + 1 observations.
+        info: More values of the states, stored under `"info"` and `("next", "info")`. Shapes as for
             `observation`.
-        states: Further values of the states, by key, stored under the key and `("next", key)`. Shapes as
+        states: More values of the states, by key, stored under the key and `("next", key)`. Shapes as for
             `observation`.
-        fields: Further values of the steps, by key: `"episode"`, `("next", "success")`. Shapes
-            `(T, *shape)`.
-        facts: Facts about the episode, for the column `info` of the relation `episodes`: a seed, a task.
-            Of an episode in pieces, those of its first piece count.
+        fields: More values of the steps, by key: `"episode"`, `("next", "success")`. Shapes `(T, *shape)`.
+        facts: Annotations of the episode, for the column `info` of the relation `episodes`: a seed, a task.
+            If an episode has several pieces, those of its first piece are used.
 
     Example:
         >>> episode = Episode(
@@ -82,7 +81,7 @@ class Episode:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of steps: that of the action, or of the first of `fields` without actions."""
+        """Return the number of steps: the length of `action`, or without actions of the first field."""
         for _, values in _leaves(("action",), self.action):
             return len(values)
         return len(next(iter(self.fields.values()), ()))
@@ -90,12 +89,12 @@ class Episode:
     def columns(self) -> dict[Key, Array]:
         """Return the rows in TorchRL's layout (TED), by key.
 
-        Root: the state before each step, the action, `fields`. Under "next": the state after it, `reward`
-        `(T, 1)` float32 (floats of other sizes keep theirs), and `done`, `terminated`, `truncated` `(T, 1)`
-        bool. The flags at the root are False, as in every state that is followed by a step.
+        At the root: the state before each step, the action, `fields`. Under "next": the state after it,
+        `reward` `(T, 1)` float32 (other floats keep their dtype), and `done`, `terminated`, `truncated`
+        `(T, 1)` bool. The flags at the root are False, because every such state is followed by a step.
 
         Raises:
-            SchemaError: Numbers of rows differ, or two values have one key.
+            SchemaError: Numbers of rows differ, or two values have the same key.
         """
         count = len(self)
         if self.end not in _ENDS:
@@ -144,13 +143,13 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows that are stored as they are, whatever their keys: of a source without TorchRL's layout.
+    """Hold rows that are stored unchanged, for sources without TorchRL's layout.
 
     Args:
         columns_by_key: The fields, by key. Shapes `(n, *shape)`.
-        end: As of `Episode`: "open" if the next rows may continue the episode of the last one. Rows that end
-            an episode by "terminated" or "truncated" have flags that say so.
-        facts: As of `Episode`.
+        end: As in `Episode`; "open" if the next rows may continue the last episode. Rows that end an episode
+            by "terminated" or "truncated" have flags that say so.
+        facts: Annotations of the episode.
 
     Example:
         >>> len(Rows(columns_by_key={"X": np.zeros((3, 5)), "y": np.zeros(3)}))
@@ -169,7 +168,7 @@ class Rows:
         """Return the rows by key.
 
         Raises:
-            SchemaError: It has no rows, or numbers of rows differ.
+            SchemaError: There are no rows, or numbers of rows differ.
         """
         count = len(self)
         if not count:
@@ -201,8 +200,8 @@ def _reward(values: Array) -> Array:
 class Reader(ABC):
     """Read one format of recorded experience, episode by episode.
 
-    `import_dataset` does the rest: it writes the rows, resumes an import that was interrupted, and records
-    which files the store was made of. A reader keeps no more than a few MB of rows in memory at a time.
+    `import_dataset` writes the rows, resumes interrupted imports, and records the files from which the store
+    was made. A reader keeps at most a few MB of rows in memory.
 
     Example:
         >>> class Csv(Reader):
@@ -233,16 +232,17 @@ class Reader(ABC):
 
     @abstractmethod
     def episodes(self, part: Part) -> Iterator[Episode | Rows]:
-        """Yield the episodes of a part, the same ones in every run."""
+        """Yield the episodes of a part; every run yields the same episodes."""
 
     def options(self) -> Mapping[str, Any]:
-        """Return the options that determine the rows, as JSON can hold them: two imports with equal files
-        and options are equal.
+        """Return the options that determine the rows, as JSON values.
+
+        Two imports with equal files and options are equal.
         """
         return {}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return facts about the data set, as JSON can hold them. The store keeps them in `rb.meta`."""
+        """Return metadata of the data set as JSON values. The store keeps them in `rb.meta`."""
         return {}
 
     def settings(self) -> Mapping[str, Any]:
@@ -250,11 +250,12 @@ class Reader(ABC):
         return {}
 
     def notes(self) -> Sequence[str]:
-        """Return what of the source is left out or changed, one sentence each. The command line prints them
-        before it imports.
+        """Return what the import leaves out or changes, one sentence each.
+
+        The command line prints the notes before it imports.
         """
         return ()
 
     def count_rows(self, part: Part) -> int | None:
-        """Return how many rows a part has, for the progress bar; an estimate will do. None: unknown."""
+        """Return the number of rows of a part for the progress bar; may be an estimate, or None."""
         return None

@@ -1,4 +1,4 @@
-"""Texts of steps as facts about their episode: the store keeps numbers by row and texts by episode."""
+"""Texts of steps as annotations of episodes: a store keeps numbers per row, and texts per episode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["text_fact"]
 
 
 def text_fact(texts: Sequence[str]) -> str | list[dict[str, Any]]:
-    """Return the text of all steps; if it changes, a list that says from which step on it is which.
+    """Return the text of all steps, or a list of the steps at which the text changes.
 
     >>> text_fact(["go", "go"])
     'go'

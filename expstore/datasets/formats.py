@@ -1,6 +1,6 @@
-"""The formats of data sets by name, and how a source is recognised.
+"""The formats of data sets by name, and the detection of a source's format.
 
-Used by the command line. It loads a reader's module when that reader is asked for.
+Used by the command line. A reader's module is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _READERS = {
     "vd4rl": "VD4RLReader",
 }
 
-#: Names of the formats that are always read here. "hdf5" is, too, if the file has a group per episode.
+#: Names of formats that this package always reads. It also reads "hdf5" files with one group per episode.
 DATASETS = tuple(name for name in _READERS if name != "hdf5")
-#: Those whose readers take a capacity.
+#: Formats whose readers accept a capacity.
 WITH_CAPACITY = ("minari",)
 
 
@@ -44,9 +44,9 @@ def make_reader(name: str, source: Path, **options: Any) -> Reader:
     """Return a reader of a source.
 
     Args:
-        name: Of the format.
+        name: Name of the format.
         source: File or folder.
-        options: Of the reader.
+        options: Options of the reader.
 
     Raises:
         NotFoundError: The source does not exist.
@@ -57,7 +57,7 @@ def make_reader(name: str, source: Path, **options: Any) -> Reader:
 
 
 def data_set_format(source: Path) -> str | None:
-    """Return the format of a data set that is not one file of arrays; None: another one."""
+    """Return the format of a data set; None if the source is a plain file of arrays."""
     disk = ReadingDisk()
     if not disk.is_dir(source):
         if source.name.lower().endswith(ARCHIVES) and disk.exists(source):

@@ -1,6 +1,6 @@
 """Decode images and video frames to arrays `(channels, height, width)`, the layout of TorchRL's data sets.
 
-Used by readers of formats with cameras. Pillow and av are loaded when they are first needed.
+Used by readers of formats with cameras. Pillow and av are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from expstore.exchange.base import import_library
 
 __all__ = ["VideoFrames", "decode_image", "decode_images"]
 
-#: Frames so many seconds ahead are reached by a seek, nearer ones by decoding what lies between.
+#: Frames further ahead than this many seconds are reached by a seek, nearer ones by decoding.
 _SEEK_SECONDS = 20.0
 
 
 def decode_image(data: bytes) -> Array:
     """Return the pixels of a PNG or JPEG file.
 
-    Images with a palette become RGB.
+    Images with a palette are converted to RGB.
 
     Raises:
         StorageError: The bytes are not an image.
@@ -60,11 +60,11 @@ def decode_images(name: str, images: Sequence[bytes]) -> Array:
 
 
 class VideoFrames:
-    """The frames of one video file, by their time. Use it as a context manager, or call `close`.
+    """Read the frames of a video file by time. Use it as a context manager, or call `close`.
 
     Args:
         path: The file.
-        fps: Frames per second: a frame is accepted up to half a period before or after the time asked for.
+        fps: Frames per second: a frame matches a time up to half a period before or after it.
 
     Raises:
         StorageError: The file is not a video.
@@ -97,7 +97,7 @@ class VideoFrames:
     def read(self, times: Sequence[float]) -> Array:
         """Return the frames at some times in seconds. Shape `(n, 3, height, width)`, uint8.
 
-        Ascending times are fastest.
+        Ascending times are read fastest.
 
         Raises:
             SchemaError: There is no frame at one of the times.
@@ -112,11 +112,11 @@ class VideoFrames:
             if found is None:
                 found = np.empty((len(times), *pixels.shape), np.uint8)
             found[place] = pixels
-        assert found is not None, "no times were given"
+        assert found is not None, "no times were passed"
         return found
 
     def _find(self, time: float) -> Any:
-        """Return the first frame that is not before a time, by more than the tolerance."""
+        """Return the first frame at or after a time, within the tolerance."""
         low, high = time - self._tolerance, time + self._tolerance
         if self._frame is not None and not low - _SEEK_SECONDS <= self._frame.time <= high:
             self._container.seek(

@@ -1,7 +1,7 @@
-"""Read Gen-DGRL's archives: trajectories of Procgen games, a pickled dict of arrays per file.
+"""Read Gen-DGRL's archives: trajectories of Procgen games, one pickled dict of arrays per file.
 
-Source of the format: https://github.com/facebookresearch/gen_dgrl. A trajectory is a .npy file that holds one
-dict of `observations` `(T + 1, ...)`, `actions`, `rewards` and `dones` `(T,)`; many make a tar archive.
+Source of the format: https://github.com/facebookresearch/gen_dgrl. A trajectory is a .npy file with a dict of
+`observations` `(T + 1, ...)`, `actions`, `rewards` and `dones` `(T,)`; a tar archive contains many of them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _PIECE_BYTES = 16 << 20
 class GenDGRLReader(Reader):
     """Read the trajectories of a Gen-DGRL archive.
 
-    Rows have `observation` and `next.observation` uint8 of the shape in the file, `action`, `next.reward`. A
-    trajectory is terminated if its last row says `dones`, else cut; one with several such rows is as many
-    episodes. The dicts are pickles; they are read by `numpy_unpickler`, which runs nothing.
+    Rows have `observation` and `next.observation` uint8 with the shape in the file, `action`, `next.reward`.
+    A trajectory is terminated if `dones` is set in its last row, otherwise cut; if several rows have `dones`
+    set, each of them ends an episode. The dicts are pickles, which `numpy_unpickler` reads without running
+    code.
 
     Args:
         source: A .tar or .tar.xz archive, or a folder of .npy files, read in the order of their names.
-        rows: Read only the first rows, about as many: whole trajectories. None: all.
+        rows: Read about this many rows, rounded up to whole trajectories. None reads all.
 
     Raises:
-        NotFoundError: There is no such archive, or no .npy file in the folder.
-        SchemaError: A file does not hold such a dict.
+        NotFoundError: The archive does not exist, or the folder has no .npy file.
+        SchemaError: A file does not contain such a dict.
 
     Example:
         >>> import_dataset(GenDGRLReader("bigfish.tar.xz"), "bigfish.exp")
@@ -66,11 +67,11 @@ class GenDGRLReader(Reader):
         return [Part(name=self._path.name, files=files)]
 
     def options(self) -> Mapping[str, Any]:
-        """Return how many rows are read."""
+        """Return the limit of rows."""
         return {"rows": self._rows}
 
     def count_rows(self, part: Part) -> int | None:
-        """Return how many rows are read, if that is limited: an archive does not say how many it has."""
+        """Return the limit of rows, or None: an archive does not record its number of rows."""
         return self._rows
 
     def episodes(self, part: Part) -> Iterator[Episode]:
@@ -108,7 +109,7 @@ class GenDGRLReader(Reader):
 def _check_arrays(name: str, found: Any) -> dict[str, Array]:
     """Return the arrays of a trajectory."""
     if not isinstance(found, dict):
-        raise SchemaError(f"{name} holds a {type(found).__name__}; a dict of arrays is expected")
+        raise SchemaError(f"{name} contains a {type(found).__name__}; a dict of arrays is expected")
     if absent := [key for key in _NAMES if key not in found]:
         raise SchemaError(f"{name} has no {', '.join(absent)}")
     try:

@@ -1,7 +1,7 @@
-"""Read HDF5 files with a group per episode: robomimic's and LIBERO's, d3rlpy's, and others with plain names.
+"""Read HDF5 files with one group per episode: robomimic, LIBERO, d3rlpy, and similar layouts.
 
 Source of the formats: https://robomimic.github.io/docs/datasets/overview.html, the files of LIBERO, which
-have the same layout without `next_obs`, and `d3rlpy.dataset.io` (2.1), which numbers arrays in place of
+have the same layout without `next_obs`, and `d3rlpy.dataset.io` (2.1), which numbers arrays instead of
 groups.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Hdf5EpisodesReader", "RobomimicReader"]
 _SLAB_BYTES = 16 << 20
 _NUMBERED = re.compile(r"(.+?)_(\d+)")
 
-#: The arrays of an episode, by what they are. The first name that an episode has counts.
+#: Names of the arrays of an episode, by meaning. The first name that an episode has is used.
 _NAMES = {
     "observation": ("observations", "observation", "obs"),
     "next": ("next_observations", "next_observation", "next_obs"),
@@ -41,7 +41,7 @@ _NAMES = {
 
 
 class _GroupedReader(Reader):
-    """Read a file with episodes side by side."""
+    """Base class of readers of files with one group per episode."""
 
     def __init__(self, source: str | Path) -> None:
         self._path = local_path(source)
@@ -51,7 +51,7 @@ class _GroupedReader(Reader):
             self._notes = self._describe(self._arrays(file, self._names[0]))
 
     def _find(self, file: Any) -> list[str]:
-        """Return the names of the episodes, in their order."""
+        """Return the names of the episodes in their order."""
         raise NotImplementedError
 
     def _arrays(self, file: Any, name: str) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class _GroupedReader(Reader):
         return {key: _plain(value) for key, value in file[name].attrs.items()}
 
     def _end(self, found: Mapping[str, Any], steps: int) -> End:
-        """Return how an episode ends, by its last flags."""
+        """Return how an episode ends, judging by its last flags."""
         if _last(found.get("terminated"), steps):
             return "terminated"
         if _last(found.get("truncated"), steps):
             return "truncated"
-        # A file with `dones` alone does not say why an episode is over; done is taken as terminated, as in
-        # files of Gym's time.
+        # If a file has only `dones`, the reason of an end is unknown; done means terminated, as in old Gym
+        # versions.
         return "terminated" if _last(found.get("done"), steps) else "cut"
 
     def parts(self) -> list[Part]:
@@ -146,37 +146,38 @@ class _GroupedReader(Reader):
     def _describe(self, arrays: Mapping[str, Any]) -> list[str]:
         found = _sort(arrays)
         steps = _steps(self._names[0], found)
-        notes = [f"{path!r} has no numbers, and is left out" for path in found["text"]]
+        notes = [f"{path!r} is not numeric and is left out" for path in found["text"]]
         return notes + [
-            f"{path!r} has no row per step, and is left out"
+            f"{path!r} does not have one row per step and is left out"
             for path, array in found["other"].items()
             if len(array) != steps
         ]
 
 
 class Hdf5EpisodesReader(_GroupedReader):
-    """Read a file with a group per episode, or, as d3rlpy 2.1 writes it, with numbered arrays.
+    """Read a file with one group per episode, or with numbered arrays, as d3rlpy 2.1 writes.
 
     - `observations`, `observation` or `obs`: `observation`, T or T + 1 rows. The last row of
       `next_observations` or `next_obs` is the observation after the last step.
     - `actions`, `action`: `action`. `rewards`, `reward`: `("next", "reward")`.
-    - An episode is terminated if the last row of `terminals`, `terminations` or `terminated` says so, else
-      truncated if that of `timeouts`, `truncations` or `truncated` does; `dones` are read as terminated where
-      there is nothing else. Flags that are set earlier end nothing; those of all rows are `next.terminal`.
-    - `infos/*`, `env_infos/*`: `info.*` and `next.info.*`. Other arrays with a row per step are fields of
-      their names; other values and text are left out.
-    - `episode`: number of the episode, from 0. Attributes of a group are facts about its episode.
+    - An episode is terminated if the last row of `terminals`, `terminations` or `terminated` is set,
+      otherwise truncated if that of `timeouts`, `truncations` or `truncated` is set; without these, `dones`
+      means terminated. Flags in earlier rows do not end the episode; the flags of all rows are
+      `next.terminal`.
+    - `infos/*`, `env_infos/*`: `info.*` and `next.info.*`. Other arrays with one row per step keep their
+      names; other values and text are left out.
+    - `episode`: number of the episode, from 0. Attributes of a group are annotations of its episode.
 
-    Groups are `Trial0`, `episode_0`, `demo_0` and the like, or plain numbers, at the top of the file or in
-    one group there.
+    Groups are called `Trial0`, `episode_0`, `demo_0` and the like, or are plain numbers, at the top of the
+    file or in one group there.
 
     Args:
         source: The file.
 
     Raises:
-        NotFoundError: There is no such file.
-        StorageError: It is not an HDF5 file.
-        SchemaError: It has no group per episode, or an episode lacks observations or actions.
+        NotFoundError: The file does not exist.
+        StorageError: The file is not an HDF5 file.
+        SchemaError: The file has no group per episode, or an episode lacks observations or actions.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -221,25 +222,25 @@ class Hdf5EpisodesReader(_GroupedReader):
 class RobomimicReader(_GroupedReader):
     """Read the demonstrations of a robomimic or LIBERO file: groups `data/demo_0`, `data/demo_1`, ...
 
-    - `obs/*`: `observation.*`. The last row of `next_obs/*`, where the file has it, is the observation after
-      the last step.
-    - `actions`, `rewards`: `action`, `("next", "reward")`. `states` and other arrays with a row per step:
-      fields of their names.
-    - A demonstration is terminated if the last row of `dones` is set and the last reward is above 0, else
-      truncated: `dones` are set at the end of every demonstration in most files. They are the field
-      `next.terminal`.
-    - `episode`: the number of the demonstration. Its facts are its attributes, and `filters`: the names in
-      the group `mask` that list it, such as "train".
-    - `rb.meta["robomimic"]` has the attributes of `data`, such as `env_args`. The text `model_file` is kept
-      there once if it is the same for all demonstrations, otherwise it is a fact about each.
+    - `obs/*`: `observation.*`. The last row of `next_obs/*`, if the file has it, is the observation after the
+      last step.
+    - `actions`, `rewards`: `action`, `("next", "reward")`. `states` and other arrays with one row per step
+      keep their names.
+    - A demonstration is terminated if the last row of `dones` is set and the last reward is above 0,
+      otherwise truncated: in most files `dones` is set at the end of every demonstration. `dones` is stored
+      as `next.terminal`.
+    - `episode`: the number of the demonstration. Its annotations are its attributes, and `filters`: the names
+      in the group `mask` that list it, such as "train".
+    - `rb.meta["robomimic"]` has the attributes of `data`, such as `env_args`. The text `model_file` is stored
+      there once if it is the same for all demonstrations, otherwise as an annotation of each.
 
     Args:
         source: The file.
 
     Raises:
-        NotFoundError: There is no such file.
-        StorageError: It is not an HDF5 file.
-        SchemaError: It has no demonstrations, or one lacks observations or actions.
+        NotFoundError: The file does not exist.
+        StorageError: The file is not an HDF5 file.
+        SchemaError: The file has no demonstrations, or one lacks observations or actions.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -288,7 +289,7 @@ class RobomimicReader(_GroupedReader):
 
 
 def is_robomimic(file: Any) -> bool:
-    """Return whether an HDF5 file has demonstrations as robomimic writes them."""
+    """Return whether an HDF5 file has demonstrations in robomimic's layout."""
     data = file.get("data")
     if data is None or not hasattr(data, "items"):
         return False
@@ -296,7 +297,7 @@ def is_robomimic(file: Any) -> bool:
 
 
 def has_episodes(file: Any) -> bool:
-    """Return whether an HDF5 file has its episodes side by side. What expstore exported has not."""
+    """Return whether an HDF5 file has one group per episode; files that expstore exports do not."""
     return ABOUT not in file.attrs and (_is_d3rlpy(file) or bool(find_episodes(file)))
 
 
@@ -305,7 +306,7 @@ def _is_d3rlpy(file: Any) -> bool:
 
 
 def _sort(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of an episode by what they are: an array, or arrays by the rest of their path."""
+    """Return the arrays of an episode by meaning: an array, or arrays by the rest of their path."""
     found: dict[str, Any] = {"other": {}, "text": [], "observation": None, "action": None, "info": None}
     tops = {path.split("/")[0] for path in arrays}
     known = {
@@ -335,7 +336,8 @@ def _steps(name: str, found: Mapping[str, Any]) -> int:
     for kind in ("observation", "action"):
         if found[kind] is None:
             raise SchemaError(
-                f"{name} has no {kind}", hint=f"a group of an episode has one of {', '.join(_NAMES[kind])}"
+                f"{name} has no {kind}",
+                hint=f"the group of an episode needs one of {', '.join(_NAMES[kind])}",
             )
     action = found["action"]
     first = next(iter(action.values())) if isinstance(action, dict) else action
@@ -368,7 +370,7 @@ def _read(arrays: Any, start: int, stop: int) -> Any:
 
 
 def _append_last(states: Any, after: Any, count: int) -> Any:
-    """Return states with the one after the last step behind them, if they lack it."""
+    """Return states with the state after the last step appended if it is missing."""
     if isinstance(states, dict):
         return {
             name: _append_last(values, after[name], count) if name in after else values

@@ -1,7 +1,7 @@
-"""Import a data set: the episodes of a `Reader` become the rows of a new store.
+"""Import a data set: write the episodes of a `Reader` to a new store.
 
-Used by the data set classes, by the command line and by programs with a reader of their own. It knows no
-format.
+Used by the data set classes, by the command line, and by programs with their own readers. It does not depend
+on a format.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 __all__ = ["import_dataset"]
 
-#: Rows are written in batches of about so many bytes.
+#: Approximate size in bytes of a batch that is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 16_384
 _READ_BYTES = 1 << 20
-#: So many pieces of episodes are read ahead.
+#: Number of pieces of episodes that are read ahead.
 _READ_AHEAD = 4
 
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error)
@@ -52,30 +52,32 @@ def import_dataset(
     checking: Progress = no_progress,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Imported:
-    """Make a store of the episodes that a reader yields.
+    """Make a store from the episodes of a reader.
 
-    The rows have TorchRL's layout (see `Episode.columns`). Every part of the source is written under a
-    source of its own, named by the part and the SHA-256 of its files; `rb.meta["import"]` says which files
-    and options the store was made of. If the target was made of the same files and options already, nothing
-    is done. Files that still have the name, size and modification time recorded there are not hashed again.
+    The rows have TorchRL's layout (see `Episode.columns`). Every part of the source is written under its own
+    source name, which consists of the part's name and the SHA-256 of its files. `rb.meta["import"]` records
+    the files and options from which the store was made. If the target was already made from the same files
+    and options, nothing is done. Files that still have their recorded name, size and modification time are
+    not hashed again.
 
-    Processes, crashes: the store is made in a hidden folder next to the target, `.NAME.import`, and renamed
-    when it is complete. After a crash or an error the folder stays, and the next import of the same files
-    continues there; an import of other files begins anew. Two imports to one target exclude each other.
+    Processes and crashes: the store is made in a hidden folder next to the target, `.NAME.import`, and
+    renamed when it is complete. After a crash or an error the folder remains, and the next import of the same
+    files continues there; an import of other files starts again. Two imports to one target exclude each
+    other.
 
     Args:
         reader: Reads the source.
         target: Folder of the store.
-        progress: Called with the rows done and the rows in all, 0 if that is unknown.
-        checking: Called with the bytes done and in all while files are hashed, before the first row.
-        fields: How single fields are kept on disk, as in `Layout`.
+        progress: Called with the rows done and the total rows, 0 if the total is unknown.
+        checking: Called with the bytes done and the total bytes while files are hashed, before the first row.
+        fields: Storage options of single fields, as in `Layout`.
 
     Raises:
-        StateError: The target exists and was not made of these files.
-        NotFoundError: A file of the source is missing, or the target's folder.
-        SchemaError: Episodes do not fit together; the message names part and episode.
+        StateError: The target exists and was not made from these files.
+        NotFoundError: A file of the source, or the target's parent folder, is missing.
+        SchemaError: Episodes have different fields or shapes; the message names part and episode.
         StorageError: A file cannot be read, or the disk failed.
-        LockedError: Another process imports to the target.
+        LockedError: Another process is importing to the target.
 
     Example:
         >>> import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp").rows
@@ -126,7 +128,7 @@ def import_dataset(
 
 
 def _read_recorded_files(disk: Disk, store: Path) -> dict[str, Mapping[str, Any]]:
-    """Return what a store, or an interrupted import, says about its source: the parts by their names."""
+    """Return the parts that a store, or an interrupted import, recorded, by name."""
     if not disk.exists(store / MANIFEST):
         return {}
     try:
@@ -143,12 +145,12 @@ def _describe_parts(
 
     Args:
         parts: The parts of the source.
-        known: What was recorded earlier, by part. A part with the same stamp is not hashed again.
-        checking: Called with the bytes done and the bytes in all.
+        known: The recorded parts. A part with the same stamp is not hashed again.
+        checking: Called with the bytes done and the total bytes.
     """
     names = [part.name for part in parts]
     if len(set(names)) != len(names):
-        raise SchemaError("two parts of the source have one name", hint="give every `Part` its own name")
+        raise SchemaError("two parts of the source have the same name", hint="give every `Part` its own name")
     sizes = [[_size(Path(file)) for file in part.files] for part in parts]
     total, done = sum(map(sum, sizes)), 0
     described = []
@@ -175,14 +177,14 @@ def _size(path: Path) -> int:
 
 
 def _stamp(part: Part) -> str:
-    """Return a hash of the names, sizes and modification times of the files of a part."""
+    """Return a hash of the names, sizes and modification times of a part's files."""
     disk, files = ReadingDisk(), [Path(file) for file in part.files]
     facts = [[file.name, disk.size(file), disk.read_mtime(file)] for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
-    """Return the SHA-256 of a file; `before` bytes of `total` were hashed before it."""
+    """Return the SHA-256 of a file; `before` of `total` bytes have been hashed already."""
     digest = hashlib.sha256()
     try:
         with open_to_read(path) as file:
@@ -196,7 +198,7 @@ def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
 
 
 def _remove_stamps(made_of: Any) -> Any:
-    """Return what a store was made of without the stamps of its parts: copies of the files are equal."""
+    """Return the import record without stamps, so that copies of the files compare equal."""
     if not isinstance(made_of, Mapping) or "parts" not in made_of:
         return made_of
     parts = [{key: value for key, value in part.items() if key != "stamp"} for part in made_of["parts"]]
@@ -209,10 +211,10 @@ def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_import(path: Path, made_of: Mapping[str, Any], reader: Reader) -> Imported:
-    """Return what a store holds that was made of the same files.
+    """Return the result of an earlier import of the same files.
 
     Raises:
-        StateError: It was made of other files.
+        StateError: The store was made from other files.
     """
     with open_store(path, mode="r") as rb:
         if _remove_stamps(rb.meta.get("import")) != _remove_stamps(made_of):
@@ -229,7 +231,7 @@ def _describe_import(path: Path, made_of: Mapping[str, Any], reader: Reader) -> 
 def _open_building(
     path: Path, made_of: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> TensorDictReplayBuffer:
-    """Open the store that an interrupted import of the same files left, or make a new one."""
+    """Open the store of an interrupted import of the same files, or make a new one."""
     disk = Disk()
     if disk.exists(path / MANIFEST):
         rb = open_store(path, mode="a")
@@ -242,7 +244,7 @@ def _open_building(
 
 
 def _count_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
-    """Return how many rows each source has written."""
+    """Return the number of rows written by each source."""
     return dict(rb.sql("SELECT source, CAST(sum(length) AS BIGINT) FROM episodes GROUP BY source").fetchall())
 
 
@@ -287,7 +289,7 @@ def _import_part(
     total: int,
     progress: Progress,
 ) -> int:
-    """Write the rows of a part that the store lacks; return how many rows are done then."""
+    """Write the rows of a part that the store lacks; return the total number of rows done."""
     batch = _Batch(rb, source)
     seen, is_open = 0, False
     facts: list[Mapping[str, Any]] = []
@@ -299,7 +301,7 @@ def _import_part(
         skip = min(count, max(0, stored - seen))
         if skip < count:
             if seen < stored or (seen == stored > 0 and is_open):
-                # The last row that is stored is of this episode.
+                # The last stored row belongs to this episode.
                 rb.episodes.resume(source, check=False)
             batch.add({key: values[skip:] for key, values in columns.items()}, count - skip)
             if episode.end == "cut":
@@ -310,7 +312,7 @@ def _import_part(
         progress(done + seen, total)
     batch.write()
     if seen < stored:
-        raise StateError(f"{part.name} has {seen} rows; an earlier import wrote {stored} of it")
+        raise StateError(f"{part.name} has {seen} rows, but an earlier import wrote {stored} of it")
     if is_open:
         rb.episodes.end(source)
     _annotate(rb, source, facts)
@@ -319,7 +321,7 @@ def _import_part(
 
 
 def _read(reader: Reader, part: Part) -> Iterator[tuple[int, Episode | Rows]]:
-    """Yield the pieces of episodes of a part, with the number of the episode that each belongs to.
+    """Yield the pieces of episodes of a part, each with the number of its episode.
 
     Errors name the part and the episode.
     """
@@ -335,14 +337,14 @@ def _read(reader: Reader, part: Part) -> Iterator[tuple[int, Episode | Rows]]:
 
 
 def _name(part: Part) -> str:
-    """Return how errors name a part: by the path of its file if it bears the name of its only file."""
+    """Return the name of a part for errors: the file's path if the part is named after its only file."""
     files = [Path(file) for file in part.files]
     return str(files[0]) if len(files) == 1 and files[0].name == part.name else part.name
 
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Make what a reader raises an error of expstore that names what was read."""
+    """Convert errors of a reader to errors of expstore that name what was read."""
     try:
         yield
     except ExpStoreError as exc:
@@ -352,7 +354,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _read_ahead(episodes: Iterator[Episode | Rows]) -> Iterator[Episode | Rows]:
-    """Yield episodes that a thread reads ahead: decompression and writing take one core each."""
+    """Yield episodes that a thread reads ahead, so that decompression and writing use one core each."""
     pool = ThreadPoolExecutor(1, "expstore-reader")
     try:
         pending = deque(pool.submit(next, episodes, None) for _ in range(_READ_AHEAD))
@@ -371,7 +373,7 @@ def _columns(part: Part, number: int, episode: Episode | Rows) -> dict[Key, Arra
 
 
 def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[str, Any]]) -> None:
-    """Note the facts about the episodes of a source, which are in the reader's order."""
+    """Annotate the episodes of a source, in the reader's order."""
     if not any(facts):
         return
     found = rb.sql(
@@ -391,7 +393,7 @@ class _Batch:
         self._rows = self._bytes = 0
 
     def add(self, columns: dict[Key, Array], count: int) -> None:
-        """Add rows; write them once there are enough."""
+        """Add rows; write them if there are enough."""
         row_bytes = max(1, sum(values.nbytes for values in columns.values()) // count)
         most = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
         for start in range(0, count, most):
@@ -403,7 +405,7 @@ class _Batch:
                 self.write()
 
     def write(self) -> None:
-        """Write what was added."""
+        """Write the rows that were added."""
         if not self._pieces:
             return
         pieces, self._pieces = self._pieces, []
@@ -412,12 +414,12 @@ class _Batch:
         for piece in pieces[1:]:
             if piece.keys() != first.keys():
                 differing = sorted(map(key_name, piece.keys() ^ first.keys()))
-                raise SchemaError(f"some episodes have {', '.join(differing)}, others do not")
+                raise SchemaError(f"some episodes have {', '.join(differing)}, and others do not")
         columns = {key: self._tensor(key, _join([piece[key] for piece in pieces], key)) for key in first}
         self._rb.extend(TensorDict(columns, [rows]), source=self._source)
 
     def _tensor(self, key: Key, values: Array) -> torch.Tensor:
-        """Return values as a tensor. NumPy has no bfloat16: a reader gives its bits as uint16."""
+        """Return values as a tensor. NumPy has no bfloat16: a reader returns its bits as uint16."""
         schema = self._rb.schema
         tensor = torch.from_numpy(values)
         is_bfloat16 = schema is not None and key in schema and schema[key].dtype == "bfloat16"
@@ -429,5 +431,5 @@ def _join(pieces: Sequence[Array], key: Key) -> Array:
         found = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     except ValueError as exc:
         shapes = sorted({str(list(piece.shape[1:])) for piece in pieces})
-        raise SchemaError(f"{key_name(key)!r} has rows of the shapes {', '.join(shapes)}") from exc
+        raise SchemaError(f"{key_name(key)!r} has rows of different shapes: {', '.join(shapes)}") from exc
     return found if found.flags.writeable else found.copy()

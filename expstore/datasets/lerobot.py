@@ -35,7 +35,7 @@ _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _IMAGE_PREFIX = "observation.images."
 
-#: Keys of columns that are not named by the parts of the column's name.
+#: Keys of columns whose key does not follow from the column's name.
 LEROBOT_KEYS: Mapping[str, str | Key] = {
     "action": "action",
     "observation.state": ("observation", "state"),
@@ -46,10 +46,10 @@ LEROBOT_KEYS: Mapping[str, str | Key] = {
     "next.done": ("next", "done"),
 }
 
-#: Keys of columns that the rows have anyway: their number in the store, and how the episode ends.
+#: Keys of columns that are not stored: the row's number in the store, and how the episode ends.
 _NOT_STORED = (("index",), ("next", "terminated"), ("next", "truncated"))
 
-#: Rows by the name of their column.
+#: Rows of columns, by the name of the column.
 Rows = dict[str, Array]
 
 
@@ -67,7 +67,7 @@ def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
 
 
 def map_option(key_map: Mapping[str, str | Key] | None) -> dict[str, list[str]]:
-    """Return a map of keys as `rb.meta["import"]["options"]` has it."""
+    """Return a map of keys in the form of `rb.meta["import"]["options"]`."""
     return {name: list(to_key(key)) for name, key in sorted((key_map or {}).items())}
 
 
@@ -75,24 +75,24 @@ class LeRobotReader(Reader):
     """Read a LeRobot data set, in the order of the column `index`.
 
     - `action`, `observation.state`, `observation.images.CAM`, `next.reward`: the fields `action`,
-      `observation.state`, `observation.image.CAM`, `next.reward`. `episode_index`, `frame_index` are
-      `episode`, `frame`. The dots of other names nest their fields. `index` orders the rows and is not
-      stored. Columns below `next` have the shape `(1,)` for a single value.
+      `observation.state`, `observation.image.CAM`, `next.reward`. `episode_index` and `frame_index` become
+      `episode` and `frame`. Dots in other names nest the fields. `index` orders the rows and is not stored.
+      Columns below `next` with one value per row have the shape `(1,)`.
     - Images and videos become uint8 `(channels, height, width)`.
-    - A frame's task is its `task_index`; `rb.meta["lerobot"]["tasks"]` has the texts. The tasks of an
-      episode are facts about it (`task`, or `tasks` if there are several), and so are columns of texts; a
-      text that changes is a list of `{"step", "text"}`.
-    - An episode whose last frame has `next.done` is terminated if `next.success` says so, otherwise
-      truncated; columns `next.terminated` and `next.truncated` take precedence. Without them the recording
-      was cut. `next.done` of every frame is stored as `next.terminal`.
+    - A frame's task is its `task_index`; `rb.meta["lerobot"]["tasks"]` has the texts. The tasks of an episode
+      are annotations (`task`, or `tasks` if there are several), and so are columns of texts; a text that
+      changes is a list of `{"step", "text"}`.
+    - An episode whose last frame has `next.done` is terminated if `next.success` is set, otherwise truncated.
+      Columns `next.terminated` and `next.truncated` take precedence. Without any of these columns the
+      recording was cut. `next.done` of every frame is stored as `next.terminal`.
     - The files do not have the observation after the last frame.
-    - What is not stored (videos with `decode_video=False`, columns of other types) is named in
-      `rb.meta["lerobot"]["left_out"]`.
+    - `rb.meta["lerobot"]["left_out"]` names what is not stored (videos with `decode_video=False`, columns of
+      other types).
 
     Args:
         source: The folder with `meta` and `data`.
         key_map: Keys of columns, instead of those above.
-        decode_video: Store the frames of videos.
+        decode_video: Whether to store the frames of videos.
 
     Raises:
         NotFoundError: The folder, meta/info.json or the data files are missing.
@@ -130,13 +130,13 @@ class LeRobotReader(Reader):
     # -- the contract ----------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """Return the data files; of version 2, which has a file per episode, the folders."""
+        """Return the data files; for version 2, which has a file per episode, the folders."""
         found: list[Part] = []
         groups = itertools.groupby(self._files, lambda file: self._part_name(file.path))
         for place, (name, members) in enumerate(groups):
             files = list(members)
             paths = [file.path for file in files]
-            # The metadata are hashed once: any change of them makes another data set.
+            # The metadata belong to the first part: any change of them makes another data set.
             paths += self._meta.files if not place else []
             numbers = [number for file in files for number in file.episodes]
             paths += sorted({self._meta.video(key, number)[0] for key in self._videos for number in numbers})
@@ -144,11 +144,11 @@ class LeRobotReader(Reader):
         return found
 
     def options(self) -> Mapping[str, Any]:
-        """Return the keys of columns, and the videos that are stored."""
+        """Return the keys of columns, and whether videos are stored."""
         return {"key_map": map_option(self._key_map), "videos": list(self._videos)}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return frames per second, robot, features, tasks, columns of texts, and what is left out."""
+        """Return frames per second, robot, features, tasks, text columns, and what is left out."""
         info = self._meta.info
         return {
             "lerobot": {
@@ -171,7 +171,7 @@ class LeRobotReader(Reader):
         return sum(file.rows for file in self._files_of(part))
 
     def episodes(self, part: Part) -> Iterator[Episode]:
-        """Yield the episodes; a long one, or one over the edge of a batch of 16 MB, in pieces."""
+        """Yield the episodes, in pieces if they are long or cross the edge of a batch of 16 MB."""
         files = self._files_of(part)
         texts = self._read_texts(files)
         with ExitStack() as opened:
@@ -188,13 +188,15 @@ class LeRobotReader(Reader):
         return to_key(lerobot_key(name, {**LEROBOT_KEYS, **self._key_map}))
 
     def facts_of(self, number: int, rows: Rows) -> dict[str, Any]:
-        """Return facts about an episode; its first rows tell the tasks if the metadata do not."""
+        """Return annotations of an episode; without tasks in the metadata its first rows name them."""
         found: dict[str, Any] = {"episode_index": number}
         tasks = self._meta.tasks_of(number)
         if self._meta.tasks and "task_index" in rows:
             used = np.unique(rows["task_index"]).tolist()
             if unknown := set(used) - self._meta.tasks.keys():
-                raise SchemaError(f"episode {number} has task {min(unknown)}, which the metadata do not have")
+                raise SchemaError(
+                    f"episode {number} has task {min(unknown)}, which is missing in the metadata"
+                )
             tasks = tasks or [self._meta.tasks[task] for task in used]
         if len(tasks) == 1:
             found["task"] = tasks[0]
@@ -203,11 +205,11 @@ class LeRobotReader(Reader):
         return found
 
     def check_length(self, number: int, rows: int) -> None:
-        """Raise SchemaError if the metadata give an episode another number of frames."""
+        """Raise SchemaError if the metadata have another number of frames for an episode."""
         expected = self._meta.length_of(number)
         if expected is not None and rows != expected:
             raise SchemaError(
-                f"episode {number} has {rows} rows; the metadata say {expected}",
+                f"episode {number} has {rows} rows, but the metadata say {expected}",
                 hint="copy the data files again",
             )
 
@@ -227,7 +229,7 @@ class LeRobotReader(Reader):
         return found
 
     def _check_keys(self) -> None:
-        """Raise SchemaError if two columns cannot both have their keys."""
+        """Raise SchemaError if the keys of two columns are equal, or one is inside the other."""
         stored = [column.name for column in self._columns.values() if column.is_stored]
         named: dict[Key, str] = {}
         for name in (*stored, *self._videos):
@@ -235,20 +237,20 @@ class LeRobotReader(Reader):
             if key in named:
                 raise SchemaError(
                     f"columns {named[key]!r} and {name!r} are both stored as {key_name(key)!r}",
-                    hint="give one another key with key_map",
+                    hint="pass another key for one of them in key_map",
                 )
             named[key] = name
         for key, name in named.items():
             for depth in range(1, len(key)):
                 if above := named.get(key[:depth]):
                     raise SchemaError(
-                        f"column {above!r} is stored as {key_name(key[:depth])!r}, and column {name!r} as "
-                        f"{key_name(key)!r}, which is in it",
-                        hint="give one another key with key_map",
+                        f"column {above!r} is stored as {key_name(key[:depth])!r}, {name!r} inside it as "
+                        f"{key_name(key)!r}",
+                        hint="pass another key for one of them in key_map",
                     )
 
     def _read_texts(self, files: Sequence[_File]) -> dict[int, dict[str, Any]]:
-        """Return the columns of texts as facts, by episode."""
+        """Return the columns of texts as annotations, by episode."""
         names = [column.name for column in self._columns.values() if column.kind == "text"]
         found: dict[int, dict[str, Any]] = {}
         if not names:
@@ -301,13 +303,13 @@ class LeRobotReader(Reader):
             raise SchemaError(f"the files in {folder} have no rows")
         if total is not None and int(total) != rows:
             raise SchemaError(
-                f"the files in {folder} have {rows} rows; meta/info.json says {total}",
+                f"the files in {folder} have {rows} rows, but meta/info.json says {total}",
                 hint="copy the data set again",
             )
         return files
 
     def _read_order(self, path: Path) -> _File | None:
-        """Return which rows and episodes a file has, None if it has none."""
+        """Return the range of rows and the episodes of a file; None if it has no rows."""
         with open_to_read(path) as raw:
             file = self._open(path, raw)
             names = set(file.schema_arrow.names)
@@ -327,13 +329,13 @@ class LeRobotReader(Reader):
     def _open(self, path: Path, raw: Any) -> Any:
         arrow = import_library("pyarrow")
         try:
-            # Without a buffer, a whole column of a row group would be read at a time.
+            # Without a buffer, pyarrow reads a whole column of a row group at a time.
             return self._parquet.ParquetFile(raw, buffer_size=_READ_BYTES, pre_buffer=False)
         except (arrow.ArrowException, OSError) as exc:
             raise SchemaError(f"{path} is not a Parquet file: {exc}") from exc
 
     def _arrow_batches(self, file: _File, names: Sequence[str], size: int) -> Iterator[Any]:
-        """Yield the rows of a file by `index`. A file that is not in order is read as a whole."""
+        """Yield the rows of a file ordered by `index`. A file that is not in order is read as a whole."""
         arrow = import_library("pyarrow")
         with open_to_read(file.path) as raw:
             source = self._open(file.path, raw)
@@ -364,7 +366,7 @@ class LeRobotReader(Reader):
     @staticmethod
     def _values(array: Any, column: _Column) -> Array:
         if array.null_count:
-            raise SchemaError(f"column {column.name!r} has empty values")
+            raise SchemaError(f"column {column.name!r} has missing values")
         if column.kind == "image":
             return _images(array, column.name)
         found = _numbers(array, column.name)
@@ -372,7 +374,7 @@ class LeRobotReader(Reader):
             size = prod(found.shape[1:])
             if column.shape and prod(column.shape) != size:
                 raise SchemaError(
-                    f"column {column.name!r} has {size} values per row; meta/info.json says "
+                    f"column {column.name!r} has {size} values per row, but meta/info.json says "
                     f"{list(column.shape)}"
                 )
             if len(column.shape) > 1:
@@ -382,7 +384,7 @@ class LeRobotReader(Reader):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A data file: the rows from index `first` to `last`, and the episodes they belong to."""
+    """Describe a data file: the rows from index `first` to `last`, and their episodes."""
 
     path: Path
     first: int
@@ -394,7 +396,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of the data files, with the shape that info.json gives it."""
+    """Describe a column of the data files, with its shape in info.json."""
 
     name: str
     kind: Literal["number", "text", "image", "other"]
@@ -402,7 +404,7 @@ class _Column:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the column has values for the store."""
+        """Return whether the column is stored."""
         return self.kind in ("number", "image")
 
 
@@ -422,7 +424,7 @@ def _kind(type_: Any) -> Literal["number", "text", "image", "other"]:
 
 
 def _numbers(array: Any, name: str) -> Array:
-    """Return a column of numbers, or of lists of one length."""
+    """Return a column of numbers, or of lists of one length, as an array."""
     types = import_library("pyarrow").types
     compute = import_library("pyarrow.compute")
     dims = [len(array)]
@@ -435,7 +437,7 @@ def _numbers(array: Any, name: str) -> Array:
         array = array.flatten()
         dims.append(lengths["max"] or 0)
         if array.null_count:
-            raise SchemaError(f"column {name!r} has empty values")
+            raise SchemaError(f"column {name!r} has missing values")
     found: Array = array.to_numpy(zero_copy_only=False).reshape(dims)
     return found
 
@@ -454,14 +456,14 @@ def _images(array: Any, name: str) -> Array:
 
 
 class _Videos:
-    """The open video of each camera: rows come in order, so each file is read once from start to end."""
+    """Keep the open video of each camera. Rows are ordered, so each file is read once from start to end."""
 
     def __init__(self, meta: _Metadata, keys: Sequence[str], opened: ExitStack) -> None:
         self._meta, self._keys, self._opened = meta, keys, opened
         self._current: dict[str, tuple[Path, VideoFrames]] = {}
 
     def add_to(self, rows: Rows) -> None:
-        """Add the frames of some rows to them, a column per camera."""
+        """Add the frames of some rows to the rows, one column per camera."""
         if not self._keys:
             return
         numbers = rows["episode_index"]
@@ -493,7 +495,7 @@ class _Videos:
 
 
 class _Cutter:
-    """Cut rows into pieces of episodes. The newest row is held: its next observation is in the row after."""
+    """Cut rows into pieces of episodes. The newest row is kept back until its next observation arrives."""
 
     def __init__(
         self, reader: LeRobotReader, texts: Mapping[int, Mapping[str, Any]], videos: _Videos
@@ -503,7 +505,7 @@ class _Cutter:
         self._rows = 0
 
     def add(self, rows: Rows) -> Iterator[Episode]:
-        """Take rows in order; yield what they complete."""
+        """Append rows in order; yield the pieces that they complete."""
         self._videos.add_to(rows)
         if self._held is not None:
             held = self._held
@@ -514,7 +516,7 @@ class _Cutter:
             yield self._piece({name: values[start:stop] for name, values in rows.items()}, None)
             start = stop
         rows = {name: values[start:] for name, values in rows.items()}
-        # A copy: the row must not keep the whole batch in memory.
+        # A copy, so that the row does not keep the whole batch in memory.
         self._held = {name: values[-1:].copy() for name, values in rows.items()}
         if len(numbers) - start > 1:
             yield self._piece({name: values[:-1] for name, values in rows.items()}, self._held)
@@ -525,11 +527,11 @@ class _Cutter:
             yield self._piece(self._held, None)
 
     def _piece(self, rows: Rows, after: Rows | None) -> Episode:
-        """Return rows of one episode.
+        """Return rows of one episode as a piece.
 
         Args:
             rows: The rows.
-            after: The row that follows, if it belongs to the same episode.
+            after: The next row, if it belongs to the same episode.
         """
         number, count = int(rows["episode_index"][0]), len(rows["episode_index"])
         facts = {**self._reader.facts_of(number, rows), **self._texts.get(number, {})}
@@ -550,7 +552,7 @@ class _Cutter:
             elif key == ("next", "reward"):
                 reward = values
             elif key not in _NOT_STORED:
-                # `next.done` itself is set where the episode ends.
+                # The key `next.done` is used for the end of the episode.
                 key = ("next", "terminal") if key == ("next", "done") else key
                 fields[key] = values[:, None] if key[0] == "next" and values.ndim == 1 else values
         return Episode(
@@ -566,7 +568,7 @@ class _Cutter:
 def _join(name: str, one: Array, other: Array) -> Array:
     if one.shape[1:] != other.shape[1:]:
         raise SchemaError(
-            f"column {name!r} has rows of the shapes {list(one.shape[1:])} and {list(other.shape[1:])}"
+            f"column {name!r} has rows of different shapes: {list(one.shape[1:])} and {list(other.shape[1:])}"
         )
     return np.concatenate([one, other])
 
@@ -590,7 +592,7 @@ def _put(tree: dict[str, Any], key: Key, values: Array) -> None:
 
 
 class _Metadata:
-    """What the folder `meta` says.
+    """Read the folder `meta`.
 
     Args:
         root: The folder of the data set.
@@ -602,7 +604,9 @@ class _Metadata:
         self.root = root
         self.files = [root / "meta" / "info.json"]
         if not disk.exists(self.files[0]):
-            raise NotFoundError(f"there is no file {self.files[0]}", hint="name the folder with `meta` in it")
+            raise NotFoundError(
+                f"there is no file {self.files[0]}", hint="pass the folder that contains `meta`"
+            )
         self.info = self._json(self.files[0])
         version = str(self.info.get("codebase_version", ""))
         try:
@@ -628,12 +632,12 @@ class _Metadata:
         return [str(task) for task in found] if isinstance(found, list) else [str(found)]
 
     def length_of(self, number: int) -> int | None:
-        """Return the number of frames of an episode, None if the metadata do not say it."""
+        """Return the number of frames of an episode; None if the metadata do not have it."""
         found = self._episodes.get(number, {}).get("length")
         return None if found is None else int(found)
 
     def video(self, key: str, number: int) -> tuple[Path, float]:
-        """Return the file with an episode's frames, and the time of the first one in it."""
+        """Return the video file of an episode, and the time of its first frame in the file."""
         row = self._episodes.get(number)
         template = self.info.get("video_path")
         if row is None or not template:
@@ -660,7 +664,8 @@ class _Metadata:
             raise SchemaError(f"the video {name} lies outside of {self.root}")
         if not disk.exists(path):
             raise NotFoundError(
-                f"there is no file {path}", hint="copy the videos, or leave them out with decode_video=False"
+                f"there is no file {path}",
+                hint="copy the videos, or pass decode_video=False to leave them out",
             )
         return path, start
 
@@ -717,7 +722,7 @@ class _Metadata:
         with open_to_read(path) as raw:
             try:
                 file = import_library("pyarrow.parquet").ParquetFile(raw)
-                # The statistics of every feature are most of the file, and not needed.
+                # The statistics of the features are most of the file, and are not needed.
                 wanted = [
                     name for name in file.schema_arrow.names if not name.startswith(("stats/", "meta/"))
                 ]

@@ -1,4 +1,4 @@
-"""Columns of a LeRobot data set as a TensorDict, with the keys of TorchRL's LeRobot class."""
+"""Convert columns of a LeRobot data set to a TensorDict with the keys of TorchRL's LeRobot class."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def lerobot_columns_to_tensordict(
 ) -> TensorDict:
     """Return the columns as a TensorDict of shape `[N]`.
 
-    Single values below "next" get the shape `[N, 1]`. The result is TorchRL's for the same columns.
+    Single values below "next" have the shape `[N, 1]`. The result equals TorchRL's for the same columns.
 
     Args:
-        columns: By their names in the data set: tensors, lists of texts, lists of numbers, or tensor classes
-            of length N, such as TorchRL's `VideoClipRef`.
-        key_map: Keys of columns, instead of the usual ones.
+        columns: Columns by their names in the data set: tensors, lists of texts, lists of numbers, or tensor
+            classes of length N, such as TorchRL's `VideoClipRef`.
+        key_map: Keys of columns, instead of the default ones.
 
     Raises:
         ValueError: No column has a length, or one mixes texts with other values.

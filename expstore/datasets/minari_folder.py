@@ -1,8 +1,8 @@
 """Read Minari's data sets: a folder with an HDF5 file, or with Arrow or Parquet files per episode.
 
 Source of the format: the storages of https://github.com/Farama-Foundation/Minari (0.5.4). HDF5 is read with
-h5py, Arrow and Parquet with pyarrow. Minari itself is not needed, and its reader of Arrow and Parquet returns
-wrong rows for episodes of more than 32,767 steps.
+h5py, Arrow and Parquet with pyarrow. Minari itself is not used: its reader of Arrow and Parquet returns wrong
+rows for episodes of more than 32,767 steps.
 """
 
 from __future__ import annotations
@@ -55,25 +55,26 @@ class MinariReader(Reader):
     """Read the episodes of a Minari data set.
 
     - `observations`, `state` and `infos`: `observation`, `state` and `info` at the root and under "next".
-      Infos with a row per step lack the one of the reset: a row of zeros is put before them.
+      Infos with one row per step lack that of the reset; a row of zeros is put before them.
     - `actions`: `action`; `rewards`: `("next", "reward")`; `terminations`, `truncations`: the ends.
-    - Parts of a Tuple are called "0", "1", ... Other arrays are fields of their names.
-    - `episode`: the number of the episode, int64. Its seed, its options and its id are facts about it.
-    - Images that Minari keeps as JPEG are decoded by Pillow.
-    - Text is no field. Text that is the same in all rows of an episode is a fact about the episode.
-    - `metadata.json` is kept in `rb.meta["minari"]`.
+    - Parts of a Tuple are called "0", "1", ... Other arrays keep their names.
+    - `episode`: the number of the episode, int64. Its seed, options and id are annotations of the episode.
+    - Images that Minari stores as JPEG are decoded with Pillow.
+    - Text is not stored as a field. Text that is equal in all rows of an episode is an annotation of it.
+    - `metadata.json` is stored in `rb.meta["minari"]`.
 
-    A data set that expstore exported has the fields, dtypes, facts and capacity of the store it was made of.
+    A data set that expstore exported has the fields, dtypes, annotations and capacity of the exported store.
 
     Args:
         source: The folder of the data set, or the folder `data` in it.
-        capacity: Most rows of the store, the newest ones. None: unbounded, or as an exported store had it.
+        capacity: Maximum number of rows of the store, which keeps the newest ones. None: unbounded, or the
+            capacity of the exported store.
 
     Raises:
         NotFoundError: There is no Minari data set.
         StorageError: A file cannot be read.
         SchemaError: There are no episodes, or an episode lacks actions, rewards or observations.
-        ModuleNotFoundError: h5py is not installed; or Pillow, and images are JPEG.
+        ModuleNotFoundError: h5py is not installed, or Pillow is not installed and images are JPEG.
 
     Example:
         >>> import_dataset(MinariReader("~/.minari/datasets/D4RL/pen/human-v2"), "pen.exp").rows
@@ -89,31 +90,31 @@ class MinariReader(Reader):
         self._capacity = capacity
         form = self._about.get("data_format", "hdf5")
         if form not in ("hdf5", "arrow", "parquet"):
-            raise SchemaError(f"the data set is kept as {form!r}; hdf5, arrow and parquet can be read")
+            raise SchemaError(f"the data set has the format {form!r}; hdf5, arrow and parquet can be read")
         files = _Hdf5Files if form == "hdf5" else _TableFiles
         self._files: _Files = files(self._folder, self._about)
         with self._files.episodes() as found:
             first = next(iter(found), None)
             if first is None:
-                raise SchemaError(f"{self._files.where} holds no episodes")
+                raise SchemaError(f"{self._files.where} contains no episodes")
             self._own = _read_own_fields(self._about, first)
             self._notes = _notes(first, self._own)
 
     def parts(self) -> list[Part]:
-        """Return the data set."""
+        """Return the data set as one part."""
         name = str(self._about.get("dataset_id", "minari"))
         return [Part(name=name, files=[*self._files.paths(), self._folder / METADATA])]
 
     def options(self) -> Mapping[str, Any]:
-        """Return the capacity, if one was asked for."""
+        """Return the capacity, if one was passed."""
         return {} if self._capacity is None else {"capacity": self._capacity}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what `metadata.json` says."""
+        """Return the content of `metadata.json`."""
         return {"minari": {name: value for name, value in self._about.items() if name != "expstore"}}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the capacity, and the fields and roles of fields of the store that was exported."""
+        """Return the capacity, and the fields and field roles of the exported store."""
         exported = self._about.get("expstore") or {}
         capacity = exported.get("capacity") if self._capacity is None else self._capacity
         if self._own is None:
@@ -139,7 +140,7 @@ class MinariReader(Reader):
         return self._notes
 
     def count_rows(self, part: Part) -> int:
-        """Return the number of steps, as `metadata.json` has it."""
+        """Return the number of steps in `metadata.json`."""
         return int(self._about.get("total_steps", 0))
 
     def episodes(self, part: Part) -> Iterator[Episode]:
@@ -165,14 +166,14 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Values:
-    """Values of an episode, one per row.
+    """Hold values of an episode, one per row.
 
     Args:
-        rows: How many.
-        dtype: Of a row: "O" for text.
-        shape: Of a row.
-        read: Reads the rows from one to another.
-        is_jpeg: Whether they are decoded images.
+        rows: Number of rows.
+        dtype: Dtype of a row: "O" for text.
+        shape: Shape of a row.
+        read: Function that reads the rows of a range.
+        is_jpeg: Whether the values are decoded images.
     """
 
     rows: int
@@ -188,12 +189,12 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """An episode as the files have it.
+    """Describe an episode in the files.
 
     Args:
-        number: Of the episode.
-        name: In messages.
-        values: By path, as in "observations/pos".
+        number: Number of the episode.
+        name: Name in messages.
+        values: Values by path, for instance "observations/pos".
         said: Attributes.
     """
 
@@ -210,17 +211,19 @@ class _Recorded:
             SchemaError: The episode has no rewards.
         """
         if "rewards" not in self.values:
-            raise SchemaError(f"{self.name} has no 'rewards'", hint="it is no episode of a Minari data set")
+            raise SchemaError(
+                f"{self.name} has no 'rewards'", hint="it is not an episode of a Minari data set"
+            )
         return self.values["rewards"].rows
 
     @property
     def piece_rows(self) -> int:
-        """How many steps are read at a time."""
+        """Number of steps that are read at a time."""
         size = sum(one.dtype.itemsize * int(np.prod(one.shape)) for one in self.values.values())
         return min(piece_rows(size), max(1, _PIECE_BYTES // max(1, size)))
 
     def check(self) -> None:
-        """Check that there are observations and actions, and how many rows they have.
+        """Check that there are observations and actions, and their numbers of rows.
 
         Raises:
             SchemaError: Something is missing, or has another number of rows.
@@ -243,7 +246,7 @@ class _Recorded:
                 )
 
     def is_stored(self, path: str) -> bool:
-        """Return whether an array has numbers, and an info a row for every step."""
+        """Return whether an array is stored: it is numeric, and an info has a row for every step."""
         values = self.values[path]
         is_partial = path.startswith("infos/") and values.rows not in (self.steps, self.steps + 1)
         return not values.is_text and not is_partial
@@ -259,7 +262,7 @@ class _Recorded:
         return "cut"
 
     def facts(self) -> dict[str, Any]:
-        """Return what is said of the episode."""
+        """Return annotations of the episode."""
         said = {name: _plain(value) for name, value in self.said.items()}
         if INFO_ATTRIBUTE in said or STATUS_ATTRIBUTE in said:
             text = said.get(INFO_ATTRIBUTE)
@@ -316,7 +319,7 @@ def _piece(recorded: _Recorded, start: int, stop: int, end: End, facts: Mapping[
 
 
 def _states(values: _Values, steps: int, start: int, stop: int, *, lacks_reset: bool = False) -> Array:
-    """Return the values of the states from one step to the one after another."""
+    """Return the values of the states for the steps of a range, and after the last of them."""
     if not lacks_reset:
         return values.read(start, min(stop + 1, values.rows))
     found = values.read(max(0, start - 1), stop)
@@ -344,9 +347,9 @@ def _notes(recorded: _Recorded, own: _Exported | None) -> list[str]:
     notes = []
     for path, values in recorded.values.items():
         if values.is_jpeg:
-            notes.append(f"{path!r} are JPEG images, which are not quite what the environment gave")
+            notes.append(f"{path!r} are JPEG images, whose pixels differ slightly from the environment's")
         if own is None and not recorded.is_stored(path):
-            notes.append(f"{path!r} has no number or array per step, and is left out")
+            notes.append(f"{path!r} has no number or array per step and is left out")
     return notes
 
 
@@ -355,18 +358,18 @@ def _notes(recorded: _Recorded, own: _Exported | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Exported:
-    """The fields of a store that a data set was exported from.
+    """Describe the fields of the store from which a data set was exported.
 
     Args:
         schema: The fields.
-        places: The field that an array is, by the array's path.
+        places: The field of an array, by the array's path.
     """
 
     schema: Schema
     places: Mapping[str, Field]
 
     def pieces(self, recorded: _Recorded) -> Iterator[Episode]:
-        """Yield an episode in pieces, with these fields alone."""
+        """Yield an episode in pieces, with only these fields."""
         recorded.check()
         if absent := [path for path in self.places if path not in recorded.values]:
             raise SchemaError(f"{recorded.name} has no {absent[0]!r}, which the first episode has")
@@ -382,7 +385,8 @@ class _Exported:
                 columns[entry.key] = from_stored(entry, read[:count], count)
                 if following:
                     columns["next", *entry.key] = from_stored(entry, read[1:], count)
-            # "cut": flags among the fields say how the episode ends, and trajectory ids may come again.
+            # "cut", because flags among the fields say how the episode ends, and trajectory ids may be
+            # reused.
             yield _StoredRows(
                 observation={},
                 action={},
@@ -394,7 +398,7 @@ class _Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredRows(Episode):
-    """Rows of an episode that have their keys already."""
+    """Hold rows of an episode that already have their keys."""
 
     stored: dict[Key, Array]
 
@@ -406,7 +410,7 @@ class _StoredRows(Episode):
 
 
 def _read_own_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | None:
-    """Return the fields that expstore noted in `metadata.json`; None: expstore did not write it."""
+    """Return the fields that expstore recorded in `metadata.json`; None if it did not write the file."""
     own = about.get("expstore")
     if not own:
         return None
@@ -419,7 +423,7 @@ def _read_own_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | 
         if values is None:
             raise SchemaError(f"{first.name} has no {path!r}")
         if find_stored_type(entry, path) != (values.dtype.newbyteorder("<"), values.shape):
-            raise SchemaError(f"{first.name} has other values of {path!r} than {METADATA} says")
+            raise SchemaError(f"{first.name} has other values of {path!r} than {METADATA} describes")
         places[str(path)] = entry
         fields.append(entry)
         if _is_followed(path, entry, values.rows, steps):
@@ -428,7 +432,7 @@ def _read_own_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | 
 
 
 def _is_followed(path: str, entry: Field, rows: int, steps: int) -> bool:
-    """Return whether an array holds a field of the states, and that of the states after the steps."""
+    """Return whether an array holds a field of the states, including those after the steps."""
     return rows == steps + 1 and (path.split("/")[0] == "observations" or entry.key[0] == "info")
 
 
@@ -436,11 +440,11 @@ def _is_followed(path: str, entry: Field, rows: int, steps: int) -> bool:
 
 
 class _Files(Protocol):
-    """The files of a data set."""
+    """Interface of the files of a data set."""
 
     @property
     def where(self) -> Path:
-        """What messages name."""
+        """Path for messages."""
 
     def paths(self) -> list[Path]:
         """Return the files with rows."""
@@ -450,7 +454,7 @@ class _Files(Protocol):
 
 
 class _Hdf5Files:
-    """A file with a group per episode."""
+    """Read a file with one group per episode."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.where, self._images = folder / MAIN, _image_shapes(about)
@@ -477,7 +481,7 @@ class _Hdf5Files:
 
 
 class _TableFiles:
-    """A folder per episode, with a file of Arrow's IPC or of Parquet, and `metadata.json`."""
+    """Read one folder per episode, with an Arrow IPC or Parquet file, and `metadata.json`."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         self.where, self._about, self._images = folder, about, _image_shapes(about)
@@ -519,7 +523,7 @@ class _TableFiles:
         values: dict[str, _Values] = {}
         for name in table.column_names:
             if name != "episode_id":
-                # Columns of steps are padded to the number of the states.
+                # Columns of steps are padded to the number of states.
                 rows = table.num_rows if name in _STATES else steps
                 self._add(values, name, table.column(name), table.schema.field(name), rows)
         return _Recorded(number, f"episode {number}", values, said)
@@ -573,7 +577,7 @@ def _read_table(path: Path) -> Any:
 
 
 def _field_of(column: Any, place: int) -> Any:
-    """Return a column inside of a column of structs."""
+    """Return a column of a column of structs."""
     pyarrow = importlib.import_module("pyarrow")
     kind = column.type.field(place).type
     return pyarrow.chunked_array([chunk.field(place) for chunk in column.chunks], type=kind)
@@ -585,7 +589,7 @@ def _numpy(values: Any) -> Array:
 
 
 def _read_shape(entry: Any, size: int) -> tuple[int, ...]:
-    """Return the row shape of a list, which Minari notes in the type of an info."""
+    """Return the row shape of a list, which Minari records in the type of an info."""
     text = (entry.metadata or {}).get(b"shape")
     if text is None:
         return (size,)
@@ -606,7 +610,7 @@ def _row_shapes(about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _image_shapes(about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return which arrays are images in JPEG, and their shapes."""
+    """Return the arrays that are JPEG images, with their shapes."""
     if not about.get("jpeg_encoding", True):
         return {}
     is_hdf5 = about.get("data_format", "hdf5") == "hdf5"

@@ -1,9 +1,9 @@
-"""Read pickles of NumPy arrays and plain containers without running anything that they name.
+"""Read pickles of NumPy arrays and plain containers without running code that they name.
 
-Used by readers of formats that keep dicts of arrays as pickles. A pickle may name any function; here the
-names that NumPy's arrays, dtypes and scalars use lead to stand-ins written in this module, and every other
-name is an error. No `__setstate__` of NumPy sees what the pickle says. Before anything is made, the
-instructions are looked through for what would crash Python's own unpickler or fill the memory.
+Used by readers of formats with pickled dicts of arrays. A pickle may name any function. Here the names that
+NumPy's arrays, dtypes and scalars use are mapped to replacements in this module, and every other name is an
+error. NumPy's `__setstate__` methods never get data of the pickle. Before anything is created, the
+instructions are checked for input that would crash Python's own unpickler or fill the memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from expstore.errors import SchemaError, StorageError
 __all__ = ["load_arrays", "load_object_npy"]
 
 _KINDS = "biufcSU"
-#: Containers in containers; Python's hash of deeper tuples overflows the C stack.
+#: Maximum nesting of containers; Python's hash of deeper tuples overflows the C stack.
 _DEEPEST = 100
 _CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 
 
 def load_arrays(file: BinaryIO) -> Any:
-    """Return what a pickle holds: dicts, lists, tuples, texts, bytes, numbers, None and NumPy arrays of them.
+    """Return the content of a pickle: dicts, lists, tuples, texts, bytes, numbers, None and NumPy arrays.
 
     Args:
-        file: Open for reading, at the beginning of the pickle.
+        file: File opened for reading, at the beginning of the pickle.
 
     Raises:
-        SchemaError: It holds something else; the message names it.
-        StorageError: It is no pickle, or ends early.
+        SchemaError: The pickle contains something else; the message names it.
+        StorageError: The file is not a pickle, or ends early.
     """
     try:
         data = file.read()
@@ -50,9 +50,9 @@ def load_arrays(file: BinaryIO) -> Any:
 
 
 def _check(data: bytes) -> None:
-    """Refuse a pickle that nests too deeply, or whose numbers of memory places would fill the memory.
+    """Raise SchemaError for a pickle that nests too deeply, or whose memo indices would fill the memory.
 
-    The stack is followed as `pickletools.dis` does, with the depth of each value in its place.
+    The stack is simulated as in `pickletools.dis`, with the depth of each value instead of the value.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -62,7 +62,7 @@ def _check(data: bytes) -> None:
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             place = len(memo) if argument is None else argument
             if place > count:
-                raise SchemaError(f"the pickle uses the memory place {place} after {count} instructions")
+                raise SchemaError(f"the pickle uses the memo index {place} after {count} instructions")
             memo[place] = stack[-1]
             continue
         if name in ("GET", "BINGET", "LONG_BINGET"):
@@ -93,13 +93,13 @@ def _check(data: bytes) -> None:
 
 
 def load_object_npy(file: BinaryIO) -> Any:
-    """Return what a .npy file holds whose array is of Python objects, as `np.save` writes a dict.
+    """Return the content of a .npy file of Python objects, as `np.save` writes a dict.
 
     Args:
-        file: Open for reading, at its beginning.
+        file: File opened for reading, at its beginning.
 
     Raises:
-        SchemaError, StorageError: As `load_arrays`.
+        SchemaError, StorageError: As in `load_arrays`.
     """
     try:
         version = np.lib.format.read_magic(file)
@@ -118,7 +118,7 @@ def load_object_npy(file: BinaryIO) -> Any:
 
 
 class _Dtype:
-    """Stand for `numpy.dtype`."""
+    """Replace `numpy.dtype`."""
 
     def __init__(self, code: object, *_: object) -> None:
         if not isinstance(code, str):
@@ -137,7 +137,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stand for an array, or a list of objects in an array's place."""
+    """Replace an array, or a list of objects in an array's place."""
 
     value: Any = None
 
@@ -147,10 +147,10 @@ class _Array:
 
 
 class _NdArray:
-    """Stand for the class `numpy.ndarray`, which pickles name and never call."""
+    """Replace the class `numpy.ndarray`, which pickles name but never call."""
 
     def __init__(self, *_: object) -> None:
-        raise SchemaError("the pickle makes an array by its class")
+        raise SchemaError("the pickle calls the class of arrays")
 
 
 def _reconstruct(kind: object, shape: object, code: object) -> _Array:
@@ -176,18 +176,18 @@ def _encode(text: Any, encoding: str) -> bytes:
 
 
 def _no_bytes() -> bytes:
-    """Return what old protocols have for bytes without any."""
+    """Return the value that old protocols use for empty bytes."""
     return b""
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if not (isinstance(real, float) and isinstance(imaginary, float)):
-        raise SchemaError("a complex number is made of something else than two floats")
+        raise SchemaError("a complex number does not consist of two floats")
     return complex(real, imaginary)
 
 
 def _build_array(shape: Any, dtype: Any, is_fortran: bool, data: Any) -> Any:
-    """Return an array of these bytes; of objects, the list of them."""
+    """Return an array of these bytes; for objects, the list of them."""
     if not isinstance(dtype, _Dtype):
         raise SchemaError("an array has no dtype")
     if dtype.dtype.kind == "O":
@@ -201,7 +201,7 @@ def _build_array(shape: Any, dtype: Any, is_fortran: bool, data: Any) -> Any:
 
 
 class _StandIn:
-    """Call a stand-in. A pickle can set attributes of what it names, so every name has one of its own."""
+    """Call a replacement. A pickle can set attributes of what it names, so every name has its own object."""
 
     __slots__ = ("_function",)
 
@@ -215,7 +215,7 @@ class _StandIn:
         raise SchemaError("the pickle changes a function")
 
 
-#: Names in pickles, without their module: NumPy 1 and 2 differ in modules alone.
+#: Names in pickles, without their module: NumPy 1 and 2 differ only in modules.
 _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
     ("multiarray", "_reconstruct"): _reconstruct,
     ("multiarray", "scalar"): _scalar,
@@ -235,46 +235,46 @@ _MODULES = {
 }
 
 
-#: In place of what `_plain` still makes.
+#: Placeholder for a value that `_plain` is still building.
 _UNFINISHED = object()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Find stand-ins only."""
+    """Unpickler that finds only the replacements in this module."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name.
+        """Return the replacement for a name.
 
         Raises:
-            SchemaError: It has no stand-in.
+            SchemaError: The name has no replacement.
         """
         found = _STAND_INS.get((_MODULES.get(module, ""), name))
         if found is None:
             raise SchemaError(
                 f"the pickle names {module}.{name}, which is neither an array nor a plain value",
-                hint="nothing of it was run",
+                hint="no code of it was run",
             )
         return _StandIn(found)
 
     def persistent_load(self, pid: object) -> Any:
-        """Refuse what lies outside of the pickle."""
-        raise SchemaError("the pickle refers to something outside of it")
+        """Raise SchemaError: the pickle refers to an object outside of it."""
+        raise SchemaError("the pickle refers to an object outside of it")
 
 
 def _plain(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Return a value with arrays in place of their stand-ins.
+    """Return a value with arrays instead of their replacements.
 
     Args:
-        value: What the pickle holds.
-        known: Results by the id of what they were made of: what the pickle names many times is made once, or
-            a few bytes could stand for very much.
+        value: A value of the pickle.
+        known: Results by the id of the value. A value that the pickle refers to many times is built once;
+            otherwise a few bytes could expand to a huge result.
     """
     known = {} if known is None else known
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
         return value
     if id(value) in known:
         if known[id(value)] is _UNFINISHED:
-            raise SchemaError("the pickle holds something that contains itself")
+            raise SchemaError("the pickle contains a value that contains itself")
         return known[id(value)]
     known[id(value)] = _UNFINISHED
     found: Any
@@ -288,7 +288,7 @@ def _plain(value: Any, known: dict[int, Any] | None = None) -> Any:
         found = tuple(_plain(below, known) for below in value)
     else:
         raise SchemaError(
-            f"the pickle holds a {type(value).__name__}, which is neither an array nor a plain value"
+            f"the pickle contains a {type(value).__name__}, which is neither an array nor a plain value"
         )
     known[id(value)] = found
     return found

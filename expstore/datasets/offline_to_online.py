@@ -1,6 +1,6 @@
-"""A data set and a buffer that grows, sampled as one; or the one copied into the other.
+"""Sample from a data set and a growing buffer together, or copy one into the other.
 
-Used where learning begins on recorded experience, under TorchRL's names. It never writes to a data set.
+Used to start learning from recorded experience, under TorchRL's names. Data sets are never written to.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from expstore.transforms import Compose
 
 __all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
 
-_TRANSFORMS = (1 << 62) + 1  # a stream that no reader and no ensemble has
-#: What batches say of their rows in one buffer.
+_TRANSFORMS = (1 << 62) + 1  # a stream that neither readers nor ensembles use
+#: Keys of batches that identify rows of one buffer.
 _TOLD = ("id", "index", "index_generation", "priority_weight")
 
 
 class OfflineToOnlineReplayBuffer:
     """Sample from a data set and a growing buffer, with a fixed fraction of every batch from each.
 
-    The first `round(offline_fraction * n)` rows of a batch are from the data set, the others from the
-    buffer; while the buffer is empty, all rows are from the data set. Keys that identify rows of one of the
+    The first `round(offline_fraction * n)` rows of a batch come from the data set, the others from the
+    buffer; while the buffer is empty, all rows come from the data set. Keys that identify rows of one of the
     two (`index`, `id`, ...) are left out.
 
-    Threads, processes and crashes: as the two buffers. Each draws with its own seed, so draws continue after
-    a restart if both are stores; the fraction is the one that `anneal` was last called with.
+    Threads, processes and crashes: as for the two buffers. Each draws with its own seed, so draws continue
+    after a restart if both are stores; the fraction must be set again with `anneal`.
 
     Args:
-        offline_dataset: The data set: any buffer, also one of torchrl's; or a name for `load_dataset`, as in
-            "minari:D4RL/pen/human-v2".
+        offline_dataset: The data set: any buffer, including TorchRL's, or a name for `load_dataset`, for
+            instance "minari:D4RL/pen/human-v2".
         online_storage: The storage of new rows. Pass it or a capacity.
         online_capacity: Capacity of a new buffer in RAM, in rows.
-        offline_fraction: Fraction of a batch that is from the data set. Between 0 and 1.
+        offline_fraction: Fraction of a batch that comes from the data set. Between 0 and 1.
         batch_size: Batch size of `sample`. Required if the data set is a name.
         transform: A transform of batches.
-        as_numpy: Whether `sample` returns NumPy arrays by default, whatever the data set does.
+        as_numpy: Whether `sample` returns NumPy arrays by default, independently of the data set.
         dataset_kwargs: Keywords of `load_dataset`, if the data set is a name.
 
     Raises:
         ValueError: The fraction is not between 0 and 1; storage and capacity are both given, or neither; the
             batch size is below 1, or missing; `dataset_kwargs` are given with a buffer; or the transform
             reads other steps.
-        TypeError: The data set is not a buffer, or an argument is not a number.
+        TypeError: The data set is not a buffer, or an argument has the wrong type.
 
     Example:
         >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -105,7 +105,7 @@ class OfflineToOnlineReplayBuffer:
         if self._transform.steps:
             raise ValueError(
                 f"{type(self._transform.steps[0]).__name__} reads other steps of one store's episodes: "
-                "give it to the data set, and append it to online_buffer"
+                "pass it to the data set, and append it to online_buffer"
             )
         if online_capacity is not None:
             online_storage = LazyTensorStorage(online_capacity)
@@ -114,21 +114,21 @@ class OfflineToOnlineReplayBuffer:
         self._offline_fraction = self._base_offline_fraction = offline_fraction
         self._batch_size = batch_size
         self._as_numpy = as_numpy
-        # Rows are joined as tensors, also if the data set returns NumPy arrays by default.
+        # Rows are joined as tensors, even if the data set returns NumPy arrays by default.
         has_choice = "as_numpy" in inspect.signature(offline_dataset.sample).parameters
         self._options = {"as_numpy": False} if has_choice else {}
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Append rows to the buffer that grows; return their index there, as its `extend` does."""
+        """Append rows to the growing buffer; return their index there."""
         return self._online.extend(data)
 
     def sample(self, batch_size: int | None = None, *, as_numpy: bool | None = None) -> Any:
         """Draw a batch.
 
         Args:
-            batch_size: How many rows; None: as was given to the constructor.
-            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict. None: as was given to the
-                constructor.
+            batch_size: Number of rows. None uses the batch size of the constructor.
+            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None uses the
+                value of the constructor.
 
         Returns:
             A TensorDict, batch size `[batch_size]`; with `as_numpy` field name -> array.
@@ -154,7 +154,7 @@ class OfflineToOnlineReplayBuffer:
         return to_arrays(made) if (self._as_numpy if as_numpy is None else as_numpy) else made
 
     def _numbers(self) -> np.random.Generator | None:
-        """Return the random numbers of transforms; None: nothing says which draw this is."""
+        """Return the generator of transforms; None if none needs one, or the draw number is unknown."""
         if not self._transform.draws or not isinstance(self._offline, ReplayBuffer):
             return None
         storages = self._offline.storage, self._online.storage
@@ -163,37 +163,35 @@ class OfflineToOnlineReplayBuffer:
         )
 
     def anneal(self, step: int, total_steps: int) -> None:
-        """Let the data set's part fall from what it was at first to 0, in a straight line.
+        """Decrease the data set's fraction linearly from its initial value to 0.
 
         Args:
-            step: Where training is, from 0 on.
-            total_steps: From which step on nothing is of the data set. At least 1.
+            step: Current training step, from 0 on.
+            total_steps: Step from which on no row comes from the data set. At least 1.
 
         Raises:
             ValueError: `total_steps` is too small.
-            TypeError: One of both is no number.
+            TypeError: An argument is not a number.
         """
         _check_number("step", step)
         _check_number("total_steps", total_steps)
         if total_steps < 1:
-            raise ValueError(
-                f"total_steps is the step at which nothing is left, at least 1, not {total_steps}"
-            )
+            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
         self._offline_fraction = self._base_offline_fraction * min(1.0, max(0.0, 1.0 - step / total_steps))
 
     @property
     def offline_fraction(self) -> float:
-        """Which part of a batch is of the data set now."""
+        """The current fraction of a batch that comes from the data set."""
         return self._offline_fraction
 
     @property
     def offline_buffer(self) -> Any:
-        """The data set, as it was given."""
+        """The data set that was passed."""
         return self._offline
 
     @property
     def online_buffer(self) -> ReplayBuffer:
-        """The buffer that grows."""
+        """The growing buffer."""
         return self._online
 
     def __len__(self) -> int:
@@ -210,18 +208,18 @@ class OfflineToOnlineReplayBuffer:
 def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, chunk_size: int = 1000) -> Any:
     """Copy the rows of a data set into a buffer, the oldest first; return the buffer.
 
-    Rows come each once and in the order in which they were written, so that episodes stay whole; TorchRL
-    draws them.
+    Rows are copied once each, in the order in which they were written, so that episodes stay whole; TorchRL
+    samples them instead.
 
     Args:
-        rb: What is written to.
-        dataset: Any buffer whose rows have one number, also one of torchrl's; or a name for `load_dataset`.
-        n_samples: How many rows at most; None: all.
-        chunk_size: How many are copied at a time.
+        rb: The buffer to write to.
+        dataset: Any buffer with one dim of rows, including TorchRL's, or a name for `load_dataset`.
+        n_samples: Maximum number of rows; None copies all.
+        chunk_size: Number of rows that are copied at a time.
 
     Raises:
-        ValueError: The rows of the data set have several numbers, or a number is too small.
-        TypeError: One of both is not a buffer, or an argument is not a number.
+        ValueError: The data set has several dims of rows, or a number is too small.
+        TypeError: An argument is not a buffer, or not a number.
 
     Example:
         >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
@@ -237,9 +235,9 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
     _check_number("chunk_size", chunk_size)
     _check_number("n_samples", 0 if n_samples is None else n_samples)
     if chunk_size < 1 or (n_samples is not None and n_samples < 0):
-        raise ValueError(f"n_samples={n_samples} and chunk_size={chunk_size} are no numbers of rows")
+        raise ValueError(f"n_samples={n_samples} and chunk_size={chunk_size} must be positive")
     if getattr(dataset.storage, "ndim", 1) != 1:
-        raise ValueError("rows of several dims keep them: copy them by rb.extend(dataset[:])")
+        raise ValueError("the data set has several dims of rows: copy it with rb.extend(dataset[:])")
     rows = np.arange(len(dataset))
     if isinstance(dataset, ReplayBuffer):
         window = dataset.storage.window
@@ -274,16 +272,18 @@ def _fraction(offline_fraction: float) -> float:
     return float(offline_fraction)
 
 
-def _join(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
-    """Return the rows of both, without what only one of them says of its rows."""
+def _join(offline: Any, online: Any) -> Any:
+    """Concatenate the rows of both, without keys that only one of them has about its rows."""
     parts = [offline, online]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat(parts)
     names = [{to_key(key) for key in part.keys(True, True)} for part in parts]
     differing = names[0] ^ names[1]
     lone = {key for key in differing if key[0] in _TOLD}
     if differing - lone:
         alone = [sorted(key_name(key) for key in own - other - lone) for own, other in (names, names[::-1])]
         raise SchemaError(
-            f"the data set alone has the fields {alone[0]}, the online buffer alone {alone[1]}",
-            hint="give both the same fields, by transforms of the data set for instance",
+            f"only the data set has the fields {alone[0]}, only the online buffer {alone[1]}",
+            hint="give both the same fields, for instance with transforms of the data set",
         )
     return torch.cat([part.exclude(*lone) for part in parts])

@@ -1,7 +1,7 @@
-"""Read OpenML's classification data sets, as bandits: features `X` and the class `y` of every row.
+"""Read OpenML's classification data sets as bandits: features `X` and the class `y` of every row.
 
-Source of the formats: ARFF, https://waikato.github.io/weka-wiki/formats_and_processing/arff/, read by SciPy;
-CSV, read by pandas. scikit-learn prepares the features as TorchRL's `OpenMLExperienceReplay` has it.
+Source of the formats: ARFF, https://waikato.github.io/weka-wiki/formats_and_processing/arff/, read with
+SciPy; CSV, read with pandas. scikit-learn prepares the features as in TorchRL's `OpenMLExperienceReplay`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OpenMLName = Literal[
     "adult_num", "adult_onehot", "mushroom_num", "mushroom_onehot", "covertype", "shuttle", "magic"
 ]
 
-#: Of adult, what is predicted: not the income, which OpenML has as the class.
+#: The class that is predicted for adult; OpenML uses the income instead.
 _ADULT_CLASS = "occupation"
 _ROWS = 65_536
 
@@ -34,16 +34,17 @@ _ROWS = 65_536
 class OpenMLReader(Reader):
     """Read one of OpenML's data sets: rows `X` float64 `(n, features)` and `y` int64 `(n,)`.
 
-    Names that end with `_num` have categories as numbers, those with `_onehot` as one-hot vectors; numbers
-    are scaled to mean 0 and variance 1. The last column of the file is the class; of adult, rows with missing
-    values are left out, and `occupation` is the class. The file is read into memory as a whole.
+    Categories become numbers for names that end with `_num`, and one-hot vectors for names that end with
+    `_onehot`; numbers are scaled to mean 0 and variance 1. The last column of the file is the class. For
+    adult, `occupation` is the class, and rows with missing values are left out. The file is read into memory
+    as a whole.
 
     Args:
         source: An ARFF or a CSV file.
-        name: How the columns are prepared. None: by the name of the file, its beginning.
+        name: How the columns are prepared. None uses the beginning of the file's name.
 
     Raises:
-        NotFoundError: There is no such file.
+        NotFoundError: The file does not exist.
         SchemaError: The name is unknown, or the file does not have the columns.
         ModuleNotFoundError: scikit-learn or pandas is not installed.
 
@@ -63,7 +64,7 @@ class OpenMLReader(Reader):
             name = cast(OpenMLName, fitting[0]) if fitting else None
         if name not in names:
             raise SchemaError(
-                f"{name or self._path.name!r} is not one of {', '.join(names)}", hint="give name="
+                f"{name or self._path.name!r} is not one of {', '.join(names)}", hint="pass name="
             )
         self._name = name
         import_library("sklearn.preprocessing")
@@ -85,7 +86,7 @@ class OpenMLReader(Reader):
             yield Rows(columns_by_key={"X": features[rows], "y": classes[rows]})
 
     def _read(self) -> Any:
-        """Return the table: categories as pandas has them, missing values as NaN."""
+        """Return the table: categories as pandas categories, missing values as NaN."""
         with open_to_read(self._path) as raw:
             if self._path.suffix.lower() == ".csv":
                 try:
@@ -120,7 +121,7 @@ class OpenMLReader(Reader):
             y = X.pop(_ADULT_CLASS)
         categories = list(X.columns if is_mushroom else X.select_dtypes(include=["category"]).columns)
         if categories and not (is_adult or is_mushroom):
-            raise SchemaError(f"{self._path} has the columns {', '.join(categories)}, which are no numbers")
+            raise SchemaError(f"{self._path} has columns that are not numeric: {', '.join(categories)}")
         for column in categories:
             X[column] = prepare.LabelEncoder().fit_transform(X[column].astype(object))
         if self._name.endswith("_onehot"):

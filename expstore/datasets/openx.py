@@ -1,8 +1,8 @@
-"""Read Open X-Embodiment's data sets as they are on the Hugging Face Hub: tar archives of pickled episodes.
+"""Read Open X-Embodiment's data sets from the Hugging Face Hub: tar archives of pickled episodes.
 
 Source of the format: https://huggingface.co/datasets/jxu124/OpenX-Embodiment. The archives of a data set are
-`NAME/NAME_00000.tar` and so on. A member `KEY.data.pickle` is a dict whose `steps` are dicts of the step's
-observation, action, reward and flags. An image is a dict of `bytes`, a PNG or JPEG file, and `path`.
+called `NAME/NAME_00000.tar` and so on. A member `KEY.data.pickle` is a dict whose `steps` are dicts of the
+step's observation, action, reward and flags. An image is a dict of `bytes`, a PNG or JPEG file, and `path`.
 """
 
 from __future__ import annotations
@@ -37,43 +37,44 @@ Kind = Literal["numbers", "image", "text", "left out"]
 _SUFFIX = ".data.pickle"
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _PIECE_BYTES = 16 << 20
-#: What reading an archive that is damaged, or ends early, raises.
+#: Errors of reading a damaged or truncated archive.
 _DAMAGED = (tarfile.TarError, EOFError, zlib.error)
-#: A few bytes of a pickle can stand for very many fields or numbers, by naming one list again and again.
+#: A few bytes of a pickle can expand to a huge number of fields or values, by referring to one list
+#: repeatedly.
 _MOST_FIELDS = 1000
 _MOST_VALUES = 1 << 26
-#: Values of a step that are not stored as fields of their names.
+#: Values of a step that are not stored under their own names.
 _OWN: tuple[Key, ...] = (("reward",), ("is_first",), ("is_last",), ("is_terminal",))
 
 
 class OpenXReader(Reader):
     """Read the episodes of a data set of Open X-Embodiment.
 
-    - `observation`, `action`, `reward` of a step: `observation`, `action`, `next.reward`. Other numbers of a
-      step (`discount`, `language_embedding`) are fields of their names, `is_first` is `is_init`.
-    - Images become uint8 `(channels, height, width)`. Python floats become float32, arrays keep their type.
-    - Texts (`language_instruction`) are facts about the episode; a text that changes is a list of
+    - `observation`, `action`, `reward` of a step become `observation`, `action`, `next.reward`. Other numbers
+      (`discount`, `language_embedding`) keep their names, `is_first` becomes `is_init`.
+    - Images become uint8 `(channels, height, width)`. Python floats become float32, arrays keep their dtype.
+    - Texts (`language_instruction`) become annotations of the episode; a text that changes is a list of
       `{"step", "text"}`.
-    - `episode` is the number of the episode in the data set, `frame` that of the step in its episode.
-    - The last step says how an episode ends: `is_terminal`: terminated; otherwise truncated; cut if `is_last`
-      is not set. Both flags count in the last step only.
-    - What cannot be stored (None, lists of texts) is named in `rb.meta["openx"]["left_out"]`. Episodes
-      without steps have no rows.
+    - `episode` is the number of the episode in the data set, `frame` the number of the step in its episode.
+    - The last step determines how an episode ends: terminated if `is_terminal` is set, cut if `is_last` is
+      not set, otherwise truncated. Both flags are used only in the last step.
+    - `rb.meta["openx"]["left_out"]` names what cannot be stored (None, lists of texts). Episodes without
+      steps have no rows.
 
-    Pickles are read by `numpy_unpickler`, which runs nothing that they name.
+    `numpy_unpickler` reads the pickles, without running code that they name.
 
     Args:
-        source: An archive, or a folder: of archives, else of files `KEY.data.pickle`, in the order of their
-            names.
-        last_step: What the last step of an episode is. "transition", as TorchRL takes it: a row like all
-            others, and the observation after it is not recorded. "observation", as RLDS defines it: only its
-            observation counts, it is the one after the last action; episodes of one step have no rows.
-        trust_pickle: Read pickles with Python's own module, also those that name other classes than NumPy's.
-            Pickles can run any program: set it only if you trust the authors of the files.
+        source: An archive, or a folder of archives, or a folder of files `KEY.data.pickle`, read in the order
+            of their names.
+        last_step: Meaning of the last step of an episode. "transition", as in TorchRL: a row like the others;
+            the observation after it is not recorded. "observation", as in RLDS: only its observation is used,
+            as the one after the last action; episodes of one step have no rows.
+        trust_pickle: Whether to use Python's own unpickler, which accepts classes other than NumPy's. Pickles
+            can run any code: set it only if you trust the authors of the files.
 
     Raises:
-        NotFoundError: There is no such archive, or none in the folder.
-        SchemaError: A file does not hold such a dict, or episodes differ in their fields.
+        NotFoundError: The archive does not exist, or the folder has none.
+        SchemaError: A file does not contain such a dict, or the fields of episodes differ.
         ModuleNotFoundError: There are images, and Pillow is not installed.
 
     Example:
@@ -100,16 +101,16 @@ class OpenXReader(Reader):
             self._parts = [Part(name=path.name, files=pickles)]
         else:
             raise NotFoundError(f"there is no .tar archive and no *{_SUFFIX} file in {path}")
-        #: Numbers of records by part, as far as they are known.
+        #: Number of records by part, as far as it is known.
         self._records: dict[str, int] = {}
         self._known: dict[Key, Kind] | None = None
 
     def parts(self) -> list[Part]:
-        """Return the archives; the files of a folder without archives are one part."""
+        """Return the archives; a folder without archives is one part."""
         return self._parts
 
     def options(self) -> Mapping[str, Any]:
-        """Return what the last step is."""
+        """Return the meaning of the last step."""
         return {"last_step": self._last_step}
 
     def facts(self) -> Mapping[str, Any]:
@@ -138,7 +139,7 @@ class OpenXReader(Reader):
         known = self._kinds()
         if steps.kinds != known:
             differing = sorted(key_name(key) for key, _ in steps.kinds.items() ^ known.items())
-            raise SchemaError(f"the steps differ from those of the first episode in {', '.join(differing)}")
+            raise SchemaError(f"{', '.join(differing)} of the steps differ from those of the first episode")
         has_last = self._last_step == "observation"
         count = len(steps) - has_last
         end, facts = steps.end(), steps.facts(max(1, count))
@@ -169,20 +170,20 @@ class OpenXReader(Reader):
     # -- files -----------------------------------------------------------------------------------------
 
     def _read(self, file: BinaryIO) -> _Steps | None:
-        """Return the steps of an episode, None if it has none."""
+        """Return the steps of an episode; None if it has none."""
         if self._trust_pickle:
             try:
                 found = pickle.load(file)
-            except Exception as exc:  # what a pickle names may raise anything
+            except Exception as exc:  # code that a pickle names may raise anything
                 raise StorageError(f"cannot read a pickle: {exc!r}") from exc
         else:
             found = load_arrays(file)
         if not isinstance(found, dict) or not isinstance(found.get("steps"), list):
-            raise SchemaError("the pickle has no list of steps")
+            raise SchemaError("the pickle has no list 'steps'")
         return _Steps(found["steps"]) if found["steps"] else None
 
     def _kinds(self) -> Mapping[Key, Kind]:
-        """Return the fields of the first episode and how they are stored; the others must have them, too."""
+        """Return the fields of the first episode and how they are stored; all episodes must have these."""
         if self._known is None:
             for part in self._parts:
                 for name, file in self._files(part):
@@ -195,7 +196,7 @@ class OpenXReader(Reader):
         return self._known
 
     def _first_number(self, part: Part) -> int:
-        """Return how many episodes the parts before this one have; archives are listed, not read."""
+        """Return the number of episodes in the parts before this one; archives are listed, not read."""
         number = 0
         for before in self._parts:
             if before.name == part.name:
@@ -236,7 +237,7 @@ def _is_record(member: tarfile.TarInfo) -> bool:
 
 @contextmanager
 def _name_file(name: str) -> Iterator[None]:
-    """Put the name of a file before errors, those of the archive that it is read from included."""
+    """Add the name of a file to errors, including those of the archive that contains it."""
     try:
         yield
     except ExpStoreError as exc:
@@ -249,10 +250,10 @@ def _name_file(name: str) -> Iterator[None]:
 
 
 class _Steps:
-    """The steps of an episode as columns; images are decoded when they are read.
+    """Hold the steps of an episode as columns; images are decoded when they are read.
 
     Args:
-        steps: A dict per step, at least one.
+        steps: One dict per step; at least one.
 
     Raises:
         SchemaError: The steps do not have the same fields.
@@ -298,7 +299,7 @@ class _Steps:
         }
 
     def row_bytes(self) -> int:
-        """Return how many bytes the values of a step take."""
+        """Return the size of a step's values in bytes."""
         return sum(
             decode_image(self._columns[key][0]).nbytes if kind == "image" else self._columns[key][0].nbytes
             for key, kind in self.kinds.items()
@@ -318,7 +319,7 @@ class _Steps:
 
 
 def _leaves(key: Key, value: Any, seen: list[int]) -> Iterator[tuple[Key, Any]]:
-    """Yield the values of a step by key; an image is its bytes."""
+    """Yield the values of a step by key; an image is represented by its bytes."""
     seen[0] += 1
     if seen[0] > _MOST_FIELDS:
         raise SchemaError(f"a step has more than {_MOST_FIELDS} fields")
@@ -334,11 +335,11 @@ def _leaves(key: Key, value: Any, seen: list[int]) -> Iterator[tuple[Key, Any]]:
 
 
 def _column(key: Key, values: Sequence[Any]) -> tuple[Kind, Any]:
-    """Return how the values of a field are stored, and them."""
+    """Return how the values of a field are stored, and the values."""
     first = values[0]
     if isinstance(first, (str, bytes)):
         if not all(isinstance(value, type(first)) for value in values):
-            raise SchemaError(f"{key_name(key)!r} is not {type(first).__name__} in all steps")
+            raise SchemaError(f"{key_name(key)!r} does not have the type {type(first).__name__} in all steps")
         if isinstance(first, bytes) and first.startswith((b"\x89PNG", b"\xff\xd8\xff")):
             return "image", values
         return "text", [
@@ -358,12 +359,12 @@ def _column(key: Key, values: Sequence[Any]) -> tuple[Kind, Any]:
     if found.dtype.kind not in "biuf":
         return "left out", None
     if not is_typed and found.dtype.kind == "f":
-        found = found.astype(np.float32)  # as torch takes Python's floats
+        found = found.astype(np.float32)  # torch converts Python floats to float32
     return "numbers", found
 
 
 def _check_size(key: Key, value: Any, steps: int) -> None:
-    """Raise SchemaError if nested lists stand for more numbers than an episode can have."""
+    """Raise SchemaError if nested lists expand to more numbers than an episode can have."""
     size = steps
     while isinstance(value, (list, tuple)) and value:
         size *= len(value)

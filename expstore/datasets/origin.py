@@ -1,4 +1,4 @@
-"""Where a data set comes from, where it is kept, and how it becomes a store there.
+"""Fetch a data set, import it, and keep the store in the folder of its collection.
 
 Used by the data set classes and by the command line.
 """
@@ -26,20 +26,20 @@ from expstore.storages.format.manifest import MANIFEST
 
 __all__ = ["Download", "Origin", "data_folder", "prepare_dataset", "remove_dataset"]
 
-#: `True`: fetch the data set if it is not there; `"force"`: fetch it again.
+#: `True`: fetch the data set if it is missing; `"force"`: fetch it again.
 Download = bool | Literal["force"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Say where a data set comes from and what reads it.
+    """Describe where a data set comes from and how it is read.
 
     Args:
-        name: Of the collection, and of its folder: "d4rl".
-        dataset_id: Of the data set.
-        make_reader: Makes the reader of a source: a folder, or the only file of the data set.
-        list_files: Lists what to fetch from the public address. It raises NotFoundError if the data set is
-            known to be gone.
+        name: Name of the collection and of its folder, for instance "d4rl".
+        dataset_id: Id of the data set.
+        make_reader: Function that returns the reader of a source: a folder, or the only file of the data set.
+        list_files: Function that lists the files at the public address. It raises NotFoundError if the data
+            set is known to have been removed.
     """
 
     name: str
@@ -66,29 +66,29 @@ def prepare_dataset(
     download: Download = True,
     show: ShowProgress = show_nothing,
 ) -> Path:
-    """Return the store of a data set, and make it if it is not there.
+    """Return the store of a data set; make it if it does not exist.
 
     Fetched files are kept in `ROOT/.downloads/ID` until the store is complete.
 
-    Crashes: with `download="force"` the new store is made next to the old one and takes its place when it is
-    complete. Before that, any error or crash leaves the old store; a crash between the two renames is mended
-    by the next call.
+    Crashes: with `download="force"` the new store is made next to the old one and replaces it when it is
+    complete. Before that, an error or a crash keeps the old store. If a crash happens between the two
+    renames, the next call finishes the replacement.
 
     Args:
         origin: The data set.
         root: Folder of the collection. The store is `ROOT/ID`.
-        source: File or folder with the files of the public source. A store that is there must have been made
-            of the same files; if the files are gone, the store is opened as it is. None: fetch them.
-        download: Whether to fetch the files if the store is not there. "force" makes the store again.
-        show: Shows what is done.
+        source: File or folder with the files of the public source. An existing store must have been made from
+            the same files; if the files are gone, the store is opened without a check. None fetches them.
+        download: Whether to fetch the files if the store does not exist. "force" makes the store again.
+        show: Shows the progress.
 
     Raises:
-        NotFoundError: The store is not there and `download` is False; the source does not exist; or the
-            public address has no such data set.
-        StateError: The folder is there and is not a store, or was made of other files.
-        LockedError: Another process makes the store.
+        NotFoundError: The store does not exist and `download` is False; the source does not exist; or the
+            public address does not have the data set.
+        StateError: The folder exists and is not a store, or was made from other files.
+        LockedError: Another process is making the store.
         RemoteError: The server does not answer.
-        SchemaError, StorageError: As `import_dataset`.
+        SchemaError, StorageError: As in `import_dataset`.
     """
     if download not in (True, False, "force"):
         raise ValueError(f"download={download!r} is not True, False or 'force'")
@@ -127,7 +127,7 @@ def prepare_dataset(
 
 
 def _is_gone(disk: Disk, source: Path) -> bool:
-    """Return whether nothing is left of a source: no file, or a folder without files."""
+    """Return whether a source is gone: there is no file, or a folder without files."""
     if not disk.exists(source):
         return True
     return disk.is_dir(source) and not any(names for _, names in disk.tree(source))
@@ -139,10 +139,10 @@ def _is_gone(disk: Disk, source: Path) -> bool:
 def _fetch(
     disk: Disk, files: Sequence[RemoteFile], folder: Path, dataset_id: str, show: ShowProgress
 ) -> None:
-    """Download files to a folder, as the only process that does.
+    """Download files to a folder under a lock.
 
     Raises:
-        LockedError: Another process does.
+        LockedError: Another process is downloading to the folder.
     """
     with _lock_download(disk, folder, dataset_id), show(f"fetching {dataset_id}", "bytes") as progress:
         fetch_files(files, folder, progress=progress)
@@ -165,12 +165,12 @@ def _discard_download(disk: Disk, folder: Path, dataset_id: str) -> None:
 
 @contextmanager
 def _lock_download(disk: Disk, folder: Path, dataset_id: str) -> Iterator[None]:
-    """Exclude other processes from a folder of a download. The folder is made if it does not exist."""
+    """Lock a download folder against other processes. Creates the folder if it does not exist."""
     disk.make_dir(folder)
     try:
         lock = WriterLock(disk, folder / LOCK)
     except LockedError as exc:
-        raise LockedError(f"another process fetches {dataset_id} to {folder} just now") from exc
+        raise LockedError(f"another process is fetching {dataset_id} to {folder}") from exc
     try:
         yield
     finally:
@@ -190,12 +190,12 @@ def _remove_empty(disk: Disk, folder: Path, root: Path) -> None:
 
 
 def _make(disk: Disk, origin: Origin, source: Path, path: Path, show: ShowProgress, *, again: bool) -> Path:
-    """Import a source. With `again` the result replaces the store that is there."""
+    """Import a source. With `again` the result replaces the existing store."""
     disk.make_dir(path.parent)
     again = again and disk.exists(path)
     target = _new_path(path) if again else path
     if again:
-        disk.remove_tree(target)  # of a run that was killed before the swap
+        disk.remove_tree(target)  # left by a run that was killed before the swap
     with show_import(show, origin.dataset_id) as (checking, progress):
         reader = origin.make_reader(source)
         import_dataset(reader, target, progress=progress, checking=checking)
@@ -205,23 +205,23 @@ def _make(disk: Disk, origin: Origin, source: Path, path: Path, show: ShowProgre
 
 
 def _new_path(path: Path) -> Path:
-    """Return where the store is made that replaces another one."""
+    """Return the path of a new store that will replace an existing one."""
     return path.with_name(f".{path.name}.new")
 
 
 def _old_path(path: Path) -> Path:
-    """Return where a store is moved while another one takes its place."""
+    """Return the path to which a store is moved while it is replaced."""
     return path.with_name(f".{path.name}.old")
 
 
 def _check_replaceable(disk: Disk, path: Path) -> None:
-    """Raise StateError if a folder is there that is not a store."""
+    """Raise StateError if the folder exists and is not a store."""
     if disk.exists(path) and not disk.exists(path / MANIFEST) and disk.names(path):
         raise StateError(f"{path} is not a store", hint="remove it yourself, or choose another root=")
 
 
 def _swap(disk: Disk, path: Path) -> None:
-    """Put the complete new store in the place of the old one, and remove what was made of the old one."""
+    """Replace the old store by the complete new one, and remove what was derived from the old one."""
     new, old, split = _new_path(path), _old_path(path), _split_path(path)
     for folder in (old, split, path.with_name(f".{path.name}.import")):
         disk.remove_tree(folder)
@@ -230,7 +230,7 @@ def _swap(disk: Disk, path: Path) -> None:
     try:
         disk.rename(new, path)
     except StorageError:
-        if not disk.exists(path / MANIFEST):  # else another process has finished the swap
+        if not disk.exists(path / MANIFEST):  # otherwise another process has finished the swap
             disk.rename(old, path)
             raise
     disk.sync_dir(path.resolve().parent)
@@ -252,13 +252,13 @@ def _split_path(path: Path) -> Path:
 
 
 def remove_dataset(root: Path, dataset_id: str) -> bool:
-    """Remove the store of a data set, and what an interrupted import or download of it left.
+    """Remove the store of a data set, and the remains of an interrupted import or download.
 
     Returns:
-        Whether there was a store.
+        Whether the store existed.
 
     Raises:
-        StateError: The folder is there and is not a store.
+        StateError: The folder exists and is not a store.
     """
     disk, path = Disk(), root / dataset_id
     existed = disk.exists(path / MANIFEST)

@@ -1,6 +1,6 @@
-"""Recognise the format of a source by what is in its files.
+"""Detect the format of a source from the content of its files.
 
-Used by `expstore.datasets.formats`. Only the names, shapes and types of arrays are read, and the names of
+Used by `expstore.datasets.formats`. It reads only the names, shapes and dtypes of arrays, and the names of
 the first members of archives.
 """
 
@@ -26,16 +26,16 @@ __all__ = ["ARCHIVES", "archive_format", "arrays_format", "episodes_format", "fo
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _ARRAY_FILES = (".npz", ".hdf5", ".h5")
-#: The names that every file of D4RL has, and those of which a file that D4RL made has at least one.
+#: The names that every D4RL file has; a genuine file also has at least one of the names in the next table.
 _D4RL = ("observations", "actions", "rewards", "terminals")
 _OF_D4RL_ALONE = ("timeouts", "infos", "metadata")
-#: Beside `image`, `action` and `reward`: what a file of V-D4RL has at least one of.
+#: Arrays of V-D4RL: a file has at least one of these in addition to `image`, `action` and `reward`.
 _OF_VD4RL = ("discount", "is_first", "is_last", "is_terminal", "step_type")
 _MEMBERS = 20
 
 
 class _Facts(NamedTuple):
-    """Shape and kind of an array."""
+    """Describe an array by its shape and kind."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -48,7 +48,7 @@ def arrays_format(path: Path) -> tuple[str | None, str]:
         path: An HDF5 or .npz file.
 
     Returns:
-        The format, and a note for the user if the file may have a format but does not prove it.
+        The format, and a note for the user if the file may have a format but lacks proof.
 
     Raises:
         StorageError: The file cannot be read.
@@ -60,19 +60,19 @@ def arrays_format(path: Path) -> tuple[str | None, str]:
         if any(name in arrays for name in _OF_VD4RL):
             return "vd4rl", ""
         return None, (
-            f"{path} may be a file of V-D4RL, whose actions and rewards belong to the row before; "
-            "if it is one, import it with --format vd4rl"
+            f"{path} may be a V-D4RL file, in which actions and rewards belong to the row before; "
+            "if it is, import it with --format vd4rl"
         )
     if not _is_npz(path) and _looks_like_d4rl(arrays):
         groups = {name.partition("/")[0] for name in arrays}
         if groups.intersection(_OF_D4RL_ALONE) or groups == set(_D4RL):
             return "d4rl", ""
-        return None, f"{path} may be a file of D4RL; if it is one, import it with --format d4rl"
+        return None, f"{path} may be a D4RL file; if it is, import it with --format d4rl"
     return None, ""
 
 
 def _looks_like_d4rl(arrays: Mapping[str, _Facts]) -> bool:
-    """Return whether there are D4RL's arrays, with a row per transition."""
+    """Return whether D4RL's arrays are present, with one row per transition."""
     if any(name not in arrays or not arrays[name].shape for name in _D4RL):
         return False
     counts = {arrays[name].shape[0] for name in _D4RL}
@@ -81,7 +81,7 @@ def _looks_like_d4rl(arrays: Mapping[str, _Facts]) -> bool:
 
 
 def _looks_like_vd4rl(arrays: Mapping[str, _Facts]) -> bool:
-    """Return whether there are the images, actions and rewards of V-D4RL."""
+    """Return whether the images, actions and rewards of V-D4RL are present."""
     if "action" not in arrays or "reward" not in arrays:
         return False
     image = arrays.get("image")
@@ -127,11 +127,11 @@ def episodes_format(source: Path) -> str | None:
     """Return the format of an HDF5 file with a group per episode: "robomimic", "roboset" or "hdf5".
 
     Returns:
-        None: the file has a row per transition.
+        None if the file has one row per transition.
 
     Raises:
-        NotFoundError: There is no such file.
-        StorageError: It is not an HDF5 file.
+        NotFoundError: The file does not exist.
+        StorageError: The file is not an HDF5 file.
     """
     from expstore.datasets.hdf5_episodes import has_episodes, is_robomimic
 
@@ -145,10 +145,10 @@ def episodes_format(source: Path) -> str | None:
 
 
 def archive_format(path: Path) -> str | None:
-    """Return the format of a tar archive, by the names of its first members: "openx" or "gen-dgrl".
+    """Return the format of a tar archive, judging by the names of its first members: "openx" or "gen-dgrl".
 
     Returns:
-        None: the members have other names, or it is not an archive.
+        None if the members have other names, or the file is not an archive.
     """
     try:
         with (
@@ -166,10 +166,10 @@ def archive_format(path: Path) -> str | None:
 
 
 def folder_format(folder: Path) -> str | None:
-    """Return the format of a folder with files of episodes or archives, by the first one.
+    """Return the format of a folder of episode files or archives, judging by the first one.
 
     Returns:
-        "vd4rl", "roboset" or "openx". None: another format.
+        "vd4rl", "roboset" or "openx"; None for another format.
     """
     disk = ReadingDisk()
     files = [folder / name for name in disk.names(folder) if not disk.is_dir(folder / name)]

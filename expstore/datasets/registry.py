@@ -1,4 +1,4 @@
-"""Data sets by name: "d4rl:hopper-medium-v2".
+"""Data sets by name, for instance "d4rl:hopper-medium-v2".
 
 Used by programs, `OfflineToOnlineReplayBuffer` and the command line.
 """
@@ -30,18 +30,18 @@ _REGISTERED: dict[str, Factory | str] = {
 
 
 def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = False) -> None:
-    """Make `load_dataset("PREFIX:ID")` call a function, or a class, for this process.
+    """Register a function or class that `load_dataset("PREFIX:ID")` calls, for this process.
 
     Args:
         prefix: The prefix; case does not matter.
         dataset: Called with the id and the keywords of `load_dataset`; or "module:name", which is imported
             when it is needed.
-        replace: Whether another function may have the prefix.
+        replace: Whether to replace an existing registration.
 
     Raises:
-        ValueError: The prefix is empty or has a ":", or a text is not "module:name".
-        TypeError: `dataset` is neither.
-        KeyError: The prefix is taken.
+        ValueError: The prefix is empty or has a ":", or a string is not "module:name".
+        TypeError: `dataset` is neither a callable nor a string.
+        KeyError: The prefix is registered already.
 
     Example:
         >>> register_dataset("lab", lambda dataset_id, **keywords: MyDataset(dataset_id, **keywords))
@@ -63,11 +63,11 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
     """Return a data set by its prefix and id.
 
     Args:
-        dataset_id: As in "d4rl:hopper-medium-v2". Prefixes: `prefixes()`.
-        keywords: Passed to the class.
+        dataset_id: Prefix and id, for instance "d4rl:hopper-medium-v2". For the prefixes see `prefixes()`.
+        keywords: Arguments of the class.
 
     Raises:
-        ValueError: There is no prefix, or an unknown one.
+        ValueError: The prefix is missing or unknown.
 
     Example:
         >>> load_dataset("d4rl:hopper-medium-v2", batch_size=32).sample().batch_size
@@ -83,10 +83,10 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
 
 
 def dataset_class(prefix: str) -> Factory:
-    """Return the class, or the function, of a prefix.
+    """Return the class or function of a prefix.
 
     Raises:
-        ValueError: It is unknown.
+        ValueError: The prefix is unknown.
     """
     name = _normal(prefix)
     if name not in _REGISTERED:

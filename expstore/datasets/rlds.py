@@ -4,7 +4,7 @@ TensorFlow is not used.
 
 Source of the format: https://github.com/google-research/rlds (steps and their flags) and
 https://github.com/tensorflow/datasets (`feature.proto` for features.json, `dataset_info.proto`,
-`example_serializer.py`: the steps' values lie one after another under `steps/NAME`; sequences in a step are
+`example_serializer.py`: the values of the steps are concatenated under `steps/NAME`; sequences in a step are
 `NAME/ragged_flat_values` with `NAME/ragged_row_lengths_N`).
 """
 
@@ -36,23 +36,23 @@ __all__ = ["RLDSReader", "Shard", "list_shards"]
 LastStep = Literal["observation", "transition"]
 
 _PIECE_BYTES = 16 << 20
-#: Metadata of an episode with more values than this is left out: facts are JSON.
+#: Metadata of an episode with more values than this are left out, because annotations are JSON.
 _FACT_VALUES = 1000
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _FORMATS = ("tfrecord", "array_record")
-#: Fields whose name is not the one of the feature, as TorchRL's OpenXExperienceReplay names them.
+#: Fields whose name differs from the feature's, following TorchRL's OpenXExperienceReplay.
 _KEYS: dict[str, Key] = {"is_first": ("is_init",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file of records.
+    """Describe a file of records.
 
     Args:
-        name: Of the file.
-        split: The split it belongs to.
+        name: Name of the file.
+        split: Its split.
         first: Number of its first episode in the data set.
-        episodes: How many it has.
+        episodes: Number of episodes.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Shard:
 
 
 def list_shards(info: Mapping[str, Any]) -> list[Shard]:
-    """Return the shards that dataset_info.json names.
+    """Return the shards that dataset_info.json lists.
 
     Raises:
-        SchemaError: The files have another format, or are not named.
+        SchemaError: The files have another format, or are not listed.
     """
     if _file_format(info) not in _FORMATS:
         raise SchemaError(
@@ -102,7 +102,7 @@ def _file_name(info: Mapping[str, Any], split: Mapping[str, Any], place: int, sh
     }
     for key, value in values.items():
         name = name.replace(f"{{{key}}}", value)
-    # Another folder may have files that are not of the data set.
+    # A name with a path could refer to a file outside of the data set.
     if "/" in name or "{" in name:
         raise ValueError(f"{name!r} is not the name of a file")
     return name
@@ -111,24 +111,24 @@ def _file_name(info: Mapping[str, Any], split: Mapping[str, Any], place: int, sh
 class RLDSReader(Reader):
     """Read the episodes of an RLDS data set, in the order of its shards.
 
-    - `observation`, `action`, `reward` of a step: `observation`, `action`, `next.reward`. Other numbers of a
-      step (`discount`, `language_embedding`) are fields of their names, `is_first` is `is_init`.
-    - Images become `(channels, height, width)`, mostly uint8. Tensors keep their declared shape and type.
-    - Texts of a step (`language_instruction`) are facts about the episode; a text that changes is a list of
-      `{"step", "text"}`. So are numbers and texts outside the steps (`episode_metadata`, `episode_id`), and
-      the split.
-    - `episode` is the number of the episode in the folder, `frame` that of the step in its episode.
-    - The last step says how an episode ends: `is_terminal`: terminated; otherwise truncated; cut if the data
-      set has `is_last` and it is not set. Both flags count in the last step only.
-    - What cannot be stored (videos, audio, lists of texts) is named in `rb.meta["rlds"]["left_out"]`.
+    - `observation`, `action`, `reward` of a step become `observation`, `action`, `next.reward`. Other numbers
+      (`discount`, `language_embedding`) keep their names, `is_first` becomes `is_init`.
+    - Images become `(channels, height, width)`, usually uint8. Tensors keep their declared shape and dtype.
+    - Texts of a step (`language_instruction`) become annotations of the episode; a text that changes is a
+      list of `{"step", "text"}`. Numbers and texts outside of the steps (`episode_metadata`, `episode_id`)
+      and the split are annotations too.
+    - `episode` is the number of the episode in the folder, `frame` the number of the step in its episode.
+    - The last step determines how an episode ends: terminated if `is_terminal` is set, cut if the data set
+      has `is_last` and it is not set, otherwise truncated. Both flags are used only in the last step.
+    - `rb.meta["rlds"]["left_out"]` names what cannot be stored (videos, audio, lists of texts).
 
     Args:
         source: The folder of one version, with features.json and dataset_info.json.
-        split: Read this split only. None: all, in the order of dataset_info.json.
-        last_step: What the last step of an episode is. "observation", as RLDS defines it: only its
-            observation counts, it is the one after the last action; episodes of one step have no rows.
-            "transition", as in many data sets of Open X-Embodiment: it has an action and a reward like all
-            others, and the observation after it is not recorded.
+        split: The split to read. None reads all, in the order of dataset_info.json.
+        last_step: Meaning of the last step of an episode. "observation", as in RLDS: only its observation is
+            used, as the one after the last action; episodes of one step have no rows. "transition", as in
+            many data sets of Open X-Embodiment: it has an action and a reward like the others, and the
+            observation after it is not recorded.
 
     Raises:
         NotFoundError: The folder, features.json, dataset_info.json, a shard or the split is missing.
@@ -163,7 +163,7 @@ class RLDSReader(Reader):
         ]
 
     def options(self) -> Mapping[str, Any]:
-        """Return the split and what the last step is."""
+        """Return the split and the meaning of the last step."""
         return {"split": self._split, "last_step": self._last_step}
 
     def facts(self) -> Mapping[str, Any]:
@@ -190,7 +190,7 @@ class RLDSReader(Reader):
             count += 1
         if count != shard.episodes:
             raise SchemaError(
-                f"the shard has {count} episodes; dataset_info.json says {shard.episodes}",
+                f"the shard has {count} episodes, but dataset_info.json says {shard.episodes}",
                 hint="copy the file again",
             )
 
@@ -250,7 +250,7 @@ class RLDSReader(Reader):
             versions = [one for one in disk.names(self._folder) if disk.exists(self._folder / one / name)]
             raise NotFoundError(
                 f"there is no file {path}",
-                hint=f"name the folder of a version: {', '.join(versions)}" if versions else "",
+                hint=f"pass the folder of a version: {', '.join(versions)}" if versions else "",
             )
         try:
             found = json.loads(disk.read_whole(path))
@@ -287,15 +287,15 @@ class RLDSReader(Reader):
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A feature with values.
+    """Describe a feature with values.
 
     Args:
         key: Its path, without "steps".
         kind: How the values are stored.
-        shape: Shape of one value; -1 where it is not declared.
-        dtype: Type of tensors and images.
-        encoding: Of tensors stored as bytes: "bytes" or "zlib".
-        ranks: How many sequences lie between a step and a value.
+        shape: Shape of one value; -1 for sizes that are not declared.
+        dtype: Dtype of tensors and images.
+        encoding: Encoding of tensors stored as bytes: "bytes" or "zlib".
+        ranks: Number of sequences between a step and a value.
     """
 
     key: Key
@@ -311,7 +311,7 @@ class _Leaf:
 
 
 def _read_features(features: Mapping[str, Any], folder: Path) -> tuple[list[_Leaf], list[_Leaf], list[str]]:
-    """Return the features of a step, those outside the steps, and the names of those left out."""
+    """Return the features of a step, the features outside of the steps, and the names of those left out."""
     path = folder / "features.json"
     left_out: list[str] = []
     try:
@@ -362,8 +362,8 @@ def _walk(node: Mapping[str, Any], key: Key, above: Key, left_out: list[str]) ->
         yield from _tensor(node["tensor"], key, name, left_out)
     elif "type" in node:
         raise SchemaError(
-            f"feature {name!r} is described as TensorFlow Datasets before 4.4 did",
-            hint="write features.json anew with a current version",
+            f"feature {name!r} is described in the format of TensorFlow Datasets before 4.4",
+            hint="write features.json again with a current version",
         )
     else:
         left_out.append(name)
@@ -388,7 +388,7 @@ def _tensor(node: Mapping[str, Any], key: Key, name: str, left_out: list[str]) -
         raise SchemaError(f"feature {name!r} has the encoding {encoding!r}, which cannot be read")
     if -1 in shape:
         raise SchemaError(
-            f"feature {name!r} has the shape {list(shape)}: values of different shapes cannot be read"
+            f"feature {name!r} has the shape {list(shape)}: values of several shapes cannot be read"
         )
     yield _Leaf(key, "tensor", shape, dtype, encoding)
 
@@ -401,7 +401,7 @@ def _shape(node: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 class _Steps:
-    """The steps of one record: numbers decoded, images decoded when they are read."""
+    """Hold the steps of one record: numbers are decoded at once, images when they are read."""
 
     def __init__(self, leaves: Sequence[_Leaf], example: Example) -> None:
         self._numbers: dict[Key, Array] = {}
@@ -443,13 +443,13 @@ class _Steps:
         if leaf.kind == "text":
             self._texts[leaf.key] = [_text(value) for value in found]
         elif dims:
-            raise SchemaError(f"{name!r} has several images per step, which cannot be read")
+            raise SchemaError(f"{name!r} has several images per step, which is not supported")
         else:
             self._images[leaf.key] = found
         return len(found)
 
     def last(self, name: str) -> bool | None:
-        """Return a flag of the last step, None if the data set does not have it."""
+        """Return a flag of the last step; None if the data set does not have it."""
         found = self._numbers.get((name,))
         return None if found is None else bool(found.reshape(len(found), -1)[-1].any())
 
@@ -460,7 +460,7 @@ class _Steps:
         }
 
     def row_bytes(self) -> int:
-        """Return how many bytes the values of a step take."""
+        """Return the size of a step's values in bytes."""
         total = sum(values.nbytes // max(1, self._count) for values in self._numbers.values())
         return total + sum(decode_image(images[0]).nbytes for images in self._images.values() if images)
 
@@ -480,7 +480,7 @@ class _Steps:
 
 
 def _pixels(name: str, images: Sequence[bytes], dtype: np.dtype[Any] | None) -> Array:
-    """Return images of a declared type; one of float32 is kept as four channels of bytes."""
+    """Decode images of a declared dtype; float32 images are stored as four channels of bytes."""
     found = decode_images(name, images)
     if dtype is None or found.dtype == dtype:
         return found
@@ -488,9 +488,9 @@ def _pixels(name: str, images: Sequence[bytes], dtype: np.dtype[Any] | None) -> 
         if found.dtype != np.uint8 or found.shape[1] != 4:
             raise SchemaError(f"{name!r} has images of float32, which need four channels of bytes")
         return np.ascontiguousarray(np.moveaxis(found, 1, -1)).view("<f4").transpose(0, 3, 1, 2)
-    # Pillow reads 16-bit PNG files of several channels as 8 bits: the values are not those of the file.
+    # Pillow reads 16-bit PNG files with several channels as 8 bits, which changes the values.
     if dtype.kind not in "iu" or found.dtype.kind not in "biu" or found.dtype.itemsize < dtype.itemsize:
-        raise SchemaError(f"{name!r} has images of {found.dtype}; features.json says {dtype}")
+        raise SchemaError(f"{name!r} has images of {found.dtype}, but features.json says {dtype}")
     return found.astype(dtype)
 
 
@@ -518,12 +518,12 @@ def _numbers_of(leaf: _Leaf, name: str, example: Example) -> Array:
     if leaf.encoding == "none":
         if isinstance(found, list) or (found.dtype.kind == "f") != (leaf.dtype.kind == "f"):
             kind = "bytes" if isinstance(found, list) else found.dtype
-            raise SchemaError(f"{name!r} has values of {kind}; features.json says {leaf.dtype}")
+            raise SchemaError(f"{name!r} has values of {kind}, but features.json says {leaf.dtype}")
         return found != 0 if leaf.dtype.kind == "b" else found.astype(leaf.dtype, copy=False)
     values = _bytes_of(name, example)
     if leaf.encoding == "zlib":
         most = max(1, prod(leaf.shape)) * leaf.dtype.itemsize
-        # One byte more than declared is enough to see that the value has the wrong length.
+        # One byte more than declared is enough to detect a wrong length.
         values = [zlib.decompressobj().decompress(value, most + 1) for value in values]
     return np.frombuffer(b"".join(values), leaf.dtype)
 
@@ -548,7 +548,7 @@ def _end(steps: _Steps) -> End:
 
 
 def _facts_of(metadata: Sequence[_Leaf], example: Example) -> dict[str, Any]:
-    """Return the numbers and texts outside the steps; `episode_metadata` is no part of their names."""
+    """Return the numbers and texts outside of the steps; names do not include `episode_metadata`."""
     found: dict[str, Any] = {}
     for leaf in metadata:
         name = "/".join(leaf.key)
@@ -561,7 +561,7 @@ def _facts_of(metadata: Sequence[_Leaf], example: Example) -> dict[str, Any]:
         else:
             values = _numbers_of(leaf, name, example)
             if values.size != prod(leaf.shape):
-                raise SchemaError(f"{name!r} has {values.size} values; its shape is {list(leaf.shape)}")
+                raise SchemaError(f"{name!r} has {values.size} values, but its shape is {list(leaf.shape)}")
             found[".".join(key)] = values.reshape(leaf.shape).tolist()
     return found
 

@@ -1,4 +1,4 @@
-"""Read RoboSet's files: HDF5 with a group per trial, as RoboHive's recorder writes them.
+"""Read RoboSet's files: HDF5 with one group per trial, as RoboHive's recorder writes them.
 
 Source of the format: https://github.com/vikashplus/robohive (logger) and the files of
 https://huggingface.co/datasets/jdvakil/RoboSet_Sim.
@@ -28,19 +28,19 @@ _NAMES = ("observations", "actions", "rewards", "done")
 
 
 class RobosetReader(Reader):
-    """Read the trials of RoboSet files, each an episode.
+    """Read the trials of RoboSet files as episodes.
 
-    `observations`, `actions` and `rewards` are the fields `observation`, `action` and `next.reward`,
-    `env_infos/*` are `info.*` and `next.info.*`, other arrays with a row per step (`time`) fields of their
-    names. `episode` is the number of the trial in its file, `seed` that of the file. A trial is terminated
-    if its last row says `done`; the flag of every row is `next.terminal`. The files do not record the
-    observation after the last step.
+    `observations`, `actions` and `rewards` become `observation`, `action` and `next.reward`, `env_infos/*`
+    becomes `info.*` and `next.info.*`, and other arrays with one row per step (`time`) keep their names.
+    `episode` is the number of the trial in its file, `seed` the number of the file. A trial is terminated if
+    `done` is set in its last row; the flags of all rows are stored as `next.terminal`. The files do not
+    record the observation after the last step.
 
     Args:
         source: A file, or a folder of files, read in the order of their names.
 
     Raises:
-        NotFoundError: There is no such file, or no .h5 file in the folder.
+        NotFoundError: The file does not exist, or the folder has no .h5 file.
         SchemaError: A file is not HDF5, or has no trials.
         ModuleNotFoundError: h5py is not installed.
 

@@ -1,4 +1,4 @@
-"""Check that the path of a source is what a reader needs: a file, a folder, or either.
+"""Check that the path of a source exists, and is a file or a folder as required.
 
 Used by the readers of data sets. Errors say what was expected and what was found.
 """
@@ -14,25 +14,27 @@ __all__ = ["check_exists", "check_file", "check_folder"]
 
 
 def check_exists(path: Path) -> None:
-    """Raise NotFoundError unless there is a file or a folder."""
+    """Raise NotFoundError unless a path exists."""
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is no file or folder {path}")
 
 
 def check_file(path: Path) -> None:
-    """Raise NotFoundError unless there is a file."""
+    """Raise NotFoundError unless a path is a file."""
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is no file {path}")
     if disk.is_dir(path):
-        raise NotFoundError(f"{path} is a folder, and a file is needed", hint="pass the file in it")
+        raise NotFoundError(f"{path} is a folder, but a file is needed", hint="pass the file in it")
 
 
 def check_folder(path: Path) -> None:
-    """Raise NotFoundError unless there is a folder."""
+    """Raise NotFoundError unless a path is a folder."""
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is no folder {path}")
     if not disk.is_dir(path):
-        raise NotFoundError(f"{path} is a file, and a folder is needed", hint="pass the folder that has it")
+        raise NotFoundError(
+            f"{path} is a file, but a folder is needed", hint="pass the folder that contains it"
+        )

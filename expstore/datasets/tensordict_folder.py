@@ -2,8 +2,8 @@
 
 Source of the formats: `TensorDict.memmap` of tensordict 0.14 and `ReplayBuffer.dumps` of torchrl 0.14. A
 folder has `meta.json`, a raw file `NAME.memmap` per tensor, and a folder per nested TensorDict. A dump has
-such a folder, `storage`, with the number of rows in `storage/storage_metadata.json` and the place of the next
-row in `writer/metadata.json`. TorchRL keeps its data sets below `~/.cache/torchrl` in the same form.
+such a folder, `storage`, with the number of rows in `storage/storage_metadata.json` and the position of the
+next row in `writer/metadata.json`. TorchRL keeps its data sets below `~/.cache/torchrl` in the same format.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["TensorDictReader", "is_tensordict_folder"]
 _META, _STORAGE = "meta.json", "storage"
 _PIECE_BYTES = 16 << 20
 _TRAJECTORY: Key = ("collector", "traj_ids")
-#: Fields of TorchRL's own that a store has by itself.
+#: TorchRL's own fields that a store keeps itself.
 _OWN: tuple[Key, ...] = (("index",), ("_weight",), ("priority_weight",))
-#: Fields whose next values tell whether the next row continues an episode.
+#: Fields whose next values show whether the next row continues an episode.
 _OBSERVATIONS = ("observation", "pixels")
 _DTYPES = {
     f"torch.{name}": name
@@ -58,21 +58,21 @@ def is_tensordict_folder(path: Path) -> bool:
 class TensorDictReader(Reader):
     """Read the rows of a TensorDict's memory-map folder, or of a dump of a TorchRL buffer.
 
-    Rows are stored as they are, but for `index`; of a batch of several dims the first one counts them. Those
-    of a ring come oldest first, and places that were never written are left out. Where `("next", "done")`,
-    `terminated` or `truncated` is True an episode ends; where the next `observation` or `pixels` of a row is
-    not that of the row that follows, it is cut. Rows with trajectory ids, `("collector", "traj_ids")`, belong
-    to episodes by these.
+    Rows are stored unchanged, except for `index`; if a batch has several dims, the first one counts the rows.
+    Rows of a ring are read oldest first, and slots that were never written are left out. An episode ends
+    where `("next", "done")`, `terminated` or `truncated` is True; it is cut where the next `observation` or
+    `pixels` of a row differs from that of the following row. With trajectory ids,
+    `("collector", "traj_ids")`, these determine the episodes instead.
 
-    Texts and other objects that are the same for all rows are in `rb.meta["tensordict"]` if they were kept
-    as JSON; those kept as pickles, `other.pickle`, are left out and named there.
+    Texts and other objects that are equal for all rows are stored in `rb.meta["tensordict"]` if the folder
+    has them as JSON; those kept as pickles, `other.pickle`, are left out and named there.
 
     Args:
         source: The folder.
 
     Raises:
-        NotFoundError: There is no such folder.
-        SchemaError: It is not such a folder, or has tensors that no field can hold.
+        NotFoundError: The folder does not exist.
+        SchemaError: The folder has another format, or tensors that no field can hold.
         StorageError: A file is shorter than its shape says.
 
     Example:
@@ -93,7 +93,7 @@ class TensorDictReader(Reader):
         dims = self._read_json(self._folder / _META).get("shape", [0])
         if is_dump and len(dims) > 1:
             raise SchemaError(
-                f"{self._path} is a dump of a storage with {len(dims)} dims, {dims}; one can be read",
+                f"{self._path} is a dump of a storage with {len(dims)} dims, {dims}; one dim is supported",
                 hint="load it with torchrl, and extend a store with rb[:]",
             )
         self._facts: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class TensorDictReader(Reader):
         return [Part(name=self._path.name, files=sorted(self._files))]
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the values that are not tensors, and the names of those that were left out."""
+        """Return the values that are not tensors, and the names of those that are left out."""
         return {"tensordict": {"values": self._facts, "left_out": self._left_out}}
 
     def count_rows(self, part: Part) -> int:
@@ -125,12 +125,12 @@ class TensorDictReader(Reader):
         return len(self._order)
 
     def episodes(self, part: Part) -> Iterator[Rows]:
-        """Yield the rows, cut where episodes end."""
+        """Yield the rows, cut at the ends of episodes."""
         row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in self._tensors.values())
         size = max(1, _PIECE_BYTES // max(1, row_bytes))
         count = len(self._order)
         for start in range(0, count, size):
-            # One row more: whether it continues the last one.
+            # One row more, to see whether it continues the last one.
             places = self._order[start : start + size + 1]
             columns = {key: np.ascontiguousarray(tensor[places]) for key, tensor in self._tensors.items()}
             here = min(size, count - start)
@@ -146,7 +146,7 @@ class TensorDictReader(Reader):
         return Rows(columns_by_key={key: values[rows] for key, values in columns.items()}, end=end)
 
     def _ends(self, columns: Mapping[Key, Array], count: int) -> list[tuple[int, End]]:
-        """Return in which of the first rows an episode ends, and how."""
+        """Return the positions of episode ends among the first rows, and how each episode ends."""
         if _TRAJECTORY in columns:
             return []
         has_next = any(key[0] == "next" for key in columns)
@@ -176,10 +176,10 @@ class TensorDictReader(Reader):
     # -- files -------------------------------------------------------------------------------------------
 
     def _find(self, above: Key, folder: Path) -> Iterator[tuple[Key, Array]]:
-        """Yield the tensors below a folder, mapped."""
+        """Yield the memory-mapped tensors below a folder."""
         for name, about in self._read_json(folder / _META).items():
             if "/" in name or name in ("", ".", ".."):
-                raise SchemaError(f"{folder / _META} names {name!r}, which is no name of a field")
+                raise SchemaError(f"{folder / _META} names {name!r}, which is not a valid field name")
             key = (*above, name)
             if isinstance(about, Mapping) and "dtype" in about and "shape" in about:
                 yield key, self._map(key, folder / f"{name}.memmap", about)
@@ -201,14 +201,16 @@ class TensorDictReader(Reader):
         if not self._disk.exists(path):
             raise NotFoundError(f"there is no file {path}")
         if self._disk.size(path) < size:
-            raise StorageError(f"{path} has {self._disk.size(path)} bytes; {list(shape)} {dtype} are {size}")
+            raise StorageError(
+                f"{path} has {self._disk.size(path)} bytes; {list(shape)} {dtype} needs {size}"
+            )
         self._files.append(path)
         if not size:
             return np.zeros(shape, dtype)
         return np.memmap(path, dtype, "r", shape=shape)
 
     def _note(self, key: Key, folder: Path) -> None:
-        """Note a value that is no tensor."""
+        """Record a value that is not a tensor."""
         about = self._read_json(folder / _META)
         if "data" in about:
             self._facts[key_name(key)] = about["data"]
@@ -216,7 +218,7 @@ class TensorDictReader(Reader):
             self._left_out.append(key_name(key))
 
     def _find_order(self, places: int, is_dump: bool) -> Array:
-        """Return the places of the rows, the oldest row first."""
+        """Return the positions of the rows, the oldest row first."""
         if not is_dump:
             return np.arange(places)
         count = self._number(self._folder / "storage_metadata.json", "len", places, places)
@@ -226,10 +228,10 @@ class TensorDictReader(Reader):
         return np.roll(found, -cursor) if count == places else found
 
     def _number(self, path: Path, name: str, default: int, most: int) -> int:
-        """Return a number of rows that a file says."""
+        """Return a number of rows from a metadata file."""
         said = self._read_json(path).get(name, default)
         if not isinstance(said, int) or isinstance(said, bool) or not 0 <= said <= most:
-            raise SchemaError(f"{path} says {name} = {said!r}; a number from 0 to {most} is expected")
+            raise SchemaError(f"{path} has {name} = {said!r}; a number from 0 to {most} is expected")
         return said
 
     def _read_json(self, path: Path) -> dict[str, Any]:
@@ -242,12 +244,12 @@ class TensorDictReader(Reader):
 
 
 def _shape(key: Key, said: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor as `meta.json` says it."""
+    """Return the shape of a tensor in `meta.json`."""
     if not isinstance(said, list) or not all(isinstance(one, int) and one >= 0 for one in said):
-        raise SchemaError(f"{key_name(key)!r} has the shape {said!r}")
+        raise SchemaError(f"{key_name(key)!r} has the invalid shape {said!r}")
     return tuple(said)
 
 
 def _find_flagged(values: Array, count: int) -> Array:
-    """Return in which of the first rows a flag is set."""
+    """Return a mask of the first rows in which a flag is set."""
     return np.asarray(values[:count].reshape(count, -1).any(axis=1))

@@ -21,10 +21,10 @@ from expstore.exchange.base import open_to_read
 
 __all__ = ["Example", "Values", "parse_example", "read_records"]
 
-#: What a feature of a message holds: byte strings, float32 or int64 numbers, or nothing.
+#: Values of a feature: byte strings, float32 or int64 numbers, or nothing.
 Values = list[bytes] | Array | None
 
-#: The features of a message, by name.
+#: The features of a message by name.
 Example = dict[str, Values]
 
 _READ_BYTES = 1 << 20
@@ -35,7 +35,7 @@ def read_records(path: Path) -> Iterator[bytes]:
     """Yield the records of a file, each checked against its checksum.
 
     Raises:
-        NotFoundError: There is no such file.
+        NotFoundError: The file does not exist.
         StorageError: A record does not match its checksum, or the file ends in the middle of one.
     """
     from google_crc32c import value as crc32c
@@ -52,7 +52,7 @@ def read_records(path: Path) -> Iterator[bytes]:
     with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
         at = 0
         while head := file.read(12):
-            # The length is trusted, and memory allocated for it, only after its own checksum.
+            # The length is used, and memory allocated for it, only after its own checksum matched.
             if len(head) == 12:
                 check(head[:8], head[8:], at)
                 size = int.from_bytes(head[:8], "little")
@@ -131,7 +131,7 @@ def _integers(data: memoryview) -> Array:
 
 
 def _varints(data: memoryview) -> Array:
-    """Return packed varints as uint64: 7 bits a byte, the lowest first, the high bit set but in the last."""
+    """Decode packed varints to uint64: 7 bits per byte, lowest first; the high bit marks more bytes."""
     coded = np.frombuffer(data, np.uint8)
     if not coded.size:
         return np.zeros(0, np.uint64)

@@ -36,19 +36,19 @@ class VD4RLReader(Reader):
     """Read the episodes of V-D4RL files.
 
     An episode of T + 1 rows has T steps: step t goes from image t to image t + 1 by action t + 1, and has
-    reward t + 1. `image` or `observation` is the field `pixels` and `next.pixels`, of the shape in the file;
-    `is_first` is `is_init`; `discount` is that of the step; others but `step_type` are `state.*` and
-    `next.state.*`. An episode is terminated if its last row says `is_terminal`, or, in files with
-    `step_type`, has the discount 0; else truncated if its last row says `is_last`, or `step_type` that it is
-    the last one; else cut.
+    reward t + 1. `image` or `observation` becomes `pixels` and `next.pixels`, with the shape in the file;
+    `is_first` becomes `is_init`; `discount` is that of the step; other arrays except `step_type` become
+    `state.*` and `next.state.*`. An episode is terminated if `is_terminal` is set in its last row, or, in
+    files with `step_type`, if the discount is 0 there. Otherwise it is truncated if `is_last` is set in its
+    last row, or `step_type` marks it as the last one. Otherwise it is cut.
 
     Args:
         source: A file, or a folder of .npz or .hdf5 files, read in the order of their names.
 
     Raises:
-        NotFoundError: There is no such file, or none in the folder.
+        NotFoundError: The file does not exist, or the folder has none.
         SchemaError: A file does not have these arrays.
-        ModuleNotFoundError: A file is HDF5 and h5py is not installed.
+        ModuleNotFoundError: A file is HDF5, and h5py is not installed.
 
     Example:
         >>> import_dataset(VD4RLReader("vd4rl/main/walker_walk/random/64px"), "walker.exp")
@@ -70,7 +70,7 @@ class VD4RLReader(Reader):
         return [Part(name=path.name, files=[path]) for path in self._files]
 
     def count_rows(self, part: Part) -> int | None:
-        """Return the number of steps, one less than rows in an episode, where a file is an episode."""
+        """Return the number of steps, one less than rows; None if files have several episodes."""
         with _arrays(Path(part.files[0])) as arrays:
             bounds = _bounds(arrays)
             return sum(stop - start - 1 for start, stop in bounds)
@@ -89,7 +89,7 @@ class VD4RLReader(Reader):
 
 @contextmanager
 def _arrays(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Open a file; yield its arrays with a row per image."""
+    """Open a file and yield its arrays with one row per image."""
     with open_to_read(path) as raw:
         if path.suffix == ".npz":
             try:
@@ -109,7 +109,7 @@ def _arrays(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_arrays(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the arrays with a row per image, with images called `pixels`."""
+    """Return the arrays with one row per image; images are called `pixels`."""
     pixels = arrays.pop("image", None)
     if pixels is None:
         pixels = arrays.pop("observation", None)
@@ -131,7 +131,7 @@ def _check_arrays(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _bounds(arrays: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return where each episode of a file begins and ends."""
+    """Return start and end of each episode of a file."""
     count = arrays["pixels"].shape[0]
     starts = np.zeros(count, bool)
     if "is_first" in arrays:
@@ -144,7 +144,7 @@ def _bounds(arrays: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _end(arrays: Mapping[str, Any], last: int) -> End:
-    """Return how the episode ends whose last image is row `last`."""
+    """Return how the episode ends whose last image is in row `last`."""
 
     def read_last(name: str) -> float | None:
         return float(np.asarray(arrays[name][last]).reshape(-1)[0]) if name in arrays else None

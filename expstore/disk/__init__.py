@@ -1,1 +1,1 @@
-"""All that touches files, maps and locks."""
+"""Access to files, maps and locks."""

@@ -51,7 +51,7 @@ def build_atomically(
             f"another process or thread {doing} {target} at the moment", hint="choose another path"
         ) from exc
     try:
-        for name in disk.names(temporary):  # left by a process that was killed
+        for name in disk.names(temporary):  # left over from a process that was killed
             if name != LOCK:
                 _remove(disk, temporary / name)
         yield temporary

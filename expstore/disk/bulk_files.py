@@ -46,20 +46,21 @@ class Links:
 def start_links(
     disk: Disk, groups: Sequence[Links], pool: ThreadPoolExecutor
 ) -> Callable[[], list[list[str]]]:
-    """Begin to give files second names.
+    """Begin to hard-link files, partly in another thread.
 
     Args:
-        disk: Where files are touched.
-        groups: Which ones.
-        pool: Where that is done, if it can be without waiting for this thread.
+        disk: Access to files.
+        groups: The files to link.
+        pool: Thread pool that makes some of the links while the caller does other work.
 
     Returns:
-        What must be called: it waits, and returns the names of each group that could not be linked.
+        A function that must be called: it waits until all links are made, and returns the names of each group
+            that could not be linked.
     """
     if not disk.in_bulk:
         left = [[name for name in group.names if not _link(disk, group, name)] for group in groups]
         return lambda: left
-    # They are thousands, and making a Path takes as long as making a link.
+    # There are thousands of names, and creating a Path takes as long as creating a link.
     folders = ExitStack()
     try:
         opened = [_open_both(disk, group, folders) for group in groups]
@@ -81,7 +82,7 @@ def start_links(
             rest = _do_nothing
         else:
             facts = [np.array(fact) for fact in ([f.fd for f in old], [f.fd for f in new], sizes)]
-            # This thread has something else to do first; where there are two cores they end together.
+            # The caller has other work to do first; with this share, both threads end together on two cores.
             rest = _side_by_side(pool, disk.kernels.link_files, [*facts, codes], names, 3 * len(names) // 4)
     except BaseException:
         folders.close()
@@ -104,7 +105,7 @@ def start_links(
 
 
 def remove_files(disk: Disk, path: Path, pool: ThreadPoolExecutor) -> None:
-    """Remove the files of a folder and of its subfolders, fast; `Disk.remove_tree` removes what remains."""
+    """Remove the files of a folder and of its subfolders in bulk; `Disk.remove_tree` removes the rest."""
     if not disk.in_bulk or disk.kernels is None or sys.platform != "linux":
         return
     with ExitStack() as folders:
@@ -130,14 +131,14 @@ def _side_by_side(
     names: Sequence[str],
     cut: int,
 ) -> Callable[[], None]:
-    """Begin a loop over files on another thread; what is returned does the rest here, and waits.
+    """Begin a loop over files in another thread; the returned function does the rest here, and waits.
 
     Args:
-        pool: Has the other thread.
+        pool: Thread pool for the first part.
         act: The loop.
-        facts: What it is told of the files. Shapes `(n,)`.
-        names: What they are called, at least one; it is told these as `file_loops.link_files` has it.
-        cut: So many are done there.
+        facts: Arguments of the loop with one entry per file. Shapes `(n,)`.
+        names: Names of the files, at least one; passed to the loop as `file_loops.link_files` takes them.
+        cut: Number of files that the other thread handles.
     """
     texts = [os.fsencode(name) + b"\0" for name in names]
     starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)[:-1]
@@ -146,7 +147,7 @@ def _side_by_side(
     job: Future[None] | None = None
     try:
         job = pool.submit(act, *parts[0])
-    except RuntimeError:  # the interpreter is going: no more jobs are taken
+    except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
         act(*parts[0])
 
     def finish() -> None:
@@ -162,7 +163,7 @@ def _link(disk: Disk, group: Links, name: str) -> bool:
 
 
 def _open_both(disk: Disk, group: Links, folders: ExitStack) -> tuple[File, File] | None:
-    """Open the folders of a group; None: one is missing."""
+    """Open both folders of a group; return None if the first one is missing."""
     if not disk.exists(group.old):
         return None
     both = disk.open(group.old, write=False), disk.open(group.new, write=False)
@@ -172,7 +173,7 @@ def _open_both(disk: Disk, group: Links, folders: ExitStack) -> tuple[File, File
 
 
 def read_all(disk: Disk, folder: Path, names: Sequence[str], *, size: int) -> list[bytes]:
-    """Return the bytes of files of one folder; of one that has another length or cannot be read, none."""
+    """Return the content of files of one folder; b"" for files of another length and unreadable files."""
     found: list[bytes] = []
     with ExitStack() as opened:
         read = partial(_read_by_path, disk, folder)
@@ -196,7 +197,7 @@ def _read_by_path(disk: Disk, folder: Path, name: str) -> bytes:
 def sync_paths(
     disk: Disk, paths: Sequence[Path], folders: Iterable[Path], pool: ThreadPoolExecutor | None
 ) -> None:
-    """Bring files that are closed to the disk, however many, and folders."""
+    """Sync closed files, however many, and folders."""
     for start in range(0, max(1, len(paths)), _TOGETHER):
         files = [disk.open(path) for path in paths[start : start + _TOGETHER]]
         last = start + _TOGETHER >= len(paths)

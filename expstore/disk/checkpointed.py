@@ -21,15 +21,15 @@ _Thing = TypeVar("_Thing")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint is about to cover.
+    """The rows and records that a checkpoint is about to cover.
 
     Args:
-        lsn: The number of the last record that it covers.
+        lsn: Sequence number of the last record that it covers.
         generation: The epoch of the writer.
-        last: The newest row.
+        last: Id of the newest row.
         runs: Slots of the rows that no earlier checkpoint covers: (first slot, offset, rows).
-        low: All rows up to this id have left the store.
-        deleted: Rows above `low` that have left.
+        low: All rows up to this id have been evicted or deleted.
+        deleted: Rows above `low` that have been deleted.
     """
 
     lsn: int
@@ -42,21 +42,22 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Dirty:
-    """Files with bytes, and folders with names, that no checkpoint covers."""
+    """Files with bytes, and folders with names, that no checkpoint covers yet."""
 
     files: set[File] = field(default_factory=set)
     folders: set[Path] = field(default_factory=set)
 
 
 class Checkpointed(ABC):
-    """A part of a store that a checkpoint brings to the disk.
+    """A part of a store that a checkpoint syncs.
 
-    The checkpointer calls `flush`, `begin`, `prepare`, syncs what `begin` returned, and calls `synced`; then
-    it appends the checkpoint record, syncs the journal, and calls `completed`. If anything fails before
-    `synced`, it calls `abort` instead, and the next checkpoint finds the same to do.
+    The checkpointer calls `flush`, `begin`, `prepare`, syncs the files and folders that `begin` returned, and
+    calls `synced`; then it appends the checkpoint record, syncs the journal, and calls `completed`. If
+    anything fails before `synced`, it calls `abort` instead, and the next checkpoint starts from the same
+    state.
 
     Threads: one checkpoint runs at a time. `flush`, `begin` and `abort` are called with the lock of the
-    episodes held, so that no record is appended meanwhile; the others are not.
+    episodes held, so that no record is appended meanwhile; the others are called without it.
     """
 
     def flush(self) -> None:
@@ -64,23 +65,23 @@ class Checkpointed(ABC):
 
     @abstractmethod
     def begin(self, checkpoint: Checkpoint) -> Dirty:
-        """Return the files and folders that no checkpoint covers, each only once."""
+        """Return the files and folders that no checkpoint covers yet; each is returned only once."""
 
     def prepare(self, checkpoint: Checkpoint) -> None:
         """Write data about the bytes to be synced, such as checksums, into files that `begin` returned."""
 
     def synced(self) -> None:
-        """Finish what needs the fsync of the files and folders that `begin` returned."""
+        """Do the work that requires the files and folders that `begin` returned to be synced."""
 
     def completed(self, *, tidy: bool) -> None:
-        """Finish what needs the fsync of the checkpoint record.
+        """Do the work that requires the checkpoint record to be synced.
 
         Args:
             tidy: Whether files may be removed or replaced, because no snapshot is being copied.
         """
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back the files and folders that `begin` returned, because they were not synced."""
+        """Mark the files and folders that `begin` returned as unsynced again."""
 
 
 def take_all(things: set[_Thing]) -> set[_Thing]:

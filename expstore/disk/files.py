@@ -265,7 +265,7 @@ class File:
             _libc.fallocate(self.fd, punch, ctypes.c_longlong(start), ctypes.c_longlong(stop - start))
 
     def punch(self, start: int, stop: int) -> None:
-        """Free disk blocks, if the system supports it. Their bytes read as zeros then.
+        """Free disk blocks, if the system supports it. Afterwards their bytes read as zeros.
 
         Args:
             start: Position of the first byte; a multiple of 4096.
@@ -332,7 +332,7 @@ class Disk:
         self.syncs_of: dict[int, int] = {}
         self._warmed = False
         self._kernel: Any = None
-        self.kernels: ModuleType | None = None  # set once they are compiled
+        self.kernels: ModuleType | None = None  # set after the loops were compiled
 
     def gate(self, act: str, path: Path) -> None:
         """Do nothing. Tests override this hook, which each operation that changes `path` calls first."""
@@ -416,7 +416,7 @@ class Disk:
 
     @property
     def in_bulk(self) -> bool:
-        """Whether many files may be linked or removed at once: not when a test watches each operation."""
+        """Whether many files may be linked or removed in one call; not if a test observes each operation."""
         return type(self).link is Disk.link and type(self).gate is Disk.gate
 
     def unlink(self, path: Path) -> None:

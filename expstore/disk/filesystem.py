@@ -48,9 +48,10 @@ def probe(disk: Disk, folder: Path, *, new: bool) -> None:
     The trial tests whether two locks conflict, and whether a write is visible in a map.
 
     Args:
-        disk: Where files are touched.
-        folder: The store's.
-        new: Whether the store is only being made. One that is there can be opened on a full disk, too.
+        disk: Access to files.
+        folder: The store's folder.
+        new: Whether the store is being created. An existing store can be opened even if the disk is too full
+            for the trial.
 
     Raises:
         StorageError: The store would not be safe in this folder.
@@ -58,7 +59,7 @@ def probe(disk: Disk, folder: Path, *, new: bool) -> None:
     kind = file_system(disk, folder)
     if kind in _UNSAFE:
         raise _unsafe(
-            f"{folder} lies on {kind}, a network file system, where locks and maps cannot be relied on"
+            f"{folder} is on {kind}, a network file system, where file locks and memory maps are unreliable"
         )
     try:
         sound = _try_out(disk, folder / "PROBE.tmp")
@@ -67,7 +68,9 @@ def probe(disk: Disk, folder: Path, *, new: bool) -> None:
             raise
         return
     if not sound:
-        raise _unsafe(f"the file system of {folder} ({kind or 'unknown'}) does not keep locks and maps apart")
+        raise _unsafe(
+            f"the file system of {folder} ({kind or 'unknown'}) has unreliable locks or memory maps"
+        )
 
 
 def _try_out(disk: Disk, path: Path) -> bool:

@@ -24,9 +24,8 @@ _LISTEN_SECONDS = 0.1
 class InterruptibleCalls:
     """Run calls of the main thread in a second thread, which is reused.
 
-    Threads: calls of other threads, which signals do not interrupt, run directly. A call costs the main
-        thread
-    50 us; in a new thread for each call DuckDB would take 300 us longer. A forked child may not use it.
+    Calls of other threads, which signals do not interrupt, run directly. A call costs the main thread 50 us;
+    in a new thread for each call DuckDB would take 300 us longer. A forked child may not use it.
 
     Example:
         >>> InterruptibleCalls().run(lambda: cursor.sql(query).to_arrow_table(), cursor.interrupt)
@@ -53,8 +52,8 @@ class InterruptibleCalls:
             except RuntimeError:  # the interpreter is shutting down and has ended its threads
                 return act()
             while not made.done():
-                # If the system delivers the signal to another thread, it does not wake this one, which has to
-                # run the handler. So it wakes up by itself.
+                # If the system delivers the signal to another thread, this thread is not woken up, although
+                # only it can run the handler. Therefore it wakes up regularly.
                 with contextlib.suppress(TimeoutError):
                     made.result(_LISTEN_SECONDS)
         except BaseException:
@@ -66,7 +65,7 @@ class InterruptibleCalls:
                 raise error
             return cast(_Answer, answer)
         finally:
-            del error  # it refers to this frame
+            del error  # the exception refers to this frame
 
     def close(self) -> None:
         """End the thread."""

@@ -24,7 +24,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         given: The path that the user passed.
 
     Raises:
-        StateError: It is a URL, neither text nor a path, or no file system can have this path (kind "path").
+        StateError: The value is a URL, neither text nor a path, or invalid on every file system (kind
+            "path").
     """
     try:
         text = os.fspath(given)
@@ -34,7 +35,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         raise StateError(
             f"{given!r} is a {type(given).__name__}, not a path",
             kind="path",
-            hint="give a str or a pathlib.Path; os.fsdecode(path) makes a str of bytes",
+            hint="pass a str or a pathlib.Path; os.fsdecode(path) converts bytes to a str",
         )
     if found := _URL.match(text):
         url = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
@@ -44,7 +45,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             hint=_suggest_instead((found[1] or found[2]).lower()),
         )
     if "\0" in text:
-        raise StateError(f"{text!r} has a NUL character", kind="path", hint="give the path of a folder")
+        raise StateError(f"{text!r} contains a NUL character", kind="path", hint="pass the path of a folder")
     try:
         return Path(text).expanduser()
     except RuntimeError as exc:

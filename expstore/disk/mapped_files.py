@@ -63,8 +63,8 @@ class AddressRange:
             file: An open file.
             at: Offset of its first byte in the range.
             size: Number of bytes to map.
-            may_shrink: Whether its writer may cut off unused bytes at its end meanwhile. They must not be
-                read: a page behind the end of the file ends the process (SIGBUS).
+            may_shrink: Whether the file's writer may truncate unused bytes at its end meanwhile. They must
+                not be read: reading a page after the end of the file ends the process (SIGBUS).
         """
         if not may_shrink and file.size() < size:
             raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")

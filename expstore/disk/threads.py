@@ -1,4 +1,4 @@
-"""A thread pool that writes and syncs files; callers can do without it.
+"""A thread pool that writes and syncs files; callers also work without it.
 
 Used by stores that are open for writing.
 """
@@ -22,7 +22,7 @@ class Threads(ThreadPoolExecutor):
 
     Args:
         count: Number of threads.
-        name: What their names begin with.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:

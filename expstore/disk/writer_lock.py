@@ -1,4 +1,4 @@
-"""LOCK: the lock that allows one writer per store, and tells which process it is.
+"""LOCK: the lock that allows one writer per store, and identifies the writer's process.
 
 Used by storages when they open a store for writing. The lock is the kernel's (flock), on the store's folder
 and on LOCK; it ends with the process. The text of the file is only for messages. The folder is locked too
@@ -21,7 +21,7 @@ from expstore.errors import LockedError, StorageError
 __all__ = ["Owner", "WriterLock", "is_locked", "read_owner"]
 
 _LOOKS, _LOOK_SECONDS = 4, 0.005
-#: Tolerated change of the clock between the start of a process and its taking the lock.
+#: How far the clock may have changed between the start of a process and its taking the lock, in seconds.
 _CLOCK_SECONDS = 2.0
 
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
@@ -29,7 +29,7 @@ _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that took a store's lock last.
+    """The process that was the last to take a store's lock.
 
     Args:
         pid: The process id.

@@ -1,1 +1,1 @@
-"""Which rows make an episode."""
+"""Episodes: which rows belong to which episode, at which step."""

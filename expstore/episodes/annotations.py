@@ -1,7 +1,7 @@
 """The facts (`info`) that users attach to episodes: JSON objects as text, and how new facts are merged.
 
-Used by buffers for `annotate` and `extend(episode_info=...)`, and when a journal is replayed. It never
-changes its arguments.
+Used by buffers for `annotate` and `extend(episode_info=...)`, and when a journal is replayed. It does
+not change its arguments.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
         return ""
     if not isinstance(info, Mapping):
         raise SchemaError(
-            f"the info of episodes is a {type(info).__name__}",
-            hint="give a dict: it is noted about each of them",
+            f"the info of episodes must be a dict, got a {type(info).__name__}",
+            hint="give a dict of facts, which are attached to each of them",
         )
     if not info:
         return ""
     for key, value in info.items():
         if not isinstance(key, str):
-            raise _build_error(key, f"a key is text, not {type(key).__name__}")
+            raise _build_error(key, f"a key must be text, not {type(key).__name__}")
         _check(key, value)
     text = json.dumps(dict(info), ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError as exc:
         raise SchemaError(
-            f"the info cannot be kept: it has characters that UTF-8 does not know ({exc})"
+            f"the info cannot be stored: it has characters that UTF-8 cannot represent ({exc})"
         ) from exc
     return text
 
@@ -74,13 +74,13 @@ def _check(key: str, value: Any) -> None:
             _check(key, item)
     elif isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
-            raise _build_error(key, f"JSON has no {value}")
+            raise _build_error(key, f"JSON cannot represent {value}")
     elif not (value is None or isinstance(value, str | int)):
-        raise _build_error(key, f"JSON has no {type(value).__name__}")
+        raise _build_error(key, f"JSON cannot represent a {type(value).__name__}")
 
 
 def _build_error(key: object, reason: str) -> SchemaError:
     return SchemaError(
-        f"info {key!r} cannot be kept: {reason}",
-        hint="give text, numbers, booleans, None, and lists and dicts of them (of a tensor its item())",
+        f"info {key!r} cannot be stored: {reason}",
+        hint="use text, numbers, booleans, None, and lists and dicts of them (item() of a tensor)",
     )

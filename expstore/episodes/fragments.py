@@ -31,7 +31,7 @@ class Fragments:
         self._data = np.zeros((5, 256), np.int64)
         self._head = 0
         self._tail = 0
-        self._popped = 0  # numbers stay valid when the head moves
+        self._popped = 0  # added to positions, so that numbers stay valid when the head is removed
         #: Numbers of the fragments that were added or lengthened since the last `take_touched`. None if it
         #: was never called, or if they are too many.
         self._touched: set[int] | None = None
@@ -205,7 +205,7 @@ def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArr
         return np.zeros((5, 0), np.int64)
     cut = np.ones(n, bool)
     cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1) | (ids[1:] != ids[:-1] + 1)
-    if np.count_nonzero(cut) > n // 4:  # interleaved lanes: look along each episode instead
+    if np.count_nonzero(cut) > n // 4:  # interleaved lanes: search along each episode instead
         order = np.lexsort((steps, episodes))
         episodes, steps, ids = episodes[order], steps[order], ids[order]
         cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
@@ -221,10 +221,10 @@ def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArr
 
 
 def cut_uneven(cut: NDArray[np.bool_], order: IntArray) -> None:
-    """Cut runs whose rows are not evenly spaced in the batch (rows between were dropped)."""
+    """Cut runs whose rows are not evenly spaced in the batch, as rows between them were dropped."""
     deleted = np.diff(order)
     uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (deleted[1:] != deleted[:-1])) + 2
     for place in uneven.tolist():
-        # Unless a cut just before has already begun a new run here.
+        # Unless the previous cut has already begun a new run here.
         if not cut[place - 1]:
             cut[place] = True

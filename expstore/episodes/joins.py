@@ -40,12 +40,12 @@ _PAIRS = 8
 
 @dataclass(slots=True)
 class _Stream:
-    """Hold whether the rows of one source have joined so far.
+    """Whether the rows of one source have joined so far.
 
     Args:
-        needed: How many different observations must have joined in an episode to make a miss a restart.
+        needed: Number of different observations that must have joined in an episode to make a miss a restart.
         linked: Whether every miss is a restart.
-        misses: How many calls in a row have missed.
+        misses: Number of consecutive calls with a miss.
     """
 
     needed: int = _PROOFS
@@ -54,7 +54,7 @@ class _Stream:
 
     @property
     def is_settled(self) -> bool:
-        """Whether more rows that join change nothing."""
+        """Whether further rows that join change nothing."""
         return self.linked and not self.misses
 
     def is_restart(self, joined: Collection[int]) -> bool:
@@ -68,22 +68,22 @@ class _Stream:
 
 @dataclass(slots=True)
 class JoinMemory:
-    """Keep, between calls, what the next call is compared with.
+    """What the next call is compared with, kept between calls.
 
-    It is kept in RAM only: where it lacks an episode, the checksum is computed from the stored row.
+    It is only in RAM: if it lacks an episode, the checksum is computed from the stored row.
 
     Args:
-        ends: By episode id: crc32c of its last next observation.
-        joined: By episode id: crc32c of the different observations that have joined since its last miss,
-            `_LINKED` at most.
+        ends: Checksum (crc32c) of the last next observation, by episode id.
+        joined: Checksums of the different observations that have joined since an episode's last miss, at most
+            `_LINKED`, by episode id.
         required: Adopted episodes whose next row must join, and the source that has adopted each.
-        awaiting: Sources that have adopted episodes, and no row of which has come yet.
-        streams: By number of the source.
-        warned: What the log has been told once.
-        schema: The fields of `pairs`.
-        pairs: The places of each observation field and of its next observation.
-        names: Of the observation fields.
-        blind: With rows up to this id nothing is compared: other fields were compared then.
+        awaiting: Sources that have adopted episodes and have not written rows yet.
+        streams: The sources' records of joins, by number.
+        warned: The warnings that were logged; each is logged once.
+        schema: The schema for `pairs`.
+        pairs: Positions of each observation field and of its next observation.
+        names: Names of the observation fields.
+        blind: Rows up to this id are not compared, since other fields were compared then.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -98,25 +98,25 @@ class JoinMemory:
     blind: int = 0
 
     def carry_over(self) -> JoinMemory:
-        """Return what still holds when the journal is read again: rows may have come that memory lacks."""
+        """Return the memory for a journal that is read again, which may have more rows: without `ends`."""
         return replace(self, ends={}, required=dict(self.required), awaiting=set(self.awaiting))
 
     def note_rows(self, segments: Iterable[Segment]) -> None:
-        """Note that rows of sources have come."""
+        """Record that sources have written rows."""
         for segment in segments:
             self.awaiting.discard(segment.source)
             if self.required.get(segment.episode) == segment.source:
                 del self.required[segment.episode]
 
     def note_row(self, source: int, episode: int, *, joined: int | None, end: int | None) -> None:
-        """Remember a single row that continued its episode or began one: what `BatchJoins.note` does for it.
+        """Record a single row that continued its episode or began one, as `BatchJoins.note` does for batches.
 
         Args:
-            source: Number of its source.
-            episode: Its episode.
-            joined: crc32c of its observation, which was that of the last next observation; None: it began
-                the episode.
-            end: crc32c of its next observation; None: no more rows of the episode come.
+            source: Number of the row's source.
+            episode: The row's episode.
+            joined: crc32c of the row's observation, which equals the last next observation; None: the row
+                began the episode.
+            end: crc32c of the row's next observation; None: the episode gets no more rows.
         """
         stream = self.streams.get(source)
         if stream is None:
@@ -138,37 +138,37 @@ class JoinMemory:
             stream.linked = len(joined) >= _LINKED
 
     def forget(self, episode: int) -> None:
-        """Forget an episode that takes no more rows."""
+        """Drop an episode that gets no more rows."""
         self.ends.pop(episode, None)
         self.joined.pop(episode, None)
         self.required.pop(episode, None)
 
     def forget_ends(self, last_id: int) -> None:
-        """Forget how all episodes end: rows after this id have other fields to compare."""
+        """Drop how all episodes end: rows after this id have other fields to compare."""
         self.ends.clear()
         self.joined.clear()
         self.required.clear()
         self.blind = last_id
 
     def forget_sources(self, numbers: Iterable[int]) -> None:
-        """Forget sources whose session is over."""
+        """Drop sources whose session has ended."""
         for number in numbers:
             self.streams.pop(number, None)
             self.awaiting.discard(number)
 
 
-@dataclass(slots=True)  # made anew for every batch
+@dataclass(slots=True)  # not frozen: one is created for every batch
 class BatchJoins:
     """Compare one batch with the episodes that it may continue.
 
     Args:
-        memory: Of the store's writer.
+        memory: The memory of the store's writer.
         columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
-        read: Returns the next observations of a stored row, by id, as a list of arrays of shape
-            `(1, *row shape)`; None if the row is gone.
-        joined: Source and episode of each row that continues an earlier call, and the observation's checksum.
-        missed: Source and episode of each row that does not and where the batch alone does not tell why, and
-            whether it is a restart. Both are counted by `note`: a batch that is not written changes nothing.
+        read: Function that returns the next observations of a stored row, by id, as a list of arrays of shape
+            `(1, *row shape)`; None if the row was removed.
+        joined: Source, episode and the observation's checksum of each row that continues an earlier call.
+        missed: Source and episode of each row that does not, if the batch alone does not explain it, and
+            whether it is a restart. `note` counts both: a batch that is not written changes nothing.
     """
 
     memory: JoinMemory
@@ -183,9 +183,9 @@ class BatchJoins:
         """Return whether rows of the batch may continue an episode.
 
         Args:
-            source: Number of their source.
+            source: Number of the rows' source.
             episode: The episode.
-            last_id: Id of its newest row.
+            last_id: Id of the episode's newest row.
             piece: The rows.
             pieces: All rows of the batch.
             name: The source's name, for a message.
@@ -212,7 +212,7 @@ class BatchJoins:
         runs = [one for one in ([piece] if piece[4] > 1 else pieces) if one[0] == lane and one[4] > 1]
         if runs:
             return not all(map(self._is_linked, runs))
-        # Nothing else in the call tells how the source's rows follow one another: the calls before do.
+        # The call does not show whether the source's rows chain, so earlier calls decide.
         is_restart = stream is not None and stream.is_restart(memory.joined.get(episode, ()))
         self.missed.append((source, episode, is_restart))
         return not is_restart
@@ -222,10 +222,10 @@ class BatchJoins:
 
         Args:
             segments: The batch.
-            names: Of the sources, by number.
+            names: Names of the sources, by number.
 
         Raises:
-            SchemaError: They continue none of the adopted episodes.
+            SchemaError: The rows continue none of the adopted episodes.
         """
         memory = self.memory
         continued = {segment.episode for segment in segments if not segment.flags & NEW}
@@ -235,7 +235,7 @@ class BatchJoins:
                 raise _build_not_continued_error(names[number], adopted[0])
 
     def end_of(self, row: int) -> int | None:
-        """Return the checksum of the next observations of a stored row; None if the row is gone."""
+        """Return the checksum of the next observations of a stored row; None if the row was removed."""
         stored = self.read(row)
         if stored is None:
             return None
@@ -252,7 +252,7 @@ class BatchJoins:
         return crc
 
     def _is_linked(self, piece: Piece) -> bool:
-        """Return whether each row of a run continues the one before it."""
+        """Return whether each row of a run continues the previous one."""
         _, _, _, first, count, stride, _, _ = piece
         return all(
             self._is_pair(row, row + stride) for row in range(first, first + (count - 1) * stride, stride)
@@ -261,20 +261,20 @@ class BatchJoins:
     def _is_pair(self, row: int, next_row: int) -> bool:
         """Return whether a row of the batch continues another one."""
         columns = self.columns
-        return all(  # bytes: NaN equals NaN then
+        return all(  # compared as bytes, so that NaN equals NaN
             columns[after][row].tobytes() == columns[before][next_row].tobytes()
             for before, after in self.memory.pairs
         )
 
     def note(self, segments: Sequence[Segment]) -> None:
-        """Remember how the episodes of the batch end, once its rows are written; segments are all of it."""
+        """Record how the episodes of a written batch end; `segments` are the whole batch."""
         memory, columns = self.memory, self.columns
         self._count_joins(segments)
         newest = {(segment.source, segment.trajectory): segment for segment in segments}
         for segment in newest.values():
             status, flags = segment.status, segment.flags
             if status == TERMINATED or (status == TRUNCATED and not flags & HAS_TRAJECTORY):
-                continue  # no more rows come
+                continue  # the episode gets no more rows
             row = segment.start + (segment.rows - 1) * segment.stride
             crc = 0
             for _, after in memory.pairs:
@@ -286,7 +286,7 @@ class BatchJoins:
                     memory.joined.pop(segment.episode, None)
 
     def _count_joins(self, segments: Sequence[Segment]) -> None:
-        """Count which rows have joined, with an earlier call and inside this one."""
+        """Count which rows have joined, across calls and inside this one."""
         memory = self.memory
         missed: set[int] = set()
         for source, episode, is_restart in self.missed:
@@ -299,7 +299,7 @@ class BatchJoins:
         for source, episode, crc in self.joined:
             counted.add(source)
             memory.count(source, episode, crc)
-        left: dict[int, int] = {}  # pairs to compare
+        left: dict[int, int] = {}  # number of pairs still to compare, by source
         for segment in segments:
             source = segment.source
             pairs = min(segment.rows - 1, left.get(source, _PAIRS))
@@ -316,7 +316,7 @@ class BatchJoins:
             stream.misses = stream.misses + 1 if source in missed else 0
 
     def _count_run(self, segment: Segment, pairs: int) -> bool:
-        """Count which of the last rows of a run continue the one before; return whether all do."""
+        """Count which of the last rows of a run continue the previous one; return whether all do."""
         memory, stride = self.memory, segment.stride
         last = segment.start + (segment.rows - 1) * stride
         for row in range(last - pairs * stride, last, stride):

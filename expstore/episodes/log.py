@@ -31,20 +31,20 @@ _NO_RETURN = 4
 
 @dataclass(slots=True)
 class LogEntry:
-    """One entry: an episode's state at one moment, or the name of a source (`episode` 0 then).
+    """One entry: an episode's state at one moment, or the name of a source (`episode` is 0 then).
 
     Args:
         episode: Episode id.
         source: Source number.
         trajectory: The collector's trajectory id, or None.
         start: First row's time, microseconds since 1970; of a source, when its session started.
-        end: Last row's time; of a source, when its session ended, 0 while that is live.
+        end: Last row's time; of a source, when its session ended, 0 while it is live.
         ret: Sum of rewards; None: no row had one.
-        length: How many rows the episode has had.
+        length: Number of rows that the episode has had.
         last_id: Id of its last row.
         status: 0 open, 1 terminated, 2 truncated, 3 cut.
-        sequence: Of the journal record that it belongs to.
-        generation: The writer's.
+        sequence: LSN of the journal record to which the entry belongs.
+        generation: The writer's generation.
         text: Info as JSON, or a source's name.
         named: Whether a user chose the source's name.
         session: Id of the source's session.
@@ -96,10 +96,10 @@ class LogEntry:
 
 
 def unpack_entry(data: bytes) -> LogEntry:
-    """Read what `LogEntry.pack` returned.
+    """Parse the result of `LogEntry.pack`.
 
     Raises:
-        CorruptionError: It is not whole.
+        CorruptionError: The entry is damaged.
     """
     found = _unpack(data, 0)
     if found is None:

@@ -1,7 +1,7 @@
-"""Batches cut into pieces that lie in one episode each, and what rows say of ends and rewards.
+"""Cut batches into pieces of one episode each, and read the ends and rewards of rows.
 
-Used by `expstore.episodes.table`, which numbers the pieces, and by what reads steps out of columns. It looks
-at one batch alone: it knows neither sources nor what came before.
+Used by `expstore.episodes.table`, which numbers the pieces, and by code that reads steps from columns. It
+uses one batch alone, without sources and earlier rows.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ __all__ = [
     "find_ends",
 ]
 
-#: How an episode stands after a row.
+#: Status of an episode after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 
-#: Of rows of one episode in a batch. LAST: no row of the episode comes any more, whatever its status says.
+#: Flags of the rows of one episode in a batch. LAST: the episode gets no more rows, whatever its status.
 #: NO_REWARD: the rows have no reward.
 NEW, HAS_TRAJECTORY, LAST, NO_REWARD = 1, 2, 4, 8
 
 BoolArray = NDArray[np.bool_]
 
 
-@dataclass(slots=True)  # made anew for every row that is added: frozen ones take ten times as long
+@dataclass(slots=True)  # not frozen, which would take ten times as long for every added row
 class Steps:
-    """Say what a batch's rows are in the eyes of their collector. Arrays have one entry per row.
+    """The episode fields of a batch's rows. Arrays have one entry per row.
 
     Args:
-        count: How many rows.
+        count: Number of rows.
         lanes: Lane of each row, rows of a lane in time order; None: one lane.
-        lane_count: How many lanes.
+        lane_count: Number of lanes.
         trajectories: The collector's trajectory ids, or None.
-        terminated: Rows after which the episode is over.
-        truncated: Rows after which it was stopped from outside.
-        starts: Rows that begin an episode whatever came before.
-        rewards: What is summed up to the return.
-        session: Who writes them; None: the session of the storage.
-        linked: Whether a row follows the one before it in its episode. Rows that are single facts do not.
+        terminated: Whether the episode ends after the row.
+        truncated: Whether the episode is stopped from outside after the row.
+        starts: Whether the row begins an episode, regardless of earlier rows.
+        rewards: The values that are summed up to the return.
+        session: The writing session; None: the session of the storage.
+        linked: Whether a row follows the previous one in its episode. False for rows that are single facts.
     """
 
     count: int
@@ -76,15 +76,15 @@ class Steps:
 
 
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)
-#: lane, trajectory, begins an episode, row, count, stride, status, return (0.0 where rows have no reward)
+#: lane, trajectory, whether it begins an episode, row, count, stride, status, return (0.0 without rewards)
 Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
-#: Rows of one source and one episode that follow one another: number of the first row in the batch, how many,
-#: the sum of their rewards (0.0 where rows have none), and how the last one leaves the episode.
+#: Consecutive rows of one source and one episode: number of the first row in the batch, number of rows, sum
+#: of their rewards (0.0 without rewards), and the episode's status after the last one.
 Run = tuple[int, int, float, int]
 
 
 def cut_lane(steps: Steps, kernels: ModuleType) -> list[Piece]:
-    """Do as `cut_batch` for a batch of one lane, by a compiled loop."""
+    """Cut a batch of one lane as `cut_batch` does, by a compiled loop."""
     n = steps.count
     rewards = _NO_FLOATS if steps.rewards is None else steps.rewards
     if rewards.dtype != np.float32:
@@ -160,17 +160,18 @@ def find_ends(
 ) -> tuple[BoolArray | None, BoolArray | None]:
     """Return which rows terminate an episode and which truncate it.
 
-    Where rows say whether they terminate, every other end is a truncation: `done` is `terminated` or
-    `truncated`. Without such a field `done` terminates, unless `truncated` is set.
+    If rows have a `terminated` field, every other end is a truncation: `done` is `terminated` or `truncated`.
+    Without such a field `done` terminates, unless `truncated` is set.
 
     Args:
         terminated: The field of that name. Shape `(n, *row shape)`, as the others; None: no such field.
         truncated: The field of that name.
-        done: The field that says that there is an end, but not why.
-        reduction: How several values of a row, one per agent, become one: "any" (as None) or "all".
+        done: The field that marks ends without their reason.
+        reduction: How several values of a row, one per agent, are reduced to one: "any" (also for None) or
+            "all".
 
     Returns:
-        Two arrays of shape `(n,)`; None: no row says so. Rows that are in both are terminated.
+        Two arrays of shape `(n,)`; None: rows have no such field. Rows that are in both are terminated.
     """
     for column in (terminated, truncated, done):
         if column is not None and column.size != len(column):
@@ -192,7 +193,7 @@ def find_ends(
 def _ends_of_agents(
     terminated: Array | None, truncated: Array | None, done: Array | None, whole: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the same for whole rows: an end of any agent, or, if `whole`, only one of all of them."""
+    """Reduce the flags of agents to flags of rows: an end of any agent or, if `whole`, of all agents."""
     given: list[Any] = [
         None if column is None else column.reshape(len(column), -1).astype(np.bool_)
         for column in (terminated, truncated, done)
@@ -204,7 +205,7 @@ def _ends_of_agents(
     known = [flags for flags in given if flags is not None]
     over = known[0]
     for flags in known[1:]:
-        over = over | flags  # some agents may have terminated, and the others been truncated
+        over = over | flags  # an agent is over if it has terminated or was truncated
     return ends, stops, over.all(axis=1)
 
 
@@ -212,8 +213,8 @@ class RowFacts:
     """Read ends and rewards of rows.
 
     Args:
-        schema: Of the columns.
-        keys: Which fields say so.
+        schema: The schema of the columns.
+        keys: The fields' keys.
     """
 
     def __init__(self, schema: Schema, keys: Keys) -> None:
@@ -227,11 +228,11 @@ class RowFacts:
         """Return which rows terminate an episode, which truncate it, and what each adds to its return.
 
         Args:
-            columns: In the schema's order.
+            columns: The columns, in the schema's order.
 
         Returns:
-            Arrays of shape `(n,)`; None: rows do not say so, or have no reward. Several rewards of a row are
-            made one.
+            Arrays of shape `(n,)`; None: rows have no such field. Several rewards of a row are reduced to
+            one.
         """
         terminated, truncated, done = self._ends
         ends = find_ends(
@@ -252,12 +253,12 @@ class RowFacts:
 
 
 class RunReader:
-    """Cut rows of one lane without trajectory ids into runs; their columns are filled again and again.
+    """Cut rows of one lane without trajectory ids into runs; the same columns are refilled for each batch.
 
     Args:
-        schema: Of the columns.
-        keys: Which fields say what a row is to its episode: each has one value per row, and is not bfloat16.
-        columns: One per field. Shapes `(n, *row shape)`.
+        schema: The schema of the columns.
+        keys: The fields' keys; each field has one value per row, and is not bfloat16.
+        columns: One array per field. Shapes `(n, *row shape)`.
     """
 
     def __init__(self, schema: Schema, keys: Keys, columns: Sequence[Array]) -> None:
@@ -267,7 +268,7 @@ class RunReader:
         self._count = len(columns[0])
         none = np.zeros(self._count, np.bool_)
         self._ends = of(keys.terminated), of(keys.truncated), of(keys.done)
-        # Of a single row flags that rows do not have are False.
+        # For a single row, flags that rows do not have are False.
         self._terminated, self._truncated, self._done = (
             none if column is None else column for column in self._ends
         )
@@ -276,8 +277,8 @@ class RunReader:
         self._rewards: Array = np.zeros(self._count) if rewards is None else rewards
 
     def read(self) -> list[Run]:
-        """Return the runs of the rows that are in the columns; all but the last end their episode."""
-        if self._count == 1:  # as `find_ends` says it
+        """Return the runs of the rows in the columns; all but the last end their episode."""
+        if self._count == 1:  # the same rules as `find_ends`
             stopped, done = self._truncated.item(0), self._done.item(0)
             over = self._terminated.item(0) if self._says_why else done and not stopped
             status = TERMINATED if over else TRUNCATED if stopped or done else OPEN
@@ -289,7 +290,7 @@ class RunReader:
         ends = dict.fromkeys(stopped, TRUNCATED) | dict.fromkeys(over, TERMINATED)
         for last in sorted({*ends, self._count - 1}):
             total = 0.0
-            for reward in rewards[start : last + 1]:  # in the order in which `cut_lane` adds
+            for reward in rewards[start : last + 1]:  # summed in the same order as `cut_lane`
                 total += reward
             runs.append((start, last + 1 - start, total, ends.get(last, OPEN)))
             start = last + 1

@@ -1,8 +1,8 @@
-"""Sessions: who writes, from when to when, and under which numbers of sources.
+"""Sessions: which writer wrote when, and the numbers of its sources.
 
 Used by `expstore.episodes.table`. A session is one writer's life: one opening for writing, one connection to
-a served store, one buffer in RAM. Rows of two sessions never share an episode. This module keeps names and
-numbers; it reads no rows and touches no files.
+a served store, one buffer in RAM. Rows of two sessions never share an episode. This module has names and
+numbers; it uses no rows or files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["End", "NewSource", "Resume", "Session", "SessionKey"]
 
 
 class SessionKey(NamedTuple):
-    """Name a session.
+    """The key of a session.
 
     Args:
-        id: Its id: 32 hexadecimal digits, or what a client of the server has chosen.
+        id: Its id: 32 hexadecimal digits, or the id that a client of the server has chosen.
         remote: Whether it writes through a server. A local session ends when the store is opened for writing
-            again; a remote one outlives the server.
+            again; a remote one survives restarts of the server.
     """
 
     id: str
@@ -36,10 +36,10 @@ class NewSource(NamedTuple):
 
     Args:
         number: Its number, unique in the store.
-        name: What users see.
+        name: The name that users see.
         named: Whether a user chose the name.
         session: Id of its session.
-        remote: Whether that session is remote.
+        remote: Whether the session is remote.
     """
 
     number: int
@@ -50,7 +50,7 @@ class NewSource(NamedTuple):
 
     @property
     def key(self) -> SessionKey:
-        """Which session it belongs to."""
+        """The key of its session."""
         return SessionKey(self.session, self.remote)
 
 
@@ -58,13 +58,13 @@ class NewSource(NamedTuple):
 class End:
     """End the open episodes of some sources.
 
-    Open episodes become `cut`. Truncated ones stay so and take no more rows.
+    Open episodes become `cut`. Truncated ones keep their status and get no more rows.
 
     Args:
         time: Microseconds since 1970.
         sources: Numbers of the sources; None: all sources of the store.
-        sessions: Sessions that are over, with all their sources.
-        episodes: Single episodes. Their session may open them again, as after its end.
+        sessions: Sessions that have ended, with all their sources.
+        episodes: Single episodes. Their session can reopen them, as after the end of a session.
     """
 
     time: int
@@ -84,7 +84,7 @@ class End:
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any]) -> End:
-        """Read what `pack` returned, parsed."""
+        """Build the change from the parsed body of its record."""
         sources = body["sources"]
         return cls(
             int(body["time"]),
@@ -96,14 +96,14 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Open episodes again that the end of a session has cut.
+    """Reopen episodes that the end of a session has cut.
 
     Args:
         time: Microseconds since 1970.
         session: The session that had ended.
         sources: Sources of another session that adopt its episodes. Empty: the session itself continues.
         numbers: For each of `sources` the number of the ended session's source.
-        episodes: Which ones: a reader may still know some that the writer has given up.
+        episodes: Ids of the episodes. A reader may still know cut episodes that the writer has dropped.
     """
 
     time: int
@@ -125,7 +125,7 @@ class Resume:
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any]) -> Resume:
-        """Read what `pack` returned, parsed."""
+        """Build the change from the parsed body of its record."""
         return cls(
             int(body["time"]),
             SessionKey(*body["session"]),
@@ -137,15 +137,15 @@ class Resume:
 
 @dataclass(slots=True)
 class Session:
-    """Hold what is known of one session.
+    """The state of one session.
 
     Args:
-        key: Which one.
+        key: Its key.
         started: When its first source was declared, in microseconds since 1970.
         ended: When it ended; 0: it is live.
-        named: Number of each source that a user named, by name.
-        unnamed: The same, of its other sources.
-        cut: Episodes that its end has cut, by source and trajectory id. A resumption opens them again.
+        named: Numbers of the sources that a user named, by name.
+        unnamed: Numbers of its other sources, by name.
+        cut: Episodes that its end has cut, by source and trajectory id. They can be resumed.
     """
 
     key: SessionKey
@@ -166,7 +166,7 @@ class Session:
                 yield NewSource(number, name, named, *self.key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a base record keeps."""
+        """Return the values for a base record."""
         return {
             "key": self.key,
             "started": self.started,

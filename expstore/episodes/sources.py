@@ -1,6 +1,6 @@
-"""How streams of experience are called: by the user or after their handle, and each lane by itself.
+"""Names of streams of experience, and of their lanes.
 
-Used by `expstore.episodes.table`. A lane's name cannot be a user's. It knows names only.
+Used by `expstore.episodes.table`. A user cannot choose the name of a lane.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ _LANE = re.compile(r".+//\d+")
 
 
 def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
-    """Return what the lanes of a stream are called; the first one as the stream itself.
+    """Return the names of the lanes of a stream; the first lane has the stream's name.
 
     Args:
         source: The name that a user has given; None: the handle's own stream.
-        handle: What the handle is called.
-        lanes: How many lanes.
+        handle: Name of the handle.
+        lanes: Number of lanes.
 
     Raises:
-        SchemaError: The name is no text that can be kept, or is a lane's.
+        SchemaError: The name is not printable text, or is the name of a lane.
     """
     if source is not None and not _is_name(source):
         raise SchemaError(
-            f"source {source!r} is no name",
-            hint="give text that can be printed, without spaces at its ends",
+            f"source {source!r} is not a valid name",
+            hint="use printable text without spaces at its ends",
         )
     if source is not None and _LANE.fullmatch(source):
         raise SchemaError(
-            f"source {source!r} is how lanes are called", hint="choose a name that does not end in //number"
+            f"source {source!r} is the name of a lane", hint="choose a name that does not end in //number"
         )
     base = handle if source is None else source
     return [base, *[f"{base}//{lane}" for lane in range(1, lanes)]]
 
 
 def stream_of(name: str) -> str:
-    """Return the name of the stream that a source is a lane of."""
+    """Return the name of the stream to which a source belongs as a lane."""
     return name.rpartition("//")[0] if _LANE.fullmatch(name) else name
 
 

@@ -1,7 +1,7 @@
-"""Which episode, and which step of it, every row belongs to.
+"""Assign each row to an episode and a step.
 
-Used by storages to number new rows and by the index to answer SQL. Works on (source, trajectory id), so
-interleaved workers, lanes and restarts come out right. It keeps no rows and touches no files.
+Storages use it to number new rows, and the index uses it to answer SQL. It works on (source, trajectory id),
+so that interleaved workers, lanes and restarts are separated. It stores no rows and uses no files.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ STATUS = ("open", "terminated", "truncated", "cut")
 
 
 class Segment(NamedTuple):
-    """Describe rows of one batch that follow one another in one episode.
+    """Evenly spaced rows of one batch that are consecutive steps of one episode.
 
-    The rows are number `start`, `start + stride`, ... of the batch (`rows` of them); `status` is how the
-    last of them leaves the episode.
+    The rows are number `start`, `start + stride`, ... of the batch (`rows` of them); `status` is the
+    episode's status after the last of them.
     """
 
     episode: int
@@ -82,11 +82,11 @@ class Segment(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int | None]:
-        """What the episode is found by: source and trajectory id."""
+        """The key by which the episode is found: source and trajectory id."""
         return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
 
 
-#: Episode, first step and rows.
+#: Episode, first step and number of rows.
 _RUN_OF = itemgetter(0, 2, 5)
 
 SEGMENT_FORMAT = "<qqqiiiidBB6x"
@@ -95,24 +95,24 @@ SEGMENT_BYTES = _SEGMENT.size
 
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
-    """Return segments as a publish record keeps them (56 bytes each)."""
+    """Return segments as bytes for a publish record (56 bytes each)."""
     return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
 def unpack_segments(data: bytes) -> list[Segment]:
-    """Read what `pack_segments` returned."""
+    """Parse the result of `pack_segments`."""
     return [Segment(*values) for values in _SEGMENT.iter_unpack(data)]
 
 
 @dataclass(slots=True)
 class Assignment:
-    """Hold what `EpisodeTable.assign` decided; nothing is changed yet.
+    """The decisions of `EpisodeTable.assign`, before anything is changed.
 
     Args:
         segments: The batch cut into runs.
         numbers: Id, episode, step and time of every row. Shape `(4, n)`, C-contiguous.
-        sources: Sources that are new.
-        restarted: Names of sources whose first row does not continue the open episode: it begins another one.
+        sources: New sources.
+        restarted: Names of sources whose first row does not continue the open episode and begins another one.
     """
 
     segments: list[Segment]
@@ -133,15 +133,15 @@ class Assignment:
         return steps
 
 
-#: What is kept of an episode, in this order.
+#: Attributes of an episode that are stored, in this order.
 _KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status", "text")
 
 
 @dataclass(slots=True)
 class Episode:
-    """Hold the running state of an episode; `fragment` is the number of its newest fragment.
+    """The running state of an episode; `fragment` is the number of its newest fragment.
 
-    `ret` is None while no row had a reward.
+    `ret` is None until a row has a reward.
     """
 
     episode: int
@@ -157,7 +157,7 @@ class Episode:
     fragment: int = -1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a base record keeps."""
+        """Return the values for a base record."""
         return {name: getattr(self, name) for name in _KEPT}
 
     @classmethod
@@ -166,42 +166,42 @@ class Episode:
         return cls(**{name: getattr(entry, name) for name in _KEPT})
 
     def entry(self, sequence: int, generation: int) -> LogEntry:
-        """Return the log entry of the present state."""
-        return LogEntry(  # thousands may end in one batch: positions take a third of the time of names
+        """Return the log entry of the current state."""
+        return LogEntry(  # thousands may end in one batch: positional arguments take a third of the time
             self.episode, self.source, self.trajectory, self.start, self.end, self.ret, self.length,
             self.last_id, self.status, sequence, generation, self.text,
         )  # fmt: skip
 
 
 class EpisodeTable:
-    """Number episodes and steps, and know which are open.
+    """Assign numbers of episodes and steps to rows, and track which episodes are open.
 
-    Not locked: the storage calls it under its lock. After a crash the storage makes it anew from a base
-    record, the publish records after it and the columns; `assign` is pure, so that a write that fails
-    leaves nothing behind.
+    Not locked: the storage calls it under its lock. After a crash the storage builds it again from a base
+    record, the publish records after it and the columns. `assign` changes nothing, so a write that fails has
+    no effect.
 
     Args:
-        generation: This opening's number; unnamed sources carry it in their names.
-        session: Id of the session that writes here, unless a call names another one.
+        generation: This opening's number; it is part of the names of unnamed sources.
+        session: Id of the session that writes, unless a call names another one.
     """
 
     def __init__(self, *, generation: int = 0, session: str = "") -> None:
         self.generation = generation
         self.session = SessionKey(session)
-        #: What the next batch of each source is compared with; only a writer keeps it.
+        #: What the next batch of each source is compared with; used only by a writer.
         self.joins = JoinMemory()
         self.fragments = Fragments()
         self.next_episode = 1
         self.next_source = 1
         self._sessions: dict[SessionKey, Session] = {}
-        self._low = 0  # what the last batch that was numbered could not read any more
+        self._low = 0  # newest id that could no longer be read when the last batch was numbered
         self._open: dict[tuple[int, int | None], Episode] = {}
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
-        self._cut: set[int] = set()  # whose fragments the index is to have anew
+        self._cut: set[int] = set()  # episodes whose fragments the index must read again
         self._sources: dict[int, LogEntry] = {}
         self.touched = Touched()
-        self.kernels: ModuleType | None = None  # compiled loops, once there are some
+        self.kernels: ModuleType | None = None  # compiled loops, once they are loaded
 
     # -- numbering -------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class EpisodeTable:
         first_id: int = 1,
         time: int = 0,
     ) -> Assignment:
-        """Decide episode and step of every row of a batch, without changing anything.
+        """Assign an episode and a step to every row of a batch, without changing the table.
 
         Args:
             steps: The batch.
@@ -223,8 +223,8 @@ class EpisodeTable:
             time: Time of all its rows, microseconds since 1970.
             source: The user's name for this stream; None for the session's unnamed stream.
             joins: Compares the batch with the episodes that it continues; None to compare nothing.
-            low: The newest id that can no longer be read; a truncated episode all of whose rows have ids up
-                to `low` is not continued.
+            low: The newest id that can no longer be read. A truncated episode is not continued if all of its
+                rows have ids up to `low`.
 
         Raises:
             SchemaError: The source's name is not text that can be stored; or its first row after `resume`
@@ -275,12 +275,12 @@ class EpisodeTable:
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
     def assign_runs(self, source: int, runs: Sequence[Run], flags: int, low: int) -> list[Segment] | None:
-        """Decide episode and step of rows of a source without trajectory ids; nothing is changed yet.
+        """Assign episodes and steps to rows of a source without trajectory ids, without changing the table.
 
         Args:
-            source: Its number; it has written rows before.
+            source: Number of the source, which has written rows before.
             runs: The rows. All runs but the last end their episode.
-            flags: Of their segments: `NO_REWARD` or 0.
+            flags: Flags of their segments: `NO_REWARD` or 0.
             low: The newest id that can no longer be read.
 
         Returns:
@@ -311,12 +311,12 @@ class EpisodeTable:
     def _source_numbers(
         self, source: str | None, lanes: int, key: SessionKey
     ) -> tuple[list[int], list[str], list[NewSource]]:
-        """Return the number and the name of each lane's source, and the sources that are new."""
+        """Return the number and the name of each lane's source, and the new sources."""
         session = self._sessions.get(key)
         known: Mapping[str, int] = {}
         if session is not None:
             known = session.unnamed if source is None else session.named
-        handle = f"@{key.id[:8]}" if key.remote else f"@{self.generation}"
+        handle = f"@{self.generation}" if key == self.session else f"@{key.id[:8]}"
         first = handle if source is None else source
         names = [first]
         if lanes > 1 or first not in known:
@@ -349,7 +349,7 @@ class EpisodeTable:
             0.0 if steps.rewards is None else float(steps.rewards[0]),
         )
 
-    # -- taking over -----------------------------------------------------------------------------
+    # -- applying decisions ----------------------------------------------------------------------
 
     def use_kernels(self, kernels: ModuleType | None) -> None:
         """Cut and number rows by compiled loops from now on; None: by Python."""
@@ -365,15 +365,15 @@ class EpisodeTable:
         sequence: int,
         info: str = "",
     ) -> list[LogEntry]:
-        """Take over what `assign` decided; return the log entries that it brings.
+        """Apply the decisions of `assign`; return the log entries of changed episodes and new sources.
 
         Args:
-            segments: As assigned, more than once to be gone through.
+            segments: The segments of `assign`, in a container that can be iterated more than once.
             sources: New sources.
             first_id: Id of the batch's first row.
-            time: Of the batch, microseconds since 1970.
-            sequence: Of its publish record.
-            info: What is noted about its episodes, as JSON text.
+            time: Time of the batch, microseconds since 1970.
+            sequence: LSN of its publish record.
+            info: Facts to attach to its episodes, as JSON text.
         """
         entries = [self._add_source(source, time) for source in sources] if sources else []
         if self.joins.awaiting or self.joins.required:
@@ -385,11 +385,11 @@ class EpisodeTable:
         return entries
 
     def annotate(self, entry: LogEntry, sequence: int) -> list[LogEntry]:
-        """Take over an episode's info; return the log entries that it brings.
+        """Set an episode's info; return its log entry, or none while it is open.
 
         Args:
-            entry: The episode with its new info, as it stands otherwise.
-            sequence: Of the record that says so.
+            entry: The episode with its new info, otherwise in its current state.
+            sequence: LSN of the record.
         """
         episode = self.find(entry.episode) or Episode.of(entry)
         episode.text = entry.text
@@ -407,11 +407,11 @@ class EpisodeTable:
     # -- sessions --------------------------------------------------------------------------------
 
     def session_of(self, key: SessionKey) -> Session | None:
-        """Return what is known of a session; None: it has written nothing, or ended long ago."""
+        """Return the state of a session; None: it has written nothing, or ended long ago."""
         return self._sessions.get(key)
 
     def live_sessions(self) -> list[SessionKey]:
-        """Return the sessions that have written and are not over."""
+        """Return the sessions that have written and have not ended."""
         return [key for key, session in self._sessions.items() if not session.ended]
 
     def sources_named(self, source: str, *, session: SessionKey | None = None) -> list[int]:
@@ -419,7 +419,7 @@ class EpisodeTable:
 
         Args:
             source: The name that the user gave.
-            session: Of which session, also if it is over; None: of every live one.
+            session: Key of the session, which may have ended; None: all live sessions.
         """
         return [
             number
@@ -435,12 +435,12 @@ class EpisodeTable:
         return next(found, None)
 
     def resumption(self, session: Session, source: str, *, to: SessionKey, time: int) -> Resume:
-        """Return how a session adopts the episodes of a stream of an ended one; nothing is changed yet.
+        """Return, without applying it, the change by which a session adopts episodes of an ended one.
 
         Args:
-            session: The ended one.
-            source: Name of the stream, in both.
-            to: The session that adopts them.
+            session: The ended session.
+            source: Name of the stream of these episodes, in both sessions.
+            to: Key of the session that adopts them.
             time: Microseconds since 1970.
         """
         lanes = [(name, number) for name, number in session.named.items() if stream_of(name) == source]
@@ -450,10 +450,10 @@ class EpisodeTable:
         return Resume(time, session.key, tuple(new), numbers, episodes)
 
     def apply(self, change: LogEntry | End | Resume, sequence: int) -> list[LogEntry]:
-        """Take over what is noted about episodes; return the log entries that it brings.
+        """Apply a change of episodes; return the log entries of the changed episodes and sources.
 
         Args:
-            change: What a record says: an episode with its new info, or which ones end, or are opened again.
+            change: An episode with its new info, or which episodes end or are resumed.
             sequence: LSN of the record.
         """
         if isinstance(change, LogEntry):
@@ -461,12 +461,12 @@ class EpisodeTable:
         return self._end(change, sequence) if isinstance(change, End) else self._resume(change, sequence)
 
     def end_local(self, time: int, sequence: int) -> list[LogEntry]:
-        """End all local sessions but the table's own, as an opening for writing does; return log entries."""
+        """End all other local sessions, as an opening for writing does; return the log entries."""
         over = [key for key in self.live_sessions() if not key.remote and key != self.session]
         return self._end(End(time, (), tuple(over)), sequence)
 
     def end_episodes(self, sequence: int) -> list[LogEntry]:
-        """End all open episodes because all rows go: none is opened again; return the log entries."""
+        """End all open episodes because all rows are deleted; none can be resumed. Return the log entries."""
         for session in self._sessions.values():
             session.cut.clear()
         return self._end(End(0, None), sequence)
@@ -491,7 +491,7 @@ class EpisodeTable:
                         if len(session.cut) > tuning.CUT_EPISODES:
                             del session.cut[next(iter(session.cut))]
         for session in sessions:
-            self._sessions[session.key] = self._sessions.pop(session.key)  # in the order of their ends
+            self._sessions[session.key] = self._sessions.pop(session.key)  # keep the order of their ends
             session.ended = max(1, end.time)
             self.joins.forget_sources(session.numbers())
             entries += [self._note_source(source, session) for source in session.sources()]
@@ -520,7 +520,7 @@ class EpisodeTable:
         return entries
 
     def _forget_sessions(self) -> None:
-        """Forget ended sessions that cannot be resumed, and the oldest of the others if they are too many."""
+        """Drop ended sessions that cannot be resumed, and the oldest of the others if there are too many."""
         ended = [one for one in reversed(self._sessions.values()) if one.ended]
         seen: set[str] = set()
         kept = 0
@@ -529,7 +529,7 @@ class EpisodeTable:
             seen.update(session.named)
             if (session.key.remote or newest) and kept < tuning.ENDED_SESSIONS:
                 kept += 1
-                if not session.key.remote:  # only `resume` by name can use it
+                if not session.key.remote:  # only `resume` by name can reopen its episodes
                     numbers = set(session.named.values())
                     session.cut = {key: one for key, one in session.cut.items() if key[0] in numbers}
             else:
@@ -566,11 +566,11 @@ class EpisodeTable:
         episode = self._open.get(key)
         if flags & NEW or episode is None:
             if episode is not None and episode.status == OPEN:
-                episode.status = CUT  # begun anew without an end: a reset by hand
+                episode.status = CUT  # a new episode begins although this one did not end: a manual reset
                 entries.append(self._note(episode, sequence))
             if episode is not None:
                 self.joins.forget(episode.episode)
-            # Of an archive the first rows may never have come: steps count what there was.
+            # An archive may lack the first rows, but steps count them.
             episode = Episode(number, source, key[1], start=time, length=step)
             self._open[key] = episode
             self.next_episode = max(self.next_episode, number + 1)
@@ -611,9 +611,9 @@ class EpisodeTable:
         return [] if session is None else list(session.unnamed.values())
 
     def evict(self, low: int) -> None:
-        """Forget what only rows with ids <= `low` need."""
+        """Drop what is only needed for rows with ids <= `low`."""
         self._faded.update(self.fragments.evict(low).tolist())
-        # What `assign` has found going on stays until that is taken over, whatever was given up meanwhile.
+        # Keep episodes that `assign` has continued until `commit`, even if their rows were removed meanwhile.
         low = min(low, self._low)
         for key, episode in list(self._open.items()):
             if episode.status == TRUNCATED and episode.last_id <= low:
@@ -623,10 +623,10 @@ class EpisodeTable:
             if session.cut:
                 session.cut = {key: one for key, one in session.cut.items() if one.last_id > low}
 
-    # -- keeping and finding again ---------------------------------------------------------------
+    # -- storing and loading ---------------------------------------------------------------------
 
     def to_base(self) -> dict[str, Any]:
-        """Return what a base record keeps: all that columns and episodes.log do not say."""
+        """Return the values for a base record: everything that is not in columns and episodes.log."""
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
@@ -635,7 +635,7 @@ class EpisodeTable:
         }
 
     def load_base(self, data: Mapping[str, Any]) -> None:
-        """Take over what `to_base` returned."""
+        """Restore the result of `to_base`."""
         self.next_episode = int(data["next_episode"])
         self.next_source = int(data["next_source"])
         for values in data["sessions"]:
@@ -649,10 +649,10 @@ class EpisodeTable:
             self._open[episode.source, episode.trajectory] = episode
 
     def load_rows(self, ids: IntArray, episodes: IntArray, steps: IntArray) -> None:
-        """Find the fragments of rows that stand in the columns.
+        """Find the fragments of the rows in the columns.
 
         Args:
-            ids: Of the rows, ascending. Shape `(n,)`, as the others.
+            ids: Ids of the rows, ascending. Shape `(n,)`, as the others.
             episodes: Episode id per row.
             steps: Step per row.
         """
@@ -661,12 +661,12 @@ class EpisodeTable:
         fragments = find_fragments(episodes, steps, ids)
         self.fragments.fill(fragments)
         self._find_open(fragments)
-        # Their first rows have left, of which the index may not have heard.
+        # Episodes whose first rows were removed; the index may not know it yet.
         names, at = np.unique(fragments[0], return_index=True)
         self._faded.update(names[fragments[1, at] > 0].tolist())
 
     def _find_open(self, fragments: IntArray) -> None:
-        """Tell open episodes their newest fragments, which their next rows lengthen."""
+        """Set the newest fragments of open episodes, which their next rows lengthen."""
         known = {episode.episode: episode for episode in self._open.values()}
         places = np.flatnonzero(np.isin(fragments[0], list(known)))
         ends = last_ids(fragments[:, places])
@@ -676,7 +676,7 @@ class EpisodeTable:
                 episode.fragment = self.fragments.number_of(place)
 
     def give_up(self, deleted: IdSet) -> None:
-        """Forget the fragments of deleted rows."""
+        """Drop the fragments of deleted rows."""
         fragments = self.fragments.rows
         touched = deleted.meets(fragments[3], last_ids(fragments))
         if touched.any():
@@ -689,7 +689,7 @@ class EpisodeTable:
     # -- for the index ---------------------------------------------------------------------------
 
     def open_entries(self) -> list[LogEntry]:
-        """Return the state of episodes that are not in the log in their present state."""
+        """Return the state of open episodes, whose current state is not in the log."""
         return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
 
     def has_open(self, sources: Collection[int] | None) -> bool:
@@ -699,7 +699,7 @@ class EpisodeTable:
         return any(episode.source in sources for episode in self._open.values())
 
     def open_of(self, sources: Collection[int]) -> list[Episode]:
-        """Return the open episodes of some sources, by their numbers."""
+        """Return the open episodes of some sources, given their numbers."""
         return [one for one in self._open.values() if one.status == OPEN and one.source in sources]
 
     def changes(self, low: int) -> tuple[list[LogEntry], list[LogEntry], IntArray]:
@@ -711,16 +711,16 @@ class EpisodeTable:
 
     @property
     def cut(self) -> IntArray:
-        """Episodes that rows of have been given up, since `settle`. Shape `(n,)`."""
+        """Episodes of which rows were deleted since `settle`. Shape `(n,)`."""
         return np.fromiter(self._cut, np.int64, len(self._cut))
 
     @property
     def waiting(self) -> int:
-        """How many changed episodes the index lacks."""
+        """Number of changed episodes that the index lacks."""
         return len(self._changed)
 
     def settle(self) -> None:
-        """Note that the index has all changes so far."""
+        """Record that the index has all changes so far."""
         self._sources.clear()
         self._changed.clear()
         self._faded.clear()

@@ -1,6 +1,6 @@
-"""Hand rows to other programs, in forms that they read without expstore, and make stores of theirs.
+"""Export rows to formats that other programs read without expstore, and import such files as stores.
 
-Used by the command line and by programs. Every name loads what it needs when it is first asked for.
+Used by the command line and by programs. Each name loads its module when it is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows as an Arrow IPC file, which is read without a copy.
+"""Export rows to an Arrow IPC file, which can be read without a copy.
 
-Used by `expstore export` and programs. A folder: `rows.arrow` with the rows in the order of their ids, and
-`episodes.arrow`. It holds one record batch in memory at a time.
+Used by `expstore export` and programs. The result is a folder: `rows.arrow` with the rows ordered by id, and
+`episodes.arrow`. One record batch is in memory at a time.
 """
 
 from __future__ import annotations
@@ -37,21 +37,25 @@ def export_arrow(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the rows that can be read now as an Arrow IPC file, with the columns of `export_parquet`.
+    """Write the readable rows to an Arrow IPC file, with the columns of `export_parquet`.
 
-    It is not compressed: programs that map it have the rows without a copy.
+    The file is not compressed, so programs can map it into memory and read the rows without a copy.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The folder, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        progress: Called with the bytes done and the bytes in all.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: Folder to create; it must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
-        ExpStoreError: As `export_parquet`.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        SchemaError: A field does not exist, holds objects, or has the name of one of the store's own columns.
+        LockedError: Another export writes to this target.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_arrow(rb, "rows.arrow")
@@ -71,7 +75,7 @@ def export_arrow(
 
 
 def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:
-    """Write all rows; return how many there were."""
+    """Write all rows and return their number."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
     tally = Tally(rows, progress)

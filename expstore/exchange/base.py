@@ -1,6 +1,6 @@
-"""What all exports and imports share: what they say, how files are handed to other libraries.
+"""Shared parts of all exports and imports: their results, progress, and file objects for other libraries.
 
-Used by the modules of the formats. It knows no format.
+Used by the modules of the formats. This module knows no format.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
     "sync_tree",
 ]
 
-#: Is told how much is done and how much there is.
+#: Called with the amount done so far and the total amount.
 Progress = Callable[[int, int], None]
-#: Called with what is left out or changed, before any row is written.
+#: Called with descriptions of what is left out or changed, before any row is written.
 Tell = Callable[[Sequence[str]], None]
 
 _PACKAGES = {
@@ -54,16 +54,16 @@ _PACKAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Describe what was exported.
+    """The result of an export.
 
     Args:
-        path: What was made.
-        rows: How many.
-        left_out: How many a writer in another process overwrote before they were read.
-        fields: Names of the store's fields that are in it.
-        disk_bytes: What the files take.
-        episodes: How many have rows in it.
-        lost: What this format does not carry, in words.
+        path: The file or folder that was written.
+        rows: Number of rows written.
+        left_out: Number of rows that another process overwrote before they were read.
+        fields: Names of the exported fields.
+        disk_bytes: Disk space used by the files, in bytes.
+        episodes: Number of episodes with exported rows.
+        lost: Description of what the format cannot store.
     """
 
     path: Path
@@ -77,15 +77,15 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Describe what was imported.
+    """The result of an import.
 
     Args:
-        path: The store.
-        rows: How many were read.
-        kept: How many of them can be read in the store: the newest ones, if its capacity is smaller.
-        episodes: How many there are of them.
+        path: The new store.
+        rows: Number of rows read.
+        kept: Number of readable rows in the store: the newest rows, if its capacity is smaller.
+        episodes: Number of episodes with readable rows.
         fields: Names of the store's fields.
-        notes: What was taken otherwise than it may seem, in words.
+        notes: Descriptions of data that was imported in another way than one may expect.
     """
 
     path: Path
@@ -101,11 +101,11 @@ def no_progress(done: int, total: int) -> None:
 
 
 def ignore_notes(notes: Sequence[str]) -> None:
-    """Ignore what is left out or changed."""
+    """Ignore notes: the default of `tell=`."""
 
 
 def piece_rows(row_bytes: int) -> int:
-    """Return how many rows of this size make up a piece."""
+    """Return the number of rows of this size in one piece."""
     return max(1, min(tuning.EXCHANGE_ROWS, tuning.EXCHANGE_BYTES // max(1, row_bytes)))
 
 
@@ -113,7 +113,7 @@ def import_library(library: str) -> Any:
     """Import a library that only some formats need.
 
     Raises:
-        ModuleNotFoundError: It is not installed; the message says how to get it.
+        ModuleNotFoundError: The library is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(library)
@@ -126,26 +126,26 @@ def import_library(library: str) -> Any:
 
 
 def sync_tree(disk: Disk, folder: Path) -> None:
-    """Bring all files in a folder to the disk, and the names in it and below."""
+    """Sync all files in a folder, and the folder and its subfolders, to the disk."""
     found = disk.tree(folder)
     paths = [inside / name for inside, names in found for name in names if name != LOCK]
     sync_paths(disk, paths, [inside for inside, _ in found], None)
 
 
 class DiskFile(io.RawIOBase):
-    """A Python file object over a `Disk`, for libraries that take one.
+    """A Python file object over a `Disk`, for libraries that accept file objects.
 
-    Threads: one. Crashes: a written one is a scrap until it is synced.
+    Threads: one. Crashes: a written file may be incomplete until it is synced.
 
     Args:
         disk: Access to the file system.
         path: The file.
-        write: Make it; it is empty then.
+        write: Create an empty file for writing; False: open an existing file for reading.
     """
 
     def __init__(self, disk: Disk, path: Path, *, write: bool = False) -> None:
         super().__init__()
-        # What is read is the user's own, who may have linked it; a scrap that is written is ours.
+        # A file that is read belongs to the user and may be a link; a file that is written is our own.
         self._file: File = disk.open(path if write else path.resolve(), create=write, write=write)
         self._writes, self._place = write, 0
         self.name = str(path)
@@ -157,7 +157,7 @@ class DiskFile(io.RawIOBase):
         return True
 
     def writable(self) -> bool:
-        """Return whether it can be written."""
+        """Return whether the file can be written."""
         return self._writes
 
     def seekable(self) -> bool:
@@ -165,13 +165,13 @@ class DiskFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place: from the beginning (0), from here (1), from the end (2)."""
+        """Set and return the position, relative to the beginning (0), the position (1) or the end (2)."""
         base = (0, self._place, self._file.size())[whence]
         self._place = max(0, base + offset)
         return self._place
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
@@ -183,7 +183,7 @@ class DiskFile(io.RawIOBase):
         return len(data)
 
     def write(self, data: Any) -> int:
-        """Write all bytes; return how many."""
+        """Write all bytes and return their number."""
         whole = np.frombuffer(data, np.uint8)
         if whole.size:
             self._file.write(whole, self._place)
@@ -191,13 +191,13 @@ class DiskFile(io.RawIOBase):
         return int(whole.size)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the length, by default to the place."""
+        """Set the length of the file and return it; None: the current position."""
         size = self._place if size is None else size
         self._file.truncate(size)
         return size
 
     def close(self) -> None:
-        """Close it; a second call does nothing."""
+        """Close the file; a second call does nothing."""
         if not self.closed:
             self._file.close()
         super().close()
@@ -212,7 +212,7 @@ class DiskFile(io.RawIOBase):
 
 
 def open_to_read(path: Path) -> DiskFile:
-    """Open a file that is only read.
+    """Open a file for reading.
 
     Raises:
         NotFoundError: The file does not exist.
@@ -221,10 +221,10 @@ def open_to_read(path: Path) -> DiskFile:
     if not disk.exists(path):
         raise NotFoundError(f"there is no file {path}")
     if disk.is_dir(path):
-        raise NotFoundError(f"{path} is a folder, and a file is needed")
+        raise NotFoundError(f"{path} is a folder; give the path of a file")
     return DiskFile(disk, path)
 
 
 def names_of(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return keys as users read them."""
+    """Return keys as dotted names."""
     return tuple(".".join(key) for key in keys)

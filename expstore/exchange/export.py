@@ -1,6 +1,6 @@
-"""What all exports do: choose rows, make the target aside, say what was made.
+"""The steps that all exports share: select rows, build the target under a temporary name, report the result.
 
-Used by the modules of the formats, which say how rows are written. It knows no format.
+Used by the modules of the formats, which write the rows. This module knows no format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from expstore.storages.format.manifest import check_target
 
 __all__ = ["Export", "Tally", "open_export"]
 
-#: What formats are called in messages.
+#: Names of the formats in messages.
 _TITLES = {
     "arrow": "Arrow",
     "hdf5": "HDF5",
@@ -34,14 +34,15 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Export:
-    """Hold what is exported, and where to.
+    """An export in progress: its rows and its target.
 
-    Threads, processes: one. Crashes: what `expstore.disk.atomic_build` has not ended is a scrap.
+    Threads, processes: one. Crashes: an unfinished target keeps its temporary name; the next export to the
+    same target removes it.
 
     Args:
-        name: Of the format.
-        rows: Which rows.
-        target: What is made.
+        name: Name of the format.
+        rows: The rows to export.
+        target: The file or folder to create.
         disk: Access to the file system.
     """
 
@@ -52,19 +53,19 @@ class Export:
 
     @contextmanager
     def build_target(self, *, single: bool = False, sync: bool = True) -> Iterator[Path]:
-        """Build the target in a temporary folder, and rename it at the end.
+        """Build the target under a temporary name; it is renamed at the end of the block.
 
         Args:
-            single: It is to be a file: the one of its name in the folder.
-            sync: Bring what is in the folder to the disk at the end; otherwise that must be done.
+            single: Whether the target is a file: the file of its name inside the yielded folder.
+            sync: Sync the files in the folder at the end; False: the caller does so.
 
         Yields:
-            The folder.
+            The temporary folder.
 
         Raises:
-            StateError: The target is there, or would lie inside a store.
-            NotFoundError: There is no folder for it.
-            LockedError: Another process makes it at the same time.
+            StateError: The target exists, or would be inside a store.
+            NotFoundError: The target's parent folder does not exist.
+            LockedError: Another process creates the target at the same time.
         """
         check_target(self.disk, self.target)
         with build_atomically(self.disk, self.target, single=single) as temporary:
@@ -73,11 +74,11 @@ class Export:
                 sync_tree(self.disk, temporary)
 
     def summarize(self, written: int, *, episodes: int | None = None) -> Exported:
-        """Return a description of what was exported.
+        """Return the result of the export.
 
         Args:
-            written: How many rows.
-            episodes: Of how many; None: of all that were asked for.
+            written: Number of rows written.
+            episodes: Number of episodes written; None: all selected episodes.
         """
         rows = self.rows
         return Exported(
@@ -103,21 +104,22 @@ def open_export(
     disk: Disk | None,
     any_length: bool = False,
 ) -> Iterator[Export]:
-    """Choose the rows of an export, and hold their storage open.
+    """Select the rows of an export, and keep their storage open.
 
     Args:
-        name: Of the format.
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: What is to be made.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes; None: of all.
-        version: Number or tag of a version, where `source` is a path.
-        disk: Where files are touched; None: as ever.
-        any_length: The format takes rows without a fixed size.
+        name: Name of the format.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: The file or folder to create.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`; None:
+            all.
+        version: Number or tag of a snapshot, if `source` is a path.
+        disk: Access to the file system; None: the default.
+        any_length: Whether the format supports variable-length rows.
 
     Raises:
-        SchemaError: There is no such field, or one that the format has no form for.
-        ExpStoreError: As `rows.open_source` and `Rows.choose`.
+        SchemaError: A field does not exist, or the format cannot store it.
+        ExpStoreError: An error of `rows.opened` or `Rows.choose`.
     """
     path = local_path(target)
     with open_source(source, version) as storage:
@@ -127,11 +129,11 @@ def open_export(
 
 
 class Tally:
-    """Count the rows that are written, and report the progress.
+    """Count the rows that are written and report the progress.
 
     Args:
         rows: All rows of the export.
-        progress: Called with the bytes done and the bytes in all.
+        progress: Called with the bytes done and the bytes in total.
     """
 
     def __init__(self, rows: Rows, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""What fields are called in flat files, as D4RL has it: `observations`, `actions`, `rewards`, ...
+"""Map field names to D4RL's names in flat files: `observations`, `actions`, `rewards`, ...
 
 Used by the HDF5 and NPZ formats. It knows names only.
 """
@@ -12,7 +12,8 @@ from expstore.errors import SchemaError
 
 __all__ = ["FLAGS", "SCALARS", "check_keys", "check_map", "our_key", "their_path"]
 
-#: Theirs (first the one that is written), and the field or group of fields that it stands for.
+#: Names in files and the fields, or groups of fields, that they stand for. The first name of a field is
+#: written.
 _NAMES: tuple[tuple[str, Key], ...] = (
     ("observations", ("observation",)),
     ("actions", ("action",)),
@@ -27,7 +28,7 @@ _NAMES: tuple[tuple[str, Key], ...] = (
     ("truncations", ("next", "truncated")),
     ("dones", ("next", "done")),
 )
-#: Fields of one value per row, of shape `(1,)` here and `()` there; and those of them that are flags.
+#: Fields with one value per row: shape `(1,)` in a store, `()` in a file. All but the first are flags.
 SCALARS: tuple[Key, ...] = (
     ("next", "reward"),
     ("next", "terminated"),
@@ -38,7 +39,7 @@ FLAGS = SCALARS[1:]
 
 
 def their_path(key: Key) -> Key:
-    """Return what a field is called there: groups, then the name.
+    """Return the path of a field in files: groups, then the name.
 
     >>> their_path(("next", "observation", "pixels")), their_path(("next", "reward"))
     (('next_observations', 'pixels'), ('rewards',))
@@ -50,11 +51,11 @@ def their_path(key: Key) -> Key:
 
 
 def our_key(path: Key, given: Mapping[str, str]) -> Key | None:
-    """Return the field that something there stands for; None: it is left out.
+    """Return the field for a path in a file, or None if it is left out.
 
     Args:
         path: Groups, then the name.
-        given: What the user has said: their names, or groups, to ours; "": left out.
+        given: The user's mapping from names, or groups, in the file to fields; "": left out.
     """
     for length in range(len(path), 0, -1):
         name = "/".join(path[:length])
@@ -68,7 +69,7 @@ def our_key(path: Key, given: Mapping[str, str]) -> Key | None:
 
 
 def check_map(given: Mapping[str, str], there: Iterable[Key]) -> None:
-    """Raise SchemaError if the user speaks of names that are not there."""
+    """Raise SchemaError if the mapping contains names that are not in the file."""
     known = {"/".join(path[:length]) for path in there for length in range(1, len(path) + 1)}
     for theirs in given:
         if theirs not in known:
@@ -76,11 +77,11 @@ def check_map(given: Mapping[str, str], there: Iterable[Key]) -> None:
 
 
 def check_keys(keys: Iterable[Key]) -> None:
-    """Raise SchemaError if two things there stand for one field."""
+    """Raise SchemaError if two names in the file stand for the same field."""
     seen: set[Key] = set()
     for key in keys:
         if key in seen:
             raise SchemaError(
-                f"two of the names there stand for {key_name(key)!r}", hint="say which: map one of them"
+                f"two of the file's names stand for {key_name(key)!r}", hint="map one to another field"
             )
         seen.add(key)

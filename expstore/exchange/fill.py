@@ -1,7 +1,7 @@
 """Fill a new store with imported rows; the store exists only once it is complete.
 
-Used by all imports. Episodes are those that the rows came with, or follow from their flags as in `extend`. It
-stands aside until it is closed; an interrupted import leaves nothing.
+Used by all imports. Episodes are given with the rows, or follow from flags as in `extend`. The store has a
+temporary name until it is closed; an interrupted import leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Describe what is known about an episode before its rows are imported.
+    """The known facts about an episode before its rows are imported.
 
     Args:
-        length: How many steps it has had.
+        length: Number of its steps.
         status: How it ended: `segmentation.OPEN`, ...
-        source: Name of the stream that it is of; None: of the import.
-        named: Whether a user has chosen that name.
+        source: Name of its source; None: the import's own source.
+        named: Whether a user chose that name.
         trajectory: The collector's trajectory id, or None.
-        info: What is noted about it, as JSON text.
+        info: Its info as JSON text.
     """
 
     length: int
@@ -75,13 +75,13 @@ _NOTHING = Facts(-1, OPEN)
 
 
 class Filler:
-    """Write rows into a new store, in the order in which they come.
+    """Write rows into a new store, in the order in which they are given.
 
-    Threads, processes: one. Crashes: nothing is there before `new_store` has ended.
+    Threads, processes: one. Crashes: the store does not exist before `new_store` has ended.
 
     Args:
         storage: The store.
-        catalog: Keeps its index.
+        catalog: The store's index.
     """
 
     def __init__(self, storage: Store, catalog: Catalog) -> None:
@@ -95,11 +95,11 @@ class Filler:
         self.rows = 0
 
     def prepare(self, schema: Schema, *, specs: str = "", above: int | None = None) -> None:
-        """Fix the fields.
+        """Set the fields of the store.
 
         Args:
             schema: The fields.
-            specs: Specs of the fields, as the JSON text that stores keep; "": unknown.
+            specs: Specs of the fields, as the JSON text that stores keep; "" if unknown.
             above: A number above every episode id of the import: episodes keep their ids; None: they get new
                 ids.
         """
@@ -110,14 +110,14 @@ class Filler:
 
     @property
     def schema(self) -> Schema:
-        """The fields."""
+        """The fields of the store."""
         return self._storage.require_schema()
 
     def add(self, columns: Sequence[Any]) -> None:
-        """Append rows whose episodes follow from their flags, as `extend` has it.
+        """Append rows whose episodes follow from their flags, as in `extend`.
 
         Args:
-            columns: One per field, in the schema's order; Arrow's where rows have no fixed size. Shapes
+            columns: One per field, in the schema's order; Arrow arrays for variable-length fields. Shapes
                 `(n, *row shape)`.
         """
         columns = [_writable(column) for column in columns]
@@ -140,21 +140,21 @@ class Filler:
         times: IntArray | None = None,
         priorities: Array | None = None,
     ) -> None:
-        """Append rows of which it is known to which steps of which episodes they belong.
+        """Append rows with known episodes and steps.
 
         Args:
-            columns: As `add`.
-            episodes: What each row's episode is called there. Shape `(n,)`, int64.
-            steps: Its step. Shape `(n,)`, int64.
-            facts: Returns what is known about an episode; None: nothing is known.
-            last: Which rows are the last of their episodes: their flags say how these end. None: the facts
-                do. Shape `(n,)`, bool.
-            times: When each row came, microseconds since 1970; None: now. Shape `(n,)`.
-            priorities: Shape `(n,)`; None: as rows have it that are new.
+            columns: As in `add`.
+            episodes: The episode of each row, numbered as in the source. Shape `(n,)`, int64.
+            steps: The step of each row. Shape `(n,)`, int64.
+            facts: Returns the facts about an episode; None: nothing is known.
+            last: Whether each row is the last of its episode: its flags then tell how the episode ends. None:
+                the facts do. Shape `(n,)`, bool.
+            times: When each row was written, in microseconds since 1970; None: now. Shape `(n,)`.
+            priorities: Shape `(n,)`; None: the priority of new rows.
         """
         if not episodes.size:
             return
-        # Rows of one time came in one batch, and do so again.
+        # Rows with the same time were written in one batch; they are written in one batch again.
         cuts = [] if times is None else (np.flatnonzero(np.diff(times)) + 1).tolist()
         for start, stop in zip([0, *cuts], [*cuts, episodes.size], strict=True):
             part = slice(start, stop)
@@ -195,7 +195,7 @@ class Filler:
         facts: Callable[[int], Facts] | None,
         ends: Array | None,
     ) -> tuple[Assignment, list[tuple[int, str]]]:
-        """Cut a batch into segments; return them, and what is to be noted about episodes that begin."""
+        """Split a batch into segments; return them, and the infos of episodes that begin."""
         first_id = self._storage.last + 1
         made = Assignment([], np.empty((4, episodes.size), np.int64))
         made.numbers[0] = np.arange(first_id, first_id + episodes.size)
@@ -252,15 +252,15 @@ class Filler:
         return found, True
 
     def _rewards(self, columns: Sequence[Array]) -> Array | None:
-        """Return what is summed up to returns. Shape `(n,)`."""
+        """Return the rewards that are summed up to returns. Shape `(n,)`."""
         return RowFacts(self.schema, self._storage.keys).read(columns)[2]
 
     def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
-        """Return a description of what was imported.
+        """Return the result of the import.
 
         Args:
-            path: Where it is to be found.
-            notes: What was taken otherwise than it may seem.
+            path: Path of the store.
+            notes: Descriptions of data that was imported in another way than one may expect.
         """
         (found,) = self._catalog.query("SELECT count(*) FROM episodes WHERE live_rows > 0", None).fetchall()
         return Imported(
@@ -273,7 +273,7 @@ class Filler:
         )
 
     def _source(self, known: Facts, new: list[NewSource]) -> int:
-        """Return the number of an episode's source; one that is new is added to the list."""
+        """Return the number of an episode's source; a new source is appended to `new`."""
         name = known.source
         if name is None:
             (name,) = lane_names(None, f"@{self._storage.episodes.generation}", 1)
@@ -286,7 +286,7 @@ class Filler:
 
     def _steps_reader(self) -> Any:
         if self._reader is None:
-            from expstore.data.batch import StepReader  # which loads torch
+            from expstore.data.batch import StepReader  # loads torch
 
             self._reader = StepReader(self.schema, self._storage.keys)
         return self._reader
@@ -298,19 +298,19 @@ class Filler:
 
 
 def _writable(column: Any) -> Any:
-    """Return a column that can be written to: compiled loops take no other arrays."""
+    """Return a writable column: compiled loops accept no other arrays."""
     fits = not isinstance(column, np.ndarray) or column.flags.writeable
     return column if fits else column.copy()
 
 
 def _part(column: Any, rows: slice) -> Any:
-    """Return some rows of a column that follow one another."""
+    """Return a contiguous part of a column."""
     found = column[rows]
     return np.ascontiguousarray(found) if isinstance(found, np.ndarray) else found
 
 
 def _status(read: Any, row: int) -> int:
-    """Return how a row leaves its episode, by its flags."""
+    """Return the status of an episode after a row, according to the row's flags."""
     if read.terminated is not None and read.terminated[row]:
         return TERMINATED
     return TRUNCATED if read.truncated is not None and read.truncated[row] else OPEN
@@ -325,19 +325,19 @@ def new_store(
     *,
     storage: str = "zarr",
 ) -> Iterator[Filler]:
-    """Make a store aside, to be filled; at the end it is closed, and gets its name.
+    """Create a store under a temporary name, to be filled; it is closed and renamed at the end of the block.
 
     Args:
         disk: Access to the file system.
-        target: The store's folder, which must not be there yet.
-        capacity: Most readable rows; None: unbounded.
-        settings: More of them, as `Settings` has it.
-        storage: "zarr", or "arrow", which keeps rows without a fixed size, too.
+        target: The store's folder, which must not exist yet.
+        capacity: Maximum number of readable rows; None: unbounded.
+        settings: Further settings, as attributes of `Settings`.
+        storage: "zarr", or "arrow", which also stores variable-length rows.
 
     Raises:
-        StateError: The target is there, or would lie inside a store.
-        NotFoundError: There is no folder for it.
-        LockedError: Another process makes it at the same time.
+        StateError: The target exists, or would be inside a store.
+        NotFoundError: The target's parent folder does not exist.
+        LockedError: Another process creates the target at the same time.
     """
     check_target(disk, target)
     how = ColumnLayout("auto")
@@ -356,24 +356,24 @@ def new_store(
 
 
 def _close_quietly(storage: Store) -> None:
-    """Close a storage that goes; one that is closed stays so."""
+    """Close a storage that is about to be removed; ignore errors and a storage that is closed."""
     with contextlib.suppress(ExpStoreError):
         storage.close()
 
 
 def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a new store that an export has noted."""
+    """Return the settings for a new store from the facts that an export has stored."""
     names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
     return {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
 
 
 def _to_tuples(value: Any) -> Any:
-    """Return JSON's lists as tuples: keys are such."""
+    """Convert JSON lists to tuples, recursively: keys are tuples."""
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:
-    """Open and close the store: every opening truncates open episodes that cannot be continued."""
+    """Open and close the store: opening it cuts the open episodes, which cannot be continued."""
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
     storage.index.use(catalog)

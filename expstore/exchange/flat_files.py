@@ -1,7 +1,6 @@
-"""Flat files, a row per transition, episode after episode: what HDF5 and NPZ have in common.
+"""Shared parts of the HDF5 and NPZ formats: flat files with one row per transition, ordered by episode.
 
-Used by these formats, which know how their files are written and read. It holds a piece of the rows in
-memory at a time.
+Used by these formats, which write and read the files. One piece of the rows is in memory at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = [
     "write_flat",
 ]
 
-#: Under this name it is kept what the fields are that were exported.
+#: Name under which an export stores a description of its fields.
 ABOUT = "expstore"
 _EPISODE = ("_episode",)
 _FORMAT = 1
@@ -49,12 +48,12 @@ _FIELDS = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biu
 
 @dataclass(frozen=True)
 class Column:
-    """Describe one named array of a file.
+    """One named array of a file.
 
     Args:
-        path: The groups it is in, then its name.
+        path: The groups that contain it, then its name.
         dtype: NumPy dtype of the values.
-        shape: Shape of a row.
+        shape: Shape of one row.
     """
 
     path: Key
@@ -63,22 +62,22 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
+        """Number of bytes of a row."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 class FlatWriter(Protocol):
-    """Write a file, piece after piece."""
+    """Writes a file, piece by piece."""
 
     def add(self, columns: Sequence[Array]) -> None:
         """Append rows: one array per column. Shapes `(n, *row shape)`."""
 
     def finish(self, about: str) -> None:
-        """Complete the file; `about` is kept with it."""
+        """Complete the file, and store `about` in it."""
 
 
 class FlatReader(Protocol):
-    """Read a file, piece after piece, from the beginning on."""
+    """Reads a file from the beginning, piece by piece."""
 
     columns: list[Column]
     lengths: list[int]
@@ -109,7 +108,9 @@ def plan_columns(rows: Rows) -> list[Column]:
         name = "/".join(column.path)
         parents = {"/".join(column.path[:n]) for n in range(1, len(column.path))}
         if name in seen or parents & {"/".join(p.path) for p in found} or name == ABOUT:
-            raise SchemaError(f"two fields would be called {name!r} there", hint="name the other fields")
+            raise SchemaError(
+                f"two fields would both be named {name!r} in the file", hint="choose the fields to export"
+            )
         seen.add(name)
     return found
 
@@ -121,7 +122,7 @@ def _column(entry: Field) -> Column:
 
 
 def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progress: Progress) -> int:
-    """Hand all rows to a writer, episode after episode; return how many there were."""
+    """Pass all rows to a writer, ordered by episode; return their number."""
     fields = rows.user_fields
     own = len(rows.schema.fields)
     places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
@@ -143,7 +144,7 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
 
 
 def _iterate_by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
-    """Yield the ids of all rows in the order of episodes and steps, so many at a time."""
+    """Yield the ids of all rows, ordered by episode and step, `size` at a time."""
     held: list[IntArray] = []
     count = 0
     for episode in rows.episode_ids.tolist():
@@ -159,14 +160,14 @@ def _iterate_by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
 
 
 def to_stored(entry: Field, column: Array) -> Array:
-    """Return values as they are written: NumPy has no bfloat16."""
+    """Convert values to the stored dtype: NumPy has no bfloat16."""
     if entry.dtype == "bfloat16":
         return widen_bfloat16(column)
     return column
 
 
 class _Ends:
-    """Know the last rows of episodes, for stores without such flags."""
+    """Compute end flags from the last rows of episodes, for stores without such fields."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -197,7 +198,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Map columns to fields, and name the column of episode names."""
+    """The mapping from columns to fields, and the column that identifies episodes."""
 
     columns: list[Column]
     fields: list[Field]
@@ -217,10 +218,10 @@ def fill_flat(
     tell: Tell,
     disk: Disk,
 ) -> Imported:
-    """Make a store of a flat file.
+    """Create a store from a flat file.
 
     Raises:
-        SchemaError: Something there cannot be a field.
+        SchemaError: An array in the file cannot be a field.
     """
     plan = _plan(reader, given)
     schema = Schema(plan.fields, plan.about.get("form", ""))
@@ -258,21 +259,21 @@ def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
             episode = column
             continue
         if known and not given and column.path not in known:
-            continue  # ends of episodes that are no field
+            continue  # flags of the ends of episodes, which do not become fields
         key = our_key(column.path, given)
         if key is not None:
             columns.append(column)
             fields.append(to_field(key, column, None if given else known.get(column.path)))
             lengths["/".join(column.path)] = rows
     if not fields:
-        raise SchemaError("there is nothing that can be a field")
+        raise SchemaError("the file has no array that can be a field")
     check_keys([entry.key for entry in fields])
     first, count = next(iter(lengths.items()))
     for name, rows in lengths.items():
         if rows != count:
             raise SchemaError(
                 f"{name!r} has {rows} rows, and {first!r} has {count}",
-                hint=f"what has no row per transition can be left out: --map {name}=",
+                hint=f"an array without one row per transition can be left out: --map {name}=",
             )
     return _Plan(columns, fields, episode, count, {} if given else about, reader.notes)
 
@@ -289,20 +290,20 @@ def _parse_about(text: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as exc:
         if isinstance(exc, SchemaError):
             raise
-        raise SchemaError(f"what the file says of its fields cannot be read: {exc}") from exc
+        raise SchemaError(f"the description of the fields in the file cannot be read: {exc}") from exc
     return found
 
 
 def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
-    """Return the field that a column is.
+    """Return the field for a column of a file.
 
     Args:
-        key: What it is called here.
-        column: What stands there.
-        known: What the file says of it, if an export made it.
+        key: Key of the field in the store.
+        column: The column of the file.
+        known: The description of the field, if expstore exported the file.
 
     Raises:
-        SchemaError: It can be none.
+        SchemaError: The column cannot be a field.
     """
     name = "/".join(column.path)
     kind = str(column.dtype.newbyteorder("<")) if column.dtype.kind in "biufc" else ""
@@ -314,19 +315,19 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field
     shape = column.shape
     if key in SCALARS:
         if int(np.prod(shape, dtype=np.int64)) != 1:
-            raise SchemaError(f"{name!r} has {list(shape)} values per row, and is to be {key_name(key)!r}")
+            raise SchemaError(f"{name!r} has {list(shape)} values per row, but {key_name(key)!r} has one")
         shape = (1,)
         kind = "bool" if key in FLAGS and kind else kind
     if kind not in _FIELDS:
         raise SchemaError(
-            f"{name!r} holds values of type {column.dtype}, which no field has",
-            hint=f"leave it out: map it to nothing, --map {name}=",
+            f"{name!r} holds values of type {column.dtype}, which a field cannot have",
+            hint=f"leave it out with --map {name}=",
         )
     return Field(key, _FIELDS[kind], shape)
 
 
 def from_stored(entry: Field, values: Array, count: int) -> Array:
-    """Return values as their field keeps them."""
+    """Convert values to the dtype and shape of their field."""
     if entry.dtype == "bfloat16":
         values = narrow_to_bfloat16(values)
     elif entry.dtype == "bool" and values.dtype != np.bool_:
@@ -335,9 +336,10 @@ def from_stored(entry: Field, values: Array, count: int) -> Array:
 
 
 class _Cutter:
-    """Number episodes and steps. A new name begins another episode; without names an end or a seam does.
+    """Assign episodes and steps to rows.
 
-    The last row of a piece is held back: only the next piece shows whether its episode continues.
+    A new episode begins at a new name; without names it begins after an end flag or a gap. The last row of a
+    piece is held back, because only the next piece shows whether its episode continues.
 
     Args:
         schema: The fields.
@@ -346,7 +348,7 @@ class _Cutter:
     def __init__(self, schema: Schema) -> None:
         places = {entry.key: place for place, entry in enumerate(schema.fields)}
         self._ends = [places[key] for key in FLAGS if key in places]
-        # Where the next observation is not the one of the next row, something is missing in between.
+        # Rows are missing where a next observation differs from the observation of the next row.
         self._pairs = [
             (places[key], places["next", *key])
             for key in places
@@ -357,12 +359,12 @@ class _Cutter:
     def cut(
         self, columns: list[Array], named: IntArray | None, *, more: bool
     ) -> tuple[list[Array], IntArray, IntArray, Array]:
-        """Return the rows that are ready, their episodes and steps, and which are the last of an episode.
+        """Return the rows that are complete, their episodes and steps, and whether each ends its episode.
 
         Args:
-            columns: More rows. Shapes `(n, *row shape)`.
-            named: What their episodes are called, where that is known. Shape `(n,)`.
-            more: Others follow.
+            columns: Further rows. Shapes `(n, *row shape)`.
+            named: The numbers of their episodes, or None if the file has none. Shape `(n,)`.
+            more: Whether further rows follow.
         """
         episode, step = 0, 0
         if self._kept is not None:
@@ -386,7 +388,7 @@ class _Cutter:
         return [column[:-1] for column in columns], episodes[:-1], steps[:-1], last[:-1]
 
     def _begins(self, columns: Sequence[Array], named: IntArray | None) -> Array:
-        """Return which rows begin an episode that is not the one of the row before. Shape `(n,)`."""
+        """Return whether each row begins another episode than the previous row's. Shape `(n,)`."""
         begins = np.zeros(len(columns[0]), bool)
         if named is not None:
             begins[1:] = named[1:] != named[:-1]

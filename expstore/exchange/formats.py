@@ -1,6 +1,6 @@
-"""The formats by name: what exports to each, what imports from it, and which one a path looks like.
+"""The formats by name: their export and import functions, and how to recognize the format of a path.
 
-Used by the command line. It loads a format's module when that is asked for.
+Used by the command line. A format's module is loaded when it is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from expstore.exchange.base import Exported, Imported, open_to_read
 
 __all__ = ["EXPORTS", "IMPORTS", "MAPPED", "TABLES", "exporter", "format_of", "importer"]
 
-#: What can be written, and what can be read.
+#: The formats that can be exported, and those that can be imported.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
 IMPORTS = ("arrow", "hdf5", "npz", "parquet")
-#: Those in which names can be mapped.
+#: Formats in which names can be mapped.
 MAPPED = ("hdf5", "npz")
-#: Those that carry rows without a fixed size.
+#: Formats that support variable-length rows.
 TABLES = ("arrow", "parquet")
 
 _SUFFIXES = {
@@ -34,32 +34,32 @@ _SUFFIXES = {
     ".hdf": "hdf5",
     ".npz": "npz",
 }
-#: How files begin.
+#: The first bytes of files.
 _HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n\x1a\n": "hdf5", b"PK\x03\x04": "npz"}
 
 
 def exporter(name: str) -> Callable[..., Exported]:
-    """Return what exports to a format."""
+    """Return the export function of a format."""
     found: Callable[..., Exported] = getattr(exchange, f"export_{name}")
     return found
 
 
 def importer(name: str) -> Callable[..., Imported]:
-    """Return what imports from a format."""
+    """Return the import function of a format."""
     found: Callable[..., Imported] = getattr(exchange, f"import_{name}")
     return found
 
 
 def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
-    """Return the format of a file or folder, by what is in it, or else by its name.
+    """Return the format of a file or folder, from its content or else from its name.
 
     Args:
         path: The file or folder.
-        choices: The formats that the error names if none is recognised.
+        choices: The formats that the error lists if none is recognized.
 
     Raises:
-        NotFoundError: There is nothing.
-        SchemaError: It looks like none of them.
+        NotFoundError: The path does not exist.
+        SchemaError: No format is recognized.
     """
     disk = ReadingDisk()
     if not disk.exists(path):

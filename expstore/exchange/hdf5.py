@@ -1,7 +1,7 @@
-"""Rows as an HDF5 file, a dataset per field, D4RL's names.
+"""Export rows to an HDF5 file with one dataset per field and D4RL's names, and import such files.
 
 Used by `expstore export`, `expstore import` and programs. It needs h5py, the extra `h5`. Rows are written and
-read a piece at a time.
+read one piece at a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "reading_hdf5"]
 
-#: Datasets are packed in chunks of about so many bytes.
+#: Approximate size of a packed chunk in bytes.
 CHUNK_BYTES = 256 << 10
-#: A group of facts about the file, not of its rows.
+#: Name of the group with facts about the file; it contains no rows.
 _METADATA = "metadata"
 
 
@@ -51,22 +51,28 @@ def export_hdf5(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the rows that can be read now as an HDF5 file with D4RL's names; otherwise as `export_npz`.
+    """Write the readable rows to an HDF5 file with D4RL's names, ordered by episode.
 
-    Nested names are groups: `observations/pixels`.
+    The datasets have the names, dtypes and shapes of the arrays of `export_npz`; nested names are groups:
+    `observations/pixels`.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The file, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        progress: Called with the bytes done and the bytes in all.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: The file to create; it must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
-        ExpStoreError: As `export_npz`.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        SchemaError: A field does not exist, holds objects or variable-length rows, or two fields would have
+            the same name.
+        LockedError: Another export writes to this target.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_hdf5(rb, "rows.hdf5")
@@ -91,8 +97,8 @@ class _Writer:
     """Write datasets that grow.
 
     Args:
-        file: Of h5py.
-        columns: What they are.
+        file: The h5py file.
+        columns: The columns to write.
     """
 
     def __init__(self, file: Any, columns: Sequence[Column]) -> None:
@@ -120,7 +126,7 @@ class _Writer:
         self._rows = stop
 
     def finish(self, about: str) -> None:
-        """Note what the fields are."""
+        """Store the description of the fields."""
         self._file.attrs[ABOUT] = about
 
 
@@ -134,24 +140,29 @@ def import_hdf5(
     tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
-    """Make a store of an HDF5 file with a row per transition, such as D4RL's; otherwise as `import_npz`.
+    """Create a store from an HDF5 file with one row per transition, such as D4RL's.
 
-    The group `metadata` and single values are about the file, and left out. A file with a group per
-    episode is refused.
+    Names become fields, and episodes end, as described for `import_npz`. The group `metadata` and single
+    values describe the file and are left out. A file with one group per episode is rejected.
 
     Args:
         source: The file.
-        target: The store's folder, which must not be there yet.
-        names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
-            out.
-        capacity: Most readable rows; None: unbounded, or as an exported store had it.
-        progress: Called with the rows done and the rows in all.
-        tell: Called with what is left out or changed, before any row is written.
+        target: The store's folder, which must not exist yet.
+        names: Mapping from names, or groups, in the file to fields, as in `{"obs_next": "next.observation"}`;
+            a name that is mapped to "" is left out.
+        capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
         disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
-        ExpStoreError: As `import_npz`.
+        NotFoundError: The file, or the parent folder of the store, does not exist.
+        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
+        SchemaError: Datasets have different lengths, a dataset cannot be a field, or the file has a group per
+            episode.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
 
     Example:
         >>> import_hdf5("hopper_medium-v2.hdf5", "hopper.exp").rows
@@ -192,8 +203,8 @@ class _Reader:
     """Read the datasets of a file side by side.
 
     Args:
-        file: Of h5py.
-        path: Where it is.
+        file: The h5py file.
+        path: Its path, for error messages.
     """
 
     def __init__(self, file: Any, path: Path) -> None:
@@ -207,7 +218,7 @@ class _Reader:
             if alike := _find_alike(file):
                 self.notes.append(
                     f"{', '.join(alike[:3])}{', ...' if alike[3:] else ''} are read as fields of the same "
-                    "rows, as of agents; if each group is an episode, rename it: episode_0, episode_1, ..."
+                    "rows, such as agents; if each group is an episode, rename it: episode_0, episode_1, ..."
                 )
         for name, dataset in datasets_in(file):
             if name.split("/")[0] == _METADATA:
@@ -229,21 +240,21 @@ class _Reader:
             raise StorageError(f"cannot read {self._path}: {exc}") from exc
 
 
-#: Groups whose names are a word and a number, by the word ("": a plain number); of the known words there may
-#: be a single one.
+#: Group names that consist of a word and a number; a word of `_EPISODES` marks episodes even if there is only
+#: one such group.
 _NUMBERED = re.compile(r"(\D*?)[_-]?\d+")
 _EPISODES = {"trial", "episode", "ep", "demo", "traj", "trajectory", "rollout", "run"}
 _ACTIONS = {"actions", "action"}
 
 
 def find_episodes(file: Any) -> list[str]:
-    """Return the groups of an HDF5 file that are an episode each, at its top or in one group there.
+    """Return the groups of an HDF5 file that contain one episode each, at the top or in one group there.
 
-    Groups with plain numbers are episodes if each has actions and no array outside has a row for each action:
-    such an array would belong to all groups, as rewards that agents share.
+    Groups named by plain numbers are episodes if each has actions and no array outside has a row for each
+    action: such an array, for example rewards that agents share, would belong to all groups.
 
     Args:
-        file: Of h5py.
+        file: The h5py file.
     """
     places = [("", file), *((f"{name}/", item) for name, item in file.items() if hasattr(item, "items"))]
     for above, place in places:
@@ -260,12 +271,13 @@ def find_episodes(file: Any) -> list[str]:
 
 
 def _find_alike(file: Any) -> list[str]:
-    """Return the groups that are all of a file and have the same datasets with actions among them.
+    """Return groups that may be episodes or agents: they are the whole file and have the same datasets.
 
-    They may be episodes, or agents that act side by side: the file does not say which.
+    The datasets include actions. The file does not tell whether the groups are episodes, or agents that act
+    at the same time.
 
     Args:
-        file: Of h5py.
+        file: The h5py file.
     """
     names = [name for name in file if name != _METADATA]
     groups = [file[name] for name in names]
@@ -275,23 +287,23 @@ def _find_alike(file: Any) -> list[str]:
 
 
 def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
-    """Refuse a file that has a group per episode.
+    """Reject a file that has one group per episode.
 
     Raises:
-        SchemaError: It has.
+        SchemaError: The file has one group per episode.
     """
     if names := find_episodes(file):
         listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         raise SchemaError(
-            f"{path} has a group per episode ({listed}: {len(names)} of them), and import_hdf5 reads one "
-            "dataset per field, with the rows of all episodes one behind another",
+            f"{path} has a group per episode ({listed}: {len(names)} of them), but import_hdf5 reads one "
+            "dataset per field, with the rows of all episodes one after another",
             kind="layout",
-            hint="`expstore import` reads it, and import_dataset(Hdf5EpisodesReader(path), target)",
+            hint="use `expstore import`, or import_dataset(Hdf5EpisodesReader(path), target)",
         )
 
 
 def _differ(place: Any, names: Sequence[str]) -> bool:
-    """Return whether groups have the same datasets, of different lengths."""
+    """Return whether groups have the same datasets but different lengths."""
     held = [datasets_in(place[name]) for name in names]
     if len({tuple(name for name, _ in one) for one in held}) > 1:
         return False
@@ -299,7 +311,7 @@ def _differ(place: Any, names: Sequence[str]) -> bool:
 
 
 def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
-    """Return whether each group has actions, and no array outside the groups has as many rows as one has."""
+    """Return whether each group has actions, and no array outside the groups has as many rows."""
     if not all(_ACTIONS & set(place[name]) for name in names):
         return False
     lengths = {
@@ -308,8 +320,8 @@ def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
         for path, dataset in datasets_in(place[name])
         if path.split("/")[0] in _ACTIONS and dataset.shape
     }
-    beside = [item for group in (file, place) for item in group.values() if hasattr(item, "shape")]
-    return not any(dataset.shape and dataset.shape[0] in lengths for dataset in beside)
+    outside = [item for group in (file, place) for item in group.values() if hasattr(item, "shape")]
+    return not any(dataset.shape and dataset.shape[0] in lengths for dataset in outside)
 
 
 def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:

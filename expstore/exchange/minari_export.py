@@ -1,7 +1,7 @@
-"""Episodes as a Minari dataset in HDF5, which Minari's own reader loads, and such datasets as stores.
+"""Export episodes as a Minari dataset in HDF5, which Minari's own reader loads.
 
-Used by `expstore export`, `expstore import` and programs. It needs h5py, the extra `h5`, and not Minari. An
-episode is written and read a piece at a time.
+Used by `expstore export` and programs. It needs h5py, the extra `h5`, but not Minari. An episode is written
+one piece at a time.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 DATA, MAIN, METADATA = "data", "main_data.hdf5", "metadata.json"
-#: What Minari has no place for, and keeps as it is: info of an episode as JSON, and how it ended.
+#: Attributes of an episode that Minari ignores and keeps: its info as JSON, and its status.
 INFO_ATTRIBUTE, STATUS_ATTRIBUTE = "expstore_info", "expstore_status"
-#: Of those whose reader knows datasets that keep images as they are.
+#: The written version of the format: its reader knows datasets that store images uncompressed.
 VERSION = "0.5.4"
-#: Datasets of more bytes are compressed.
+#: Datasets with more bytes are compressed.
 _SMALL = 64 << 10
 _NAME = re.compile(r"[-_\w]*[A-Za-z][-_\w]*-v\d+")
 _ENDS = {("next", "terminated"): "terminations", ("next", "truncated"): "truncations"}
@@ -66,31 +66,35 @@ def export_minari(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the episodes that can be read now as a Minari dataset.
+    """Write the readable episodes as a Minari dataset.
 
-    Observations are one more than actions: each field `observation` needs its `("next", "observation")`,
-    which must be that of the next step. Other fields are infos. Images are kept as they are, not as JPEG.
-    Episodes are numbered from 0; their seed is what is noted of them as `seed`. Spaces follow from
-    `rb.specs`, or else from dtypes. Minari finds the dataset in a folder of the name of its id below
-    `$MINARI_DATASETS_PATH`.
+    An episode has one more observation than actions: each field `observation` needs its
+    `("next", "observation")`, which must equal the observation of the next step. Other fields become infos.
+    Images are stored as arrays, not as JPEG. Episodes are numbered from 0; the entry `seed` of an episode's
+    info becomes its seed. Spaces follow from `rb.specs`, or else from dtypes. Minari finds the dataset in a
+    folder named by its id below `$MINARI_DATASETS_PATH`.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The dataset's folder, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        dataset_id: Its id, as in `cartpole/random-v0`; None: the folder's name, with `-v0` if it lacks that.
-        env_spec: The environment, as `gymnasium.envs.registration.EnvSpec.to_json` writes it; None: as in the
-            store's `meta["minari"]["env_spec"]`, if there is any.
-        progress: Called with the bytes done and the bytes in all.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: The dataset's folder, which must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        dataset_id: Id of the dataset, as in `cartpole/random-v0`; None: the folder's name, with `-v0`
+            appended if it has no version.
+        env_spec: The environment, as `gymnasium.envs.registration.EnvSpec.to_json` writes it; None: the
+            store's `meta["minari"]["env_spec"]`, if it has one.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
-        SchemaError: There are no observations, actions or rewards, or no next observations, or they are not
-            those of the next steps.
-        ExpStoreError: As `export_parquet`.
+        SchemaError: There are no observations, actions, rewards or next observations; or a next observation
+            differs from the observation of the next step; or a field holds objects or variable-length rows.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        LockedError: Another export writes to this target.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_minari(rb, "datasets/cartpole/random-v0", dataset_id="cartpole/random-v0")
@@ -123,7 +127,7 @@ def _id_of(target: Path) -> str:
 
 
 def _path(group: str, key: Key, keys: Iterable[Key]) -> str:
-    """Return where a field stands; parts of a Tuple, which are called 0, 1, ..., are `_index_0` and so on."""
+    """Return the path of a field; members of a Tuple, named 0, 1, ..., become `_index_0` and so on."""
     parts, among = [group], [other for other in keys if other[0] == key[0]]
     for depth in range(1, len(key)):
         among = [other for other in among if other[:depth] == key[:depth] and len(other) > depth]
@@ -135,12 +139,13 @@ def _path(group: str, key: Key, keys: Iterable[Key]) -> str:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Describe where a field is written.
+    """Where a field is written.
 
     Args:
-        place: Its number among those that are read.
+        place: Position of the field among those that are read.
         path: Its dataset in an episode's group.
-        following: Number of the field that has its last value; -1: it has one value per step only.
+        following: Position of the field that has its value after the last step; -1: it has one value per
+            step.
     """
 
     place: int
@@ -150,18 +155,18 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Describe where all fields are written."""
+    """Where all fields are written."""
 
     fields: tuple[Field, ...]
     leaves: list[_Leaf]
-    ends: list[str]  # that are no fields, and follow from how episodes ended
+    ends: list[str]  # flags without a field, computed from how episodes ended
 
     @classmethod
     def of(cls, rows: Rows) -> _Plan:
         """Plan an export.
 
         Raises:
-            SchemaError: Minari could not read it.
+            SchemaError: Minari could not read the dataset.
         """
         fields = rows.user_fields
         places = {entry.key: number for number, entry in enumerate(fields)}
@@ -178,13 +183,13 @@ class _Plan:
 
 
 def _leaf(key: Key, place: int, places: Mapping[Key, int], fields: Sequence[Field]) -> _Leaf | None:
-    """Return where a field goes; None: with that whose last value it has."""
+    """Return where a field is written; None: its values are part of another field's dataset."""
     following = places.get(("next", *key), -1)
     same = following >= 0 and _kind(fields[following]) == _kind(fields[place])
     if key[0] == "observation":
         if not same:
             raise SchemaError(
-                f"the rows have no 'next.{key_name(key)}' like {key_name(key)!r}, and Minari keeps the "
+                f"the rows have no 'next.{key_name(key)}' like {key_name(key)!r}, but Minari needs the "
                 "observation after the last step, too",
                 hint="export another format, or collect next observations",
             )
@@ -208,13 +213,13 @@ def _kind(entry: Field) -> tuple[str, tuple[int, ...]]:
 
 
 class _Writer:
-    """Write episode after episode.
+    """Write one episode after another.
 
     Args:
-        file: Of h5py.
-        plan: Where fields go.
-        rows: What is written.
-        progress: Called with the bytes done and the bytes in all.
+        file: The h5py file.
+        plan: Where fields are written.
+        rows: The rows to write.
+        progress: Called with the bytes done and the bytes in total.
     """
 
     def __init__(self, file: Any, plan: _Plan, rows: Rows, progress: Progress) -> None:
@@ -223,14 +228,14 @@ class _Writer:
         self._done = 0
 
     def write(self) -> None:
-        """Write all of them."""
+        """Write all episodes."""
         table = self._rows.facts
         facts = dict(
             zip(table["episode_id"].to_pylist(), table.select(["status", "info"]).to_pylist(), strict=True)
         )
         for episode in self._rows.episode_ids.tolist():
             ids, steps = self._rows.episode_rows(episode)
-            # Where steps are missing in between another one begins.
+            # Where steps are missing, another episode begins.
             cuts = np.flatnonzero(np.diff(steps) != 1) + 1
             for part in np.split(ids, cuts):
                 ended = facts[episode]["status"] if part[-1] == ids[-1] else "cut"
@@ -246,7 +251,7 @@ class _Writer:
             wanted = ids[start : start + size]
             found, columns = self._rows.read(wanted, places)
             self._done += wanted.size
-            if found.size != wanted.size:  # overwritten meanwhile: what is left is no episode
+            if found.size != wanted.size:  # some rows were overwritten: skip the incomplete episode
                 del self._file[group.name]
                 return
             columns = [to_stored(entry, column) for entry, column in zip(plan.fields, columns, strict=True)]
@@ -275,7 +280,7 @@ class _Writer:
         return group.create_dataset(leaf.path, shape=(count, *shape), dtype=kind, **packing)
 
     def _check(self, leaf: _Leaf, columns: list[Array], last: list[Array] | None, ids: IntArray) -> None:
-        """Refuse next observations that are not those of the next step: there is one place for both."""
+        """Raise SchemaError if a next observation differs from that of the next step: only one is stored."""
         now, following = columns[leaf.place], columns[leaf.following]
         before, at = following[:-1], now[1:]
         if last is not None:
@@ -285,13 +290,13 @@ class _Writer:
             where = int(ids[np.flatnonzero(different)[0] + (last is None)])
             name = key_name(self._plan.fields[leaf.place].key)
             raise SchemaError(
-                f"the {name} of row {where} is not the next one of the step before, and Minari keeps one",
+                f"the {name} of row {where} is not the next one of the step before, but Minari stores one",
                 hint="export another format",
             )
 
 
 def find_stored_type(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return as what a field is written."""
+    """Return the dtype and shape with which a field is written."""
     kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
     if path == "rewards":
         return np.dtype("<f8"), ()
@@ -301,7 +306,7 @@ def find_stored_type(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int,
 
 
 def _attributes(number: int, steps: int, ended: str, info: str | None) -> dict[str, Any]:
-    """Return the metadata of an episode."""
+    """Return the attributes of an episode."""
     found: dict[str, Any] = {"id": number, "total_steps": steps, STATUS_ATTRIBUTE: ended}
     if info:
         seed = json.loads(info).get("seed")
@@ -314,7 +319,7 @@ def _attributes(number: int, steps: int, ended: str, info: str | None) -> dict[s
 def _metadata(
     plan: _Plan, rows: Rows, writer: _Writer, size: int, dataset_id: str, env_spec: str | None
 ) -> dict[str, Any]:
-    """Return what metadata.json says."""
+    """Return the content of metadata.json."""
     kept = meta_of(rows.storage).get("minari")
     kept = kept if isinstance(kept, dict) else {}
     about: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Rows as an NPZ file, as NumPy reads it: an array per field, D4RL's names.
+"""Export rows to an NPZ file for NumPy, with one array per field and D4RL's names, and import such files.
 
-Used by `expstore export`, `expstore import` and programs. Arrays are written and read side by side, a piece
+Used by `expstore export`, `expstore import` and programs. Arrays are written and read side by side, one piece
 of rows at a time; nothing is ever unpickled.
 """
 
@@ -35,7 +35,7 @@ from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["export_npz", "import_npz"]
 
-#: Bytes that are copied at once.
+#: Number of bytes that are copied at a time.
 _COPIED = 1 << 20
 
 
@@ -49,24 +49,29 @@ def export_npz(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the rows that can be read now as an NPZ file with D4RL's names, episode after episode.
+    """Write the readable rows to an NPZ file with D4RL's names, ordered by episode.
 
-    `observations, actions, rewards, terminals, timeouts, next_observations`; nested names as in
-    `observations/pixels`. Rewards and flags have the shape `(rows,)`. `terminals` and `timeouts` are there
-    though the store has no such fields. bfloat16 is written as float32. `_episode` says which rows belong
-    together. The file is there whole or not at all.
+    The arrays are `observations, actions, rewards, terminals, timeouts, next_observations`; nested names are
+    joined by slashes, as in `observations/pixels`. Rewards and flags have the shape `(rows,)`. `terminals`
+    and `timeouts` are written even if the store has no such fields. bfloat16 is written as float32.
+    `_episode` is the episode of each row. The file is complete, or does not exist.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The file, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        progress: Called with the bytes done and the bytes in all.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: The file to create; it must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
-        ExpStoreError: As `export_parquet`; or two fields would bear one name.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        SchemaError: A field does not exist, holds objects or variable-length rows, or two fields would have
+            the same name.
+        LockedError: Another export writes to this target.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_npz(rb, "rows.npz")
@@ -84,12 +89,12 @@ def export_npz(
 
 
 class _Writer:
-    """Write arrays to a file each, and at the end all of them to one.
+    """Write each array to its own file, and finally combine the files.
 
     Args:
         disk: Access to the file system.
-        folder: For the arrays.
-        target: The file.
+        folder: Folder for the files of the arrays.
+        target: The NPZ file.
         columns: The arrays.
         stack: Closes files.
     """
@@ -109,7 +114,7 @@ class _Writer:
         self._rows += len(columns[0])
 
     def finish(self, about: str) -> None:
-        """Put the arrays into one file."""
+        """Write the arrays into one NPZ file."""
         for part in self._files:
             part.close()
         with (
@@ -146,29 +151,29 @@ def import_npz(
     tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
-    """Make a store of an NPZ file with a row per transition.
+    """Create a store from an NPZ file with one row per transition.
 
     D4RL's names become fields: `observations` observation, `rewards` next.reward, `terminals`
-    next.terminated, `timeouts` next.truncated, `next_observations` next.observation; others stay. Episodes
-    end where `terminals` or `timeouts` say so, and where the next observation is not that of the next row.
-    The store is there whole or not at all.
+    next.terminated, `timeouts` next.truncated, `next_observations` next.observation; other names do not
+    change. Episodes end where `terminals` or `timeouts` is True, and where the next observation differs from
+    the observation of the next row. The store is complete, or does not exist.
 
     Args:
         source: The file.
-        target: The store's folder, which must not be there yet.
-        names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
-            out.
-        capacity: Most readable rows; None: unbounded, or as an exported store had it.
-        progress: Called with the rows done and the rows in all.
-        tell: Called with what is left out or changed, before any row is written.
+        target: The store's folder, which must not exist yet.
+        names: Mapping from names, or groups, in the file to fields, as in `{"obs_next": "next.observation"}`;
+            a name that is mapped to "" is left out.
+        capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
         disk: Access to the file system.
 
     Raises:
-        NotFoundError: There is no such file, or no folder for the store.
-        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left.
-        SchemaError: Arrays have different lengths, or something there cannot be a field.
-        StateError: The target is there, or would lie inside a store.
-        LockedError: Another process makes this store at the same time.
+        NotFoundError: The file, or the parent folder of the store, does not exist.
+        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
+        SchemaError: Arrays have different lengths, or an array cannot be a field.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
 
     Example:
         >>> import_npz("hopper.npz", "hopper.exp").rows
@@ -212,7 +217,7 @@ class _Reader:
         for name in self._file.namelist():
             plain = name.removesuffix(".npy")
             if name == plain:
-                raise SchemaError(f"{path} holds {name!r}, which is no array")
+                raise SchemaError(f"{path} holds {name!r}, which is not an array")
             shape, kind, part = self._begin(name)
             if plain == ABOUT and not shape and kind.kind == "U":
                 self.about = str(np.frombuffer(part.read(), kind).reshape(shape)[()])
@@ -226,7 +231,7 @@ class _Reader:
         self._parts: dict[Key, Any] = {}
 
     def _begin(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
-        """Open an array; return its shape, its dtype, and what reads its values."""
+        """Open an array; return its shape, its dtype and a reader of its values."""
         part = self._stack.enter_context(self._file.open(name))
         try:
             major, _ = np.lib.format.read_magic(part)

@@ -1,7 +1,7 @@
-"""Rows as Parquet files, which polars, DuckDB, pandas and many others read unaided.
+"""Export rows to Parquet files, which polars, DuckDB, pandas and many others read.
 
-Used by `expstore export` and programs. A folder: `rows/NNNNN.parquet`, each with the rows of a range of
-episodes in the order of their ids, and `episodes.parquet`. It holds one row group in memory at a time.
+Used by `expstore export` and programs. The result is a folder: `rows/NNNNN.parquet`, each with the rows of a
+range of episodes ordered by id, and `episodes.parquet`. One row group is in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from expstore.schema.schema import Field
 
 __all__ = ["export_parquet"]
 
-#: Bytes of rows of a file, about, before they are compressed.
+#: Approximate size of a file's rows in bytes, before compression.
 FILE_BYTES = 1 << 30
-#: While a row group is packed its small numbers take 32 bits each, and more that says how lists are nested.
+#: Memory factor while a row group is encoded: small numbers take 32 bits each, and list levels come on top.
 _EXPANSION = 4
 
 
@@ -48,30 +48,30 @@ def export_parquet(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the rows that can be read now as Parquet.
+    """Write the readable rows to Parquet files.
 
-    Every field is a column, nested ones in structs (`next.reward`); of one value a number, otherwise a list
-    of fixed size, flat; texts, lists, structs and tensors of any length are what they are, the latter with
-    `data` and `shape` if more than the first dim differs. bfloat16 is written as float32, complex64 as pairs
-    of float32, both exactly. `_id`,
-    `_episode`, `_step`, `_time` and `_priority` stand in front. `import_parquet` makes the same fields of it.
-    The folder is there whole or not at all.
+    Every field is a column; nested fields are in structs (`next.reward`). A field of one value is a number, a
+    field of several values a flat list of fixed size. Variable-length text, lists and structs keep their
+    type; so do tensors, with `data` and `shape` if more than the first dim varies. bfloat16 is written as
+    float32, complex64 as pairs of float32, both exactly. The first columns are `_id`, `_episode`, `_step`,
+    `_time` and `_priority`. `import_parquet` restores the same fields. The folder is complete, or does not
+    exist.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The folder, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        progress: Called with the bytes done and the bytes in all.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: Folder to create; it must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
-        StateError: The target is there, or would lie inside a store; or the store has no fields yet.
-        NotFoundError: There is no folder for it; or no rows of these episodes are left.
-        SchemaError: There is no such field, or it holds objects, or bears the name of one of the own columns.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        SchemaError: A field does not exist, holds objects, or has the name of one of the store's own columns.
         LockedError: Another export writes to this target.
-        StorageError: The disk failed or is full; nothing is left of it.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_parquet(rb, "rows.parquet", episodes="status = 'terminated'")
@@ -98,13 +98,13 @@ def export_parquet(
 
 
 def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int:
-    """Write all rows, file by file; return how many there were."""
+    """Write all rows, file by file, and return their number."""
     fields = rows.user_fields
     schema = rows_schema(fields, rows.about())
     tally = Tally(rows, progress)
     size = piece_rows(_EXPANSION * rows.row_bytes)
     ranges = rows.episode_ranges(min(tuning.PARQUET_FILE_ROWS, max(1, FILE_BYTES // tally.row_bytes)))
-    for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still says the fields
+    for number, (first, last) in enumerate(ranges or [(0, 0)]):  # a file without rows still has the schema
         ids = rows.of_episodes(first, last)
         with DiskFile(disk, folder / f"{number:05}.parquet", write=True) as file:
             with pq.ParquetWriter(
@@ -121,7 +121,7 @@ def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int
 
 
 def _check_types(fields: Sequence[Field]) -> None:
-    """Raise SchemaError if Parquet has no form for a field: Arrow has more types."""
+    """Raise SchemaError if Parquet cannot store a field's type: Arrow has more types."""
     for entry in fields:
         if entry.variable:
             try:
@@ -129,8 +129,8 @@ def _check_types(fields: Sequence[Field]) -> None:
                 pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
             except (pa.ArrowException, OSError) as exc:
                 raise SchemaError(
-                    f"field {key_name(entry.key)!r} is {entry}, for which Parquet has no form: {exc}",
-                    hint="name the other fields, or export to Arrow",
+                    f"field {key_name(entry.key)!r} is {entry}, which Parquet cannot store: {exc}",
+                    hint="choose the fields to export without it, or export to Arrow",
                 ) from exc
 
 

@@ -17,7 +17,7 @@ __all__ = ["ShowProgress", "show_import", "show_nothing", "show_progress"]
 
 Unit = Literal["bytes", "rows"]
 
-#: Shows something under a title, in a unit; yields what is told how much is done and how much there is.
+#: Shows progress under a title, in a unit; yields a function to call with the amount done and the total.
 ShowProgress = Callable[[str, Unit], AbstractContextManager[Tell]]
 
 
@@ -29,11 +29,11 @@ def show_nothing(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
 
 @contextlib.contextmanager
 def show_progress(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
-    """Show a bar on the terminal, or nothing where standard error is not one.
+    """Show a bar on the terminal, or nothing if standard error is not a terminal.
 
     Args:
         what: The title.
-        unit: What is counted.
+        unit: The unit of the amounts.
     """
     from rich.console import Console
     from rich.progress import (
@@ -70,7 +70,7 @@ def show_import(show: ShowProgress, what: str = "") -> Iterator[tuple[Tell, Tell
         what: Name of the data set, for the titles.
 
     Yields:
-        A function that is called with bytes done and in all, and one that is called with rows. The first
+        A function that is called with bytes done and in total, and one that is called with rows. The first
         call with rows ends the bar of bytes.
     """
     with contextlib.ExitStack() as bar:

@@ -20,7 +20,7 @@ from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["Piece", "mean_bytes", "read_pieces"]
 
-#: Rows without a fixed size that are read first; later pieces grow up to `tuning.EXCHANGE_VARIABLE_ROWS`.
+#: Number of variable-length rows that are read first; later pieces grow to `tuning.EXCHANGE_VARIABLE_ROWS`.
 FIRST_ROWS = 16
 #: Number of rows that are read to estimate the mean row length, and how many are read at a time.
 _SAMPLED, _TOGETHER = 64, 8
@@ -28,7 +28,7 @@ _SAMPLED, _TOGETHER = 64, 8
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Hold rows.
+    """Rows that were read.
 
     Args:
         asked: Number of rows requested; some may have been removed from the store meanwhile.
@@ -42,7 +42,7 @@ class Piece:
 
 
 def mean_bytes(rows: Rows) -> int:
-    """Return about how many bytes a row has."""
+    """Estimate the average number of bytes of a row."""
     fields = list(rows.fields.items())
     loose = [place for place, entry in fields if entry.variable]
     if not loose or not rows.count:
@@ -63,12 +63,13 @@ def mean_bytes(rows: Rows) -> int:
 
 
 def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int | None = None) -> Iterator[Piece]:
-    """Read rows, in the order that is asked for.
+    """Read rows in the given order.
 
     Args:
-        rows: Which can be read.
-        wanted: Ids, as many at a time as fit by the fields of fixed size. Shapes `(n,)`.
-        most: Bytes of a piece, about, unless a single row has more; None: `tuning.EXCHANGE_BYTES`.
+        rows: The selected rows.
+        wanted: Arrays of ids; each is small enough that its fixed-size fields fit in memory. Shapes `(n,)`.
+        most: Approximate maximum size of a piece in bytes; a single row may exceed it. None:
+            `tuning.EXCHANGE_BYTES`.
     """
     pace = (
         _Pace(rows, most or tuning.EXCHANGE_BYTES)
@@ -83,14 +84,14 @@ def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int | None = None)
 
 
 class _Pace:
-    """Know how many rows to read next, by those that were read last."""
+    """Choose how many rows to read next, from the size of the previous rows."""
 
     def __init__(self, rows: Rows, most: int) -> None:
         self._rows, self._most = rows, most
         self._next, self._each = FIRST_ROWS, 1
 
     def read(self, ids: IntArray) -> Iterator[Piece]:
-        """Yield rows in pieces that fit."""
+        """Yield rows in pieces that fit in memory."""
         held: list[Piece] = []
         size = at = 0
         while at < ids.size:
@@ -105,7 +106,7 @@ class _Pace:
             yield _join(held)
 
     def _read_some(self, ids: IntArray) -> Piece:
-        """Read rows, or the first of them if all together are more than Arrow has a form for."""
+        """Read rows, or only the first of them if all together exceed the limits of an Arrow array."""
         while True:
             try:
                 piece = Piece(ids.size, *self._rows.read(ids))
@@ -115,7 +116,7 @@ class _Pace:
                     raise
                 ids = ids[: ids.size // 2]
         each = sum(column.nbytes for column in piece.columns) // max(1, piece.ids.size)
-        self._each = max(1, each, self._each // 2)  # where there was a long one more may follow
+        self._each = max(1, each, self._each // 2)  # more long rows may follow a long one
         self._next = max(1, min(self._most // (4 * self._each), 2 * ids.size, tuning.EXCHANGE_VARIABLE_ROWS))
         return piece
 

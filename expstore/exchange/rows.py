@@ -1,7 +1,7 @@
-"""The rows that an export hands over: which ones, in which order, and what is known of their episodes.
+"""Select the rows of an export, and read them with the facts about their episodes.
 
-Used by the formats. It reads a piece at a time, leaves out what is overwritten meanwhile, and never changes
-a store.
+Used by the formats. It reads one piece at a time, leaves out rows that are overwritten meanwhile, and never
+changes a store.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from expstore.storages.stats import meta_of
 
 __all__ = ["Episodes", "Exchanged", "Rows", "open_source", "parse_episodes"]
 
-#: What `export` takes: a buffer, its storage, or the path of a store.
+#: The source of an export: a buffer, its storage, or the path of a store.
 Exchanged = Any
-#: Which episodes: ids, or an SQL condition over the relation `episodes`.
+#: A selection of episodes: ids, or an SQL condition over the relation `episodes`.
 Episodes = Sequence[int] | IntArray | str | None
 
 _RANGE = re.compile(r"(\d{1,18})(-(\d{0,18}))?")
@@ -50,15 +50,15 @@ WHERE e.episode_id IN (SELECT unnest(?::BIGINT[])) ORDER BY e.episode_id
 
 @contextmanager
 def open_source(source: Exchanged, version: int | str | None = None) -> Iterator[ReadView]:
-    """Yield the storage that holds the rows; one that is opened here is closed at the end.
+    """Yield the storage that holds the rows; if it is opened here, it is closed at the end.
 
     Args:
-        source: A buffer, a storage, or the path of a store, a version, a folder of versions.
-        version: Number or tag of a version; None: the store, or the newest one.
+        source: A buffer, a storage, or the path of a store, a snapshot or a folder of snapshots.
+        version: Number or tag of a snapshot; None: the store, or the newest snapshot.
 
     Raises:
         NotFoundError: There is no store.
-        StateError: It is closed.
+        StateError: The store is closed.
     """
     if not isinstance(source, str | Path):
         storage = getattr(source, "storage", source)
@@ -99,10 +99,10 @@ def _catalog(storage: ReadView) -> Catalog:
 
 
 def parse_episodes(text: str) -> str:
-    """Return what asks for the episodes that are meant, as in `1-20,35,100-`: an SQL condition.
+    """Return the SQL condition for episodes given as ids and ranges, as in `1-20,35,100-`.
 
     Raises:
-        ValueError: It names none.
+        ValueError: The text is not a list of ids and ranges.
 
     >>> parse_episodes("1-20,35")
     'episode_id BETWEEN 1 AND 20 OR episode_id BETWEEN 35 AND 35'
@@ -111,7 +111,7 @@ def parse_episodes(text: str) -> str:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[3] and int(match[3]) < int(match[1])):
-            raise ValueError(f"{text!r} names no episodes; write ids and ranges of them, as in 1-20,35,100-")
+            raise ValueError(f"{text!r} names no episodes; write ids and ranges of ids, as in 1-20,35,100-")
         first, last = match[1], match[1] if match[2] is None else match[3]
         found.append(f"episode_id BETWEEN {first} AND {last}" if last else f"episode_id >= {first}")
     return " OR ".join(found)
@@ -119,16 +119,16 @@ def parse_episodes(text: str) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold which rows are handed over, and read them.
+    """The selected rows of an export.
 
-    Threads: one. Processes: a writer in another one may overwrite rows, which are left out then.
+    Threads: one. Processes: a writer in another process may overwrite rows, which are then left out.
 
     Args:
-        storage: Where they are.
-        window: Those that could be read when this was made.
-        fragments: Where the rows of the chosen episodes lie, as of then. Shape `(5, n)`.
-        whole: All episodes are chosen.
-        fields: What of them is wanted, by place: of the user's fields, then of the store's own.
+        storage: The storage that holds the rows.
+        window: The rows that were readable when this object was created.
+        fragments: Fragments of the selected episodes at that time. Shape `(5, n)`.
+        whole: Whether all episodes are selected.
+        fields: The selected columns by position: first the user's fields, then the store's own.
         schema: All fields of the storage.
     """
 
@@ -143,7 +143,7 @@ class Rows:
     def choose(
         cls, storage: ReadView, *, fields: Sequence[str] | None = None, episodes: Episodes = None
     ) -> Rows:
-        """Choose rows.
+        """Select rows.
 
         Args:
             storage: The storage that holds them.
@@ -172,7 +172,7 @@ class Rows:
 
     @property
     def places(self) -> list[int]:
-        """Where the fields stand."""
+        """Positions of the selected columns."""
         return list(self.fields)
 
     @property
@@ -182,12 +182,12 @@ class Rows:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row has."""
+        """Number of bytes of a row."""
         return sum(entry.row_bytes for entry in self.fields.values())
 
     @cached_property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.window.rows if self.whole else int(self.fragments[2].sum())
 
     @cached_property
@@ -196,28 +196,28 @@ class Rows:
         return np.unique(self.fragments[0])
 
     def refuse_objects(self, form: str, *, any_length: bool = False) -> None:
-        """Raise SchemaError if a field holds what a format has no form for.
+        """Raise SchemaError if a format cannot store one of the fields.
 
         Args:
-            form: The format.
-            any_length: It takes rows without a fixed size.
+            form: Name of the format.
+            any_length: Whether the format supports variable-length rows.
         """
         for entry in self.fields.values():
             if entry.dtype == OBJECT:
                 raise SchemaError(
-                    f"field {key_name(entry.key)!r} holds objects, for which {form} has no form",
-                    hint="name the other fields",
+                    f"field {key_name(entry.key)!r} holds objects, which {form} cannot store",
+                    hint="choose the fields to export without it",
                 )
             if entry.variable and not any_length:
                 raise SchemaError(
-                    f"field {key_name(entry.key)!r} is {entry}: exports to {form} take rows of a fixed size",
-                    hint="name the other fields; Parquet and Arrow take all",
+                    f"field {key_name(entry.key)!r} is {entry}: exports to {form} need fields of fixed size",
+                    hint="choose the fields to export without it; Parquet and Arrow store all of them",
                 )
 
-    # -- which, in which order --------------------------------------------------------------------
+    # -- selection and order ----------------------------------------------------------------------
 
     def by_id(self, size: int) -> Iterator[IntArray]:
-        """Yield the ids of all rows, ascending, at most so many at a time. Shapes `(n,)`."""
+        """Yield the ids of all rows, ascending, at most `size` at a time. Shapes `(n,)`."""
         if self.whole:
             for start in range(0, self.count, size):
                 yield self.window.nth(np.arange(start, min(start + size, self.count)))
@@ -234,19 +234,19 @@ class Rows:
         return ids
 
     def episode_rows(self, episode: int) -> tuple[IntArray, IntArray]:
-        """Return ids and steps of an episode's rows, in the order of the steps. Shapes `(n,)`."""
+        """Return ids and steps of an episode's rows, ordered by step. Shapes `(n,)`."""
         own = self.by_episode[:, slice(*np.searchsorted(self.by_episode[0], [episode, episode + 1]))]
         number = np.arange(int(own[2].sum())) - np.repeat(np.cumsum(own[2]) - own[2], own[2])
         return all_ids(own), np.repeat(own[1], own[2]) + number
 
     @cached_property
     def by_episode(self) -> IntArray:
-        """The fragments in the order of episodes and steps. Shape `(5, n)`."""
+        """The fragments ordered by episode and step. Shape `(5, n)`."""
         ordered: IntArray = self.fragments[:, np.lexsort((self.fragments[1], self.fragments[0]))]
         return ordered
 
     def episode_ranges(self, rows: int) -> list[tuple[int, int]]:
-        """Cut the episodes into ranges of about so many rows: first and last episode of each."""
+        """Split the episodes into ranges of about this many rows: first and last episode of each."""
         fragments = self.by_episode
         if not fragments.size:
             return []
@@ -264,7 +264,7 @@ class Rows:
         return ranges
 
     def about(self) -> dict[str, Any]:
-        """Return what is kept with the rows, for an import: what JSON can keep."""
+        """Return the facts that an export stores with the rows for a later import, as JSON values."""
         storage = self.storage
         manifest = storage.manifest
         specs = storage.settings.specs()
@@ -281,17 +281,17 @@ class Rows:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> tuple[IntArray, list[Any]]:
-        """Copy rows out, those that are still there.
+        """Copy rows, without those that were overwritten or deleted.
 
         Returns:
-            Their ids, in the order that was asked for, and one array per field, Arrow's where rows have no
-            fixed size. Shapes `(n,)`, `(n, *row shape)`.
+            Their ids, in the requested order, and one array per field; Arrow arrays for variable-length
+            fields. Shapes `(n,)`, `(n, *row shape)`.
         """
         wanted = self.places if places is None else list(places)
         storage = self.storage
         if storage.schema != self.schema:
-            raise StateError("fields came or went while rows were exported", hint="export them again")
-        # Who writes the rows has newer priorities than the column.
+            raise StateError("columns were added or dropped during the export", hint="export again")
+        # The process that writes the rows has newer priorities in memory than the column.
         here = (
             []
             if storage.follows
@@ -309,7 +309,7 @@ class Rows:
 
     @cached_property
     def facts(self) -> Any:
-        """What is known of the episodes, by their ids, as an Arrow table.
+        """Facts about the episodes, ordered by id, as an Arrow table.
 
         Columns: `episode_id, source, named, trajectory_id, start_time, end_time, length, return, status,
         info`.
@@ -318,7 +318,7 @@ class Rows:
 
 
 def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Field]:
-    """Return the fields that are wanted, those of the store's own behind them, by place."""
+    """Return the selected fields, followed by the store's own, by position."""
     known = {key_name(entry.key): place for place, entry in enumerate(schema.fields)}
     if unknown := [name for name in names or () if name not in known]:
         raise SchemaError(f"no field {unknown[0]!r}", hint="there are " + ", ".join(known))
@@ -328,7 +328,7 @@ def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Fie
 
 
 def _find_episodes(storage: ReadView, episodes: Sequence[int] | IntArray | str) -> IntArray:
-    """Return the ids of episodes, ascending."""
+    """Return the ids of the selected episodes, ascending."""
     if isinstance(episodes, str):
         found: IntArray = (
             _catalog(storage).episodes(episodes, None, None, None).arrow()["episode_id"].to_numpy()
@@ -338,7 +338,7 @@ def _find_episodes(storage: ReadView, episodes: Sequence[int] | IntArray | str) 
 
 
 def _clip(fragments: IntArray, low: int, high: int) -> IntArray:
-    """Return what of fragments has ids in (`low`, `high`]; those without any are left out."""
+    """Return the parts of fragments with ids in (`low`, `high`]; fragments without any are left out."""
     first, stride = fragments[3], np.maximum(1, fragments[4])
     head = np.maximum(0, -(-(low + 1 - first) // stride))
     stop = np.minimum(fragments[2], (high - first) // stride + 1)

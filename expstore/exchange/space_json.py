@@ -1,6 +1,6 @@
-"""gymnasium's spaces as the JSON that Minari keeps, made of specs or of dtypes and shapes.
+"""Describe gymnasium spaces as the JSON that Minari stores, from specs or from dtypes and shapes.
 
-Used by the Minari format. It needs neither gymnasium nor Minari, but for specs gymnasium.
+Used by the Minari format. It needs no Minari, and gymnasium only for specs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["nest_spaces", "space_of"]
 
 
 def space_of(storage: ReadView, entry: Field) -> dict[str, Any]:
-    """Return the space of a field: that of its spec where there is one, else all that its dtype can hold."""
+    """Return the space of a field: that of its spec, or else all values of its dtype."""
     space = _from_spec(storage, entry) if storage.settings.specs() else None
     return _of_dtype(entry) if space is None else space
 
 
 def _from_spec(storage: ReadView, entry: Field) -> dict[str, Any] | None:
-    from expstore.buffers.domain_checks import specs_of  # which loads torch
+    from expstore.buffers.domain_checks import specs_of  # loads torch
     from expstore.specs.gymnasium_spaces import to_space
 
     specs = specs_of(storage)
@@ -33,12 +33,12 @@ def _from_spec(storage: ReadView, entry: Field) -> dict[str, Any] | None:
         return None
     try:
         return _text(to_space(spec))
-    except (ValueError, ModuleNotFoundError):  # gymnasium has none, or is not there
+    except (ValueError, ModuleNotFoundError):  # gymnasium has no such space, or is not installed
         return None
 
 
 def _text(space: Any) -> dict[str, Any] | None:
-    """Return the JSON of a space; None: Minari has none."""
+    """Return the JSON of a space, or None if Minari does not support the space."""
     kind = type(space).__name__
     if kind == "Box":
         facts = {"low": space.low.tolist(), "high": space.high.tolist()}
@@ -74,7 +74,7 @@ def _of_dtype(entry: Field) -> dict[str, Any]:
 
 
 def nest_spaces(leaves: Mapping[Key, dict[str, Any]]) -> dict[str, Any]:
-    """Return spaces by their keys as one: a Dict of them, a Tuple where they are called 0, 1 and so on."""
+    """Combine spaces by their keys into one Dict, or into a Tuple where the names are 0, 1, and so on."""
     if () in leaves:
         return leaves[()]
     names = list(dict.fromkeys(key[0] for key in leaves))

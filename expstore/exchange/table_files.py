@@ -1,6 +1,6 @@
-"""Parquet and Arrow files of rows, read batch by batch.
+"""Read Parquet and Arrow files of rows, batch by batch.
 
-Used by imports, which put the rows together. It knows files and what they say of themselves, and no fields.
+Used by imports, which combine the rows. This module knows the files and their statistics, but no fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ArrowPart", "ParquetPart", "Part", "reading_arrow"]
 
 @contextmanager
 def reading_arrow(path: Path) -> Iterator[None]:
-    """Make our error of Arrow's."""
+    """Convert Arrow's errors to StorageError."""
     try:
         yield
     except (pa.ArrowException, OSError) as exc:
@@ -38,10 +38,10 @@ class Part(ABC):
 
     Args:
         path: The file.
-        opened: Closes it.
+        opened: Closes the file when it ends.
     """
 
-    #: How many rows it has; 0: that is not known.
+    #: Number of rows; 0 if unknown.
     rows = 0
     #: Its schema.
     schema: Any
@@ -54,22 +54,22 @@ class Part(ABC):
 
     @abstractmethod
     def _open(self, file: DiskFile) -> None:
-        """Find out what the file says of itself."""
+        """Read the file's metadata."""
 
     @abstractmethod
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield record batches; of these columns, if any are named and that saves reading the others."""
+        """Yield record batches. `columns` names the needed columns, if reading only those is faster."""
 
     def first_id(self) -> int | None:
-        """Return the smallest id, where that is known."""
+        """Return the smallest id, or None if unknown."""
         return None
 
     def row_bytes(self) -> int:
-        """Return about how many bytes a row has, where that is known; 0: it is not."""
+        """Return the approximate number of bytes of a row, or 0 if unknown."""
         return 0
 
     def is_full(self, name: str) -> bool:
-        """Return whether it is known that a column has no lists, and a value in each row."""
+        """Return whether a column is known to have no lists and no missing values."""
         return False
 
 
@@ -81,12 +81,12 @@ class ParquetPart(Part):
         self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield record batches, as `Part`."""
+        """Yield record batches, as `Part.batches`."""
         with reading_arrow(self.path):
             yield from self._file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
     def first_id(self) -> int | None:
-        """Return the smallest id, if the statistics of its first row group say it."""
+        """Return the smallest id, if the statistics of the first row group contain it."""
         names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
         if "_id" not in names or not self._file.metadata.num_row_groups:
             return None
@@ -94,12 +94,12 @@ class ParquetPart(Part):
         return int(found.min) if found is not None and found.has_min_max else None
 
     def row_bytes(self) -> int:
-        """Return about how many bytes a row has, before it is compressed."""
+        """Return the approximate number of uncompressed bytes of a row."""
         groups = self._groups()
         return max((-(-group.total_byte_size // max(1, group.num_rows)) for group in groups), default=0)
 
     def is_full(self, name: str) -> bool:
-        """Return whether the statistics know of a value in each row of a column that has no lists."""
+        """Return whether a column has no lists, and no missing values according to the statistics."""
         leaves = [self._file.schema.column(n) for n in range(len(self._file.schema.names))]
         wanted = [n for n, leaf in enumerate(leaves) if leaf.path == name or leaf.path.startswith(name + ".")]
         if any(leaves[n].max_repetition_level for n in wanted):
@@ -113,14 +113,14 @@ class ParquetPart(Part):
 
 
 class ArrowPart(Part):
-    """A file of Arrow's IPC, of which all would have to be read to count the rows."""
+    """An Arrow IPC file; its number of rows is unknown before the whole file is read."""
 
     def _open(self, file: DiskFile) -> None:
         self._file = pa.ipc.open_file(file)
         self.schema = self._file.schema
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """Yield record batches, as `Part`."""
+        """Yield record batches, as `Part.batches`."""
         for number in range(self._file.num_record_batches):
             with reading_arrow(self.path):
                 batch = self._file.get_batch(number)

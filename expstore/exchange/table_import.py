@@ -1,7 +1,8 @@
-"""Parquet and Arrow files as a new store.
+"""Import Parquet and Arrow files as a new store.
 
-Used by `expstore import` and programs. Exports come back in the order of their ids, with their episodes;
-files of other programs row after row. It holds some batches in memory at a time, and unpickles nothing.
+Used by `expstore import` and programs. Rows that expstore exported are read in the order of their ids, with
+their episodes; rows of other programs in the order of the file. A few batches are in memory at a time, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["import_arrow", "import_parquet"]
 
-#: The highest number of rows that are read at a time if their lengths are unknown.
+#: Maximum number of rows that are read at a time if their lengths are unknown.
 LOOSE_ROWS = 1024
 Kind = Literal["zarr", "arrow"]
 _FACTS = ("episode_id", "source", "named", "trajectory_id", "length", "status", "info")
@@ -59,31 +60,33 @@ def import_parquet(
     tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
-    """Make a store of Parquet files.
+    """Create a store from Parquet files.
 
-    Of what `export_parquet` has made: fields, episodes with their ids, sources, trajectory ids, statuses and
-    infos, times and priorities come back; ids begin at 1. Where rows of an episode are missing, what follows
-    is an episode of its own, whose steps begin at 0. Of other Parquet files: columns of numbers, and lists of
-    them that have one length, become fields of fixed size, structs nested ones; other lists of numbers fields
-    of tensors of any length; texts, all other lists, and columns in which values are missing fields of such
-    values, with None. Episodes follow from flags and trajectory ids, as in `extend`. The store is there whole
-    or not at all.
+    From files of `export_parquet` it restores fields, episodes with their ids, sources, trajectory ids,
+    statuses and infos, times and priorities; ids begin at 1. If rows of an episode are missing, the rows
+    after the gap become a separate episode, whose steps begin at 0.
+
+    From other Parquet files, columns of numbers, and lists of numbers that all have the same length, become
+    fields of fixed size; structs become nested fields. Other lists of numbers become tensors of any length.
+    Text, all other lists, and columns with missing values become variable-length fields, with None for
+    missing values. Episodes follow from flags and trajectory ids, as in `extend`. The store is complete, or
+    does not exist.
 
     Args:
-        source: A folder that `export_parquet` has made, one of Parquet files, or such a file.
-        target: The store's folder, which must not be there yet.
-        capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
-        storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Called with the rows done and the rows in all.
-        tell: Called with what is left out or changed, before any row is written.
+        source: A folder made by `export_parquet`, a folder of Parquet files, or a Parquet file.
+        target: The store's folder, which must not exist yet.
+        capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
+        storage: "arrow", which supports variable-length rows, or "zarr"; None: as the columns need it.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
         disk: Access to the file system.
 
     Raises:
-        NotFoundError: There is no such file, or no folder for the store.
-        StorageError: A file cannot be read; or the disk failed or is full. Nothing is left.
-        SchemaError: A column cannot be a field, not of this storage, or files have different ones.
-        StateError: The target is there, or would lie inside a store.
-        LockedError: Another process makes this store at the same time.
+        NotFoundError: The source, or the parent folder of the store, does not exist.
+        StorageError: A file cannot be read; or the disk failed or is full. Nothing is left behind.
+        SchemaError: A column cannot be a field of this storage, or files have different columns.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
 
     Example:
         >>> import_parquet("rows.parquet", "again.exp").rows
@@ -107,19 +110,23 @@ def import_arrow(
     tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
-    """Make a store of an Arrow IPC file; otherwise as `import_parquet`.
+    """Create a store from an Arrow IPC file. The columns are read as in `import_parquet`.
 
     Args:
-        source: A folder that `export_arrow` has made, or an Arrow IPC file.
-        target: The store's folder, which must not be there yet.
-        capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
-        storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Called with the rows done and the rows in all.
-        tell: Called with what is left out or changed, before any row is written.
+        source: A folder made by `export_arrow`, or an Arrow IPC file.
+        target: The store's folder, which must not exist yet.
+        capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
+        storage: "arrow", which supports variable-length rows, or "zarr"; None: as the columns need it.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
         disk: Access to the file system.
 
     Raises:
-        ExpStoreError: As `import_parquet`.
+        NotFoundError: The source, or the parent folder of the store, does not exist.
+        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
+        SchemaError: A column cannot be a field of this storage.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
 
     Example:
         >>> import_arrow("rows.arrow", "again.exp").rows
@@ -153,7 +160,7 @@ def _parquet_files(source: Path) -> list[Path]:
 
 
 class _EpisodeFacts:
-    """Look up what the file of episodes says."""
+    """Look up facts in the file of episodes."""
 
     def __init__(self, table: Any) -> None:
         table = table.combine_chunks().sort_by("episode_id")
@@ -167,14 +174,14 @@ class _EpisodeFacts:
 
     @property
     def above(self) -> int:
-        """More than any episode's id."""
+        """A number above every episode id."""
         return int(self._ids[-1]) + 1 if self._ids.size else 1
 
     def __call__(self, episode: int) -> Facts:
         at = int(np.searchsorted(self._ids, episode))
         if at == self._ids.size or self._ids[at] != episode:
             raise SchemaError(
-                f"there are rows of episode {episode}, of which the file of episodes knows nothing"
+                f"there are rows of episode {episode}, which is missing in the file of episodes"
             )
         status = self._status[at].as_py()
         info = self._info[at].as_py()
@@ -184,7 +191,7 @@ class _EpisodeFacts:
             )
         return Facts(
             length=int(self._length[at]),
-            status=STATUS.index(status) if status != "cut" else OPEN,  # it becomes so where nothing follows
+            status=STATUS.index(status) if status != "cut" else OPEN,  # becomes cut if nothing follows
             source=self._source[at].as_py(),
             named=self._named[at].as_py(),
             trajectory=self._trajectory[at].as_py(),
@@ -193,7 +200,7 @@ class _EpisodeFacts:
 
 
 def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
-    """Return what is known of episodes; None: there is no such file."""
+    """Return the facts about episodes, or None if the file does not exist."""
     disk = ReadingDisk()
     if not disk.exists(path):
         return None
@@ -201,7 +208,7 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
         table = read(file)
     if missing := [name for name in _FACTS if name not in table.schema.names]:
         raise SchemaError(
-            f"{path} has no column {missing[0]!r}", hint="it is no file of episodes of an export"
+            f"{path} has no column {missing[0]!r}", hint="use the file of episodes that the export wrote"
         )
     return _EpisodeFacts(table)
 
@@ -212,7 +219,7 @@ def _make_facts(episode: int) -> Facts:
 
 
 class _Ends:
-    """Hold the last steps of the episodes, if no file describes them."""
+    """The last steps of the episodes, if no file describes the episodes."""
 
     def __init__(self, parts: Sequence[Part], layout: Layout) -> None:
         table = Table(layout)
@@ -229,7 +236,7 @@ class _Ends:
         self._last = whole[:, np.flatnonzero(np.diff(whole[0], append=whole[0, -1:] - 1))]
 
     def of(self, episodes: IntArray, steps: IntArray) -> Array:
-        """Return which rows are the last of their episodes. Shape `(n,)`."""
+        """Return whether each row is the last of its episode. Shape `(n,)`, bool."""
         last: Array = self._last[1, np.searchsorted(self._last[0], episodes)] == steps
         return last
 
@@ -239,7 +246,7 @@ class _Ends:
 
 @dataclass
 class _Stream:
-    """A part that is being read: the rows of its present batch, by id."""
+    """A part that is being read, with the remaining rows of its current batch, ordered by id."""
 
     rest: Iterator[Any]
     table: Table
@@ -248,7 +255,7 @@ class _Stream:
     own: dict[str, Array]
 
     def take(self, through: int) -> tuple[list[Any], dict[str, Array]]:
-        """Return the rows with ids up to this one, and leave the others."""
+        """Return the rows with ids up to `through`, and keep the others."""
         stop = int(np.searchsorted(self.ids, through, side="right"))
         columns = [column[:stop] for column in self.columns]
         own = {name: values[:stop] for name, values in self.own.items()}
@@ -259,7 +266,7 @@ class _Stream:
         self.columns, self.own, self.ids = columns, own, own["_id"]
 
     def load(self) -> bool:
-        """Read batches until there are rows; return False at the end."""
+        """Read batches until there are rows; return False at the end of the part."""
         while not self.ids.size:
             batch = next(self.rest, None)
             if batch is None:
@@ -271,7 +278,7 @@ class _Stream:
 def _read_by_id(
     parts: Sequence[Part], layout: Layout, rows: int
 ) -> Iterator[tuple[list[Any], dict[str, Array]]]:
-    """Yield the rows of all parts by id. In each they are so; those that overlap are read side by side."""
+    """Yield the rows of all parts ordered by id. Each part is ordered by id; overlapping parts are merged."""
     table, nothing = Table(layout), np.zeros(0, np.int64)
     firsts = [part.first_id() for part in parts]
     waiting = sorted(
@@ -296,7 +303,7 @@ def _read_by_id(
 
 
 def _sort(columns: list[Any], own: dict[str, Array]) -> tuple[list[Any], dict[str, Array]]:
-    """Return rows in the order of their ids."""
+    """Return rows ordered by id."""
     if (np.diff(own["_id"]) > 0).all():
         return columns, own
     order = np.argsort(own["_id"], kind="stable")
@@ -360,10 +367,10 @@ def _fill(
 
 
 def _find_layout(parts: Sequence[Part]) -> Layout:
-    """Return how rows lie in all parts.
+    """Return the common layout of all parts.
 
     Raises:
-        SchemaError: A column cannot be a field, or parts have different ones.
+        SchemaError: A column cannot be a field, or parts have different columns.
     """
     survey = Survey()
     for part in parts:
@@ -378,6 +385,6 @@ def _find_layout(parts: Sequence[Part]) -> Layout:
 
 
 def _rows_at_once(parts: Sequence[Part], row_bytes: int, *, loose: bool) -> int:
-    """Return how many rows are read at a time."""
+    """Return how many rows to read at a time."""
     size = max(1, piece_rows(max(row_bytes, *(part.row_bytes() for part in parts), 0)) // 4)
     return min(size, LOOSE_ROWS) if loose else size

@@ -1,7 +1,7 @@
-"""How Arrow tables, made by expstore or by other programs, store rows; read the columns of their batches.
+"""Find out how Arrow tables, made by expstore or by other programs, represent rows, and read their columns.
 
 Used by imports of Parquet and Arrow files. The layout follows from the metadata, or else from the types and
-from what the rows have in common. This module touches no files.
+from a survey of the rows. This module opens no files.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NAMES = {kind: name for name, kind in VALUES.items() if name not in ("bfloat16"
 
 @dataclass(frozen=True)
 class Layout:
-    """Describe how an Arrow schema stores rows.
+    """How an Arrow schema represents rows.
 
     Args:
         schema: The fields.
         own: The store's own columns that are present.
-        about: expstore's part of the metadata; {} if there is none.
+        about: expstore's part of the metadata; {} without one.
         reasons: For each column that seems to have a fixed size but does not: the reason, in words.
     """
 
@@ -46,21 +46,21 @@ class Layout:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is taken otherwise than it may seem, in words."""
+        """Descriptions of data that is imported in another way than one may expect."""
         return tuple(f"{key_name(key)!r} {why}" for key, why in self.reasons.items())
 
     def check_fixed(self) -> None:
-        """Raise SchemaError if a field has rows of no fixed size."""
+        """Raise SchemaError if a field has variable-length rows."""
         for key in self.schema.variable:
             why = self.reasons.get(key, f"is {self.schema[key]}")
             raise SchemaError(
-                f"column {key_name(key)!r} {why}: a zarr storage keeps rows of a fixed size",
-                hint='import with storage="arrow" (--storage arrow), or leave that out',
+                f"column {key_name(key)!r} {why}: a zarr storage needs rows of fixed size",
+                hint='import with storage="arrow" (--storage arrow), or leave that column out',
             )
 
 
 def needs_survey(schema: Any) -> list[str]:
-    """Return the columns of an Arrow schema of which types do not say whether rows have a fixed size."""
+    """Return the columns of an Arrow schema whose types do not tell whether rows have a fixed size."""
     known = _read_known_fields(_read_about(schema))
 
     def unsure(key: Key, kind: Any, nullable: bool) -> bool:
@@ -107,19 +107,19 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
         if why:
             reasons[key] = why
     if not fields:
-        raise SchemaError("there are no columns that can be fields", hint="numbers, texts, lists of them can")
+        raise SchemaError("no column can be a field", hint="use numbers, text, or lists of these")
     own = tuple(name for name in OWN if name in schema.names)
     form = about.get("form", "") if len(known) == len(fields) else ""
     return Layout(Schema(fields, form), own, about, reasons)
 
 
 def _read_known_fields(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
-    """Return what the metadata say of fields."""
+    """Return the metadata's description of each field, by key."""
     return {tuple(f["key"]): f for f in about.get("fields", ())}
 
 
 def _whole(schema: Any, known: Mapping[Key, Mapping[str, Any]], survey: Survey) -> set[Key]:
-    """Return the structs that are fields, not groups of fields: exports say so, or rows lack them."""
+    """Return the structs that are single fields, not groups: the metadata says so, or rows lack them."""
     found: set[Key] = set()
 
     def look(key: Key, kind: Any) -> None:
@@ -144,17 +144,17 @@ def _read_about(schema: Any) -> dict[str, Any]:
         for entry in () if newer else found["fields"]:
             Schema([_as_said(tuple(map(str, entry["key"])), entry)])
     except (ValueError, KeyError, TypeError) as exc:
-        raise SchemaError(f"what the metadata says of the fields cannot be read: {exc}") from exc
+        raise SchemaError(f"the description of the fields in the metadata cannot be read: {exc}") from exc
     if newer:
         raise SchemaError(
             f"the rows are in format {found['format']}, this version reads format {FORMAT}",
-            hint="import them with a newer expstore",
+            hint="upgrade expstore and import them again",
         )
     return found
 
 
 def _leaves(schema: Any, batch: Any, whole: Container[Key]) -> Iterator[tuple[Key, Any, Any]]:
-    """Yield key, type and rows of every column that is no struct, or one of those that are fields."""
+    """Yield key, type and rows of every column that is not a struct, and of structs that are fields."""
 
     def below(key: Key, kind: Any, column: Any) -> Iterator[tuple[Key, Any, Any]]:
         if pa.types.is_struct(kind) and key not in whole:
@@ -175,7 +175,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _as_said(key: Key, known: Mapping[str, Any]) -> Field:
-    """Return the field that the metadata speak of."""
+    """Return the field that the metadata describes."""
     shape = tuple(map(int, known["shape"]))
     return Field(key, str(known["dtype"]), shape, str(known.get("arrow", "")))
 
@@ -188,10 +188,10 @@ def _is_as_said(key: Key, kind: Any, known: Mapping[str, Any]) -> bool:
 
 
 def _field(key: Key, kind: Any, known: Mapping[str, Any] | None, seen: Seen) -> tuple[Field, str]:
-    """Return the field that a column is, by what the metadata say of it or else by its type and its rows.
+    """Return the field for a column, from the metadata or else from its type and its rows.
 
     Returns:
-        The field; and why it is of no fixed size, where its type would let one expect that.
+        The field, and the reason if it is variable-length although its type suggests a fixed size.
     """
     if known is not None and _is_as_said(key, kind, known):
         return _as_said(key, known), ""
@@ -212,37 +212,37 @@ def _field(key: Key, kind: Any, known: Mapping[str, Any] | None, seen: Seen) -> 
 
 
 def _plain(kind: Any) -> Any:
-    """Return the type below names: of extensions what they are made of, of dictionaries their values."""
+    """Return the type without names: storage types of extensions, value types of dictionaries."""
     if isinstance(kind, pa.BaseExtensionType):
         shape = getattr(kind, "shape", None)
         plain = kind.storage_type
-        if shape is not None and len(shape) > 1:  # a fixed_shape_tensor: nested lists say the same
+        if shape is not None and len(shape) > 1:  # a fixed_shape_tensor: nested lists express the same
             plain = kind.value_type
             for size in reversed(shape):
                 plain = pa.list_(plain, size)
         return plain
     if pa.types.is_dictionary(kind):
         return kind.value_type
-    if pa.types.is_fixed_size_list(kind):  # others call the items otherwise
+    if pa.types.is_fixed_size_list(kind):  # other programs give the items another name
         return pa.list_(kind.value_type, kind.list_size)
     return kind
 
 
 class Table:
-    """Take record batches apart into columns, which are copies or views of them.
+    """Split record batches into columns, which are copies or views of them.
 
     Args:
-        layout: How rows lie in them.
+        layout: How the batches represent rows.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     def columns(self, batch: Any) -> list[Any]:
-        """Return one array per field, Arrow's where rows have no fixed size. Shapes `(n, *row shape)`.
+        """Return one array per field; Arrow arrays for variable-length fields. Shapes `(n, *row shape)`.
 
         Raises:
-            SchemaError: A value is missing, or rows are not what the layout says.
+            SchemaError: A value is missing, or rows do not match the layout.
         """
         whole = set(self._layout.schema.variable)
         found = {key: column for key, _, column in _leaves(batch.schema, batch, whole)}
@@ -252,7 +252,7 @@ class Table:
         return [_to_column(entry, found[entry.key], batch.num_rows) for entry in self._layout.schema.fields]
 
     def own(self, batch: Any, names: Sequence[str] | None = None) -> dict[str, Array]:
-        """Return those of the store's own columns that are there, or some of them. Shapes `(n,)`."""
+        """Return the store's own columns that are present, or only those in `names`. Shapes `(n,)`."""
         found = {}
         for name in self._layout.own if names is None else names:
             column = batch.column(batch.schema.get_field_index(name))
@@ -303,5 +303,5 @@ def _to_numpy(key: Key, array: Any) -> Array:
 
 def _build_missing_error(key: Key) -> SchemaError:
     return SchemaError(
-        f"column {key_name(key)!r} has rows without a value", hint="fill them in, or leave it out"
+        f"column {key_name(key)!r} has rows without a value", hint="fill them in, or leave the column out"
     )

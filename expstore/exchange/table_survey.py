@@ -1,6 +1,6 @@
-"""What all rows of a table of others have in common: how long lists are, whether a value is missing.
+"""Survey the rows of a foreign table: the lengths of lists, and whether a value is missing.
 
-Used by imports of Parquet and Arrow files, whose types do not say it. It looks at batches, one by one, and
+Used by imports of Parquet and Arrow files, whose types do not tell this. It reads batches one by one and
 keeps two numbers per level of a list.
 """
 
@@ -20,10 +20,10 @@ __all__ = ["Seen", "Survey"]
 
 @dataclass(slots=True)
 class Seen:
-    """Describe the values found in a column.
+    """The values found in a column.
 
     Args:
-        lacks: A value, a list or an item is missing somewhere.
+        lacks: Whether a value, a list or an item is missing somewhere.
         lengths: The shortest and the longest list of each level, outermost first.
     """
 
@@ -31,7 +31,7 @@ class Seen:
     lengths: list[tuple[int, int]] = field(default_factory=list)
 
     def size(self, depth: int) -> int | None:
-        """Return the length of all lists of a level; None if lengths differ, are 0, or there are no lists."""
+        """Return the length of all lists of a level; None without lists, or if it is 0 or varies."""
         if depth >= len(self.lengths):
             return None
         shortest, longest = self.lengths[depth]
@@ -39,18 +39,18 @@ class Seen:
 
 
 class Survey:
-    """Look at columns, batch after batch; of those that were never looked at nothing is missing."""
+    """Collects facts about columns, batch by batch; a column never seen counts as having no missing value."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, Seen] = {}
 
     def look(self, batch: Any) -> None:
-        """Look at a record batch."""
+        """Add a record batch to the survey."""
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             self._look((name,), column)
 
     def of(self, key: Key) -> Seen:
-        """Return what was found in a column, or a member of one."""
+        """Return what was found in a column, or in a member of a struct column."""
         return self._seen.get(key, Seen())
 
     def _look(self, key: Key, array: Any) -> None:

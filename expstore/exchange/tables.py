@@ -41,18 +41,18 @@ OWN: dict[str, Any] = {
     "_time": pa.timestamp("us", tz="UTC"),
     "_priority": pa.float32(),
 }
-#: Under this name the metadata say what the fields are.
+#: Metadata key under which the fields are described.
 ABOUT = b"expstore"
-#: Of what the metadata say; files of a newer one are refused.
+#: Version of this description; files with a newer version are rejected.
 FORMAT = 1
-#: Arrow's type of one value; two of them make a complex64.
+#: Arrow types of single values; a complex64 is two of them.
 VALUES: dict[str, Any] = {
     name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
 } | {"bfloat16": pa.float32(), "complex64": pa.float32()}
 
 
 def row_values(entry: Field) -> int:
-    """Return how many of Arrow's values a row has."""
+    """Return the number of Arrow values per row."""
     return entry.row_items * (2 if entry.dtype == "complex64" else 1)
 
 
@@ -61,7 +61,7 @@ def _is_scalar(entry: Field) -> bool:
 
 
 def arrow_type(entry: Field) -> Any:
-    """Return Arrow's type of a field."""
+    """Return the Arrow type of a field."""
     if entry.variable:
         return file_type(entry)
     kind = VALUES[entry.dtype]
@@ -69,17 +69,17 @@ def arrow_type(entry: Field) -> Any:
 
 
 def check_names(fields: Iterable[Field]) -> None:
-    """Raise SchemaError if a field would bear the name of one of the store's own columns."""
+    """Raise SchemaError if a field has the name of one of the store's own columns."""
     for entry in fields:
         if entry.key[0] in OWN:
             raise SchemaError(
                 f"field {key_name(entry.key)!r} has the name of one of the store's own columns",
-                hint="name the other fields",
+                hint="choose the fields to export without it",
             )
 
 
 class _Tree:
-    """Hold how columns hang below one another: names lead to places of fields, or to more of them."""
+    """The nesting of columns: names lead to positions of fields, or to further names."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self.names: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def rows_schema(fields: Sequence[Field], about: Mapping[str, Any]) -> Any:
 
     Args:
         fields: The fields.
-        about: More facts to be kept with it; what JSON can keep.
+        about: Further facts to store in the metadata; the values must be representable as JSON.
     """
     own = [pa.field(name, kind, nullable=False) for name, kind in OWN.items()]
     kept = [
@@ -146,9 +146,9 @@ def to_batch(schema: Any, fields: Sequence[Field], columns: Sequence[Array]) -> 
     """Return rows as a record batch.
 
     Args:
-        schema: As `rows_schema` has made it.
+        schema: The result of `rows_schema`.
         fields: The fields.
-        columns: Their values, then those of the store's own columns. Shapes `(n, *row shape)`.
+        columns: The values of the fields, then of the store's own columns. Shapes `(n, *row shape)`.
     """
     count = len(fields)
     own = []

@@ -1,7 +1,7 @@
-"""Columns without a fixed size, between stores and Arrow tables: texts, lists, structs, tensors of any shape.
+"""Convert variable-length columns between stores and Arrow tables: text, lists, structs and tensors.
 
-Used by the Parquet and Arrow formats. What others read is what stores hold, but for bfloat16, which is
-float32 there. It looks at single columns.
+Used by the Parquet and Arrow formats. Files contain the same types as stores, except that bfloat16 becomes
+float32. This module handles single columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["file_type", "from_file", "plain_array", "plain_type", "suits", "text
 
 
 def file_type(entry: Field) -> Any:
-    """Return Arrow's type of a field without a fixed size, as others read it."""
+    """Return the Arrow type that a variable-length field has in files."""
     found = ragged_of(entry.arrow)
     if found is not None and found.dtype == "bfloat16":
         return ragged_type(Ragged("float32", found.shape))
@@ -31,16 +31,16 @@ def file_type(entry: Field) -> Any:
 
 
 def to_file(entry: Field, column: Any) -> Any:
-    """Return a column of a store as others read it."""
+    """Convert a column of a store to its type in files."""
     kind = file_type(entry)
     return column if kind == to_type(entry.arrow) else _with_values(column, kind, _widen)
 
 
 def from_file(entry: Field, array: Any) -> Any:
-    """Return a column that others may have written as stores have it.
+    """Convert a column of a file, possibly written by another program, to the type of its field.
 
     Raises:
-        SchemaError: It does not fit the field.
+        SchemaError: The column does not match the field.
     """
     array, kind = plain_array(array), file_type(entry)
     if kind != to_type(entry.arrow):
@@ -54,7 +54,7 @@ def from_file(entry: Field, array: Any) -> Any:
 
 
 def suits(entry: Field, kind: Any) -> bool:
-    """Return whether a column of a type can be a field without a fixed size that it is said to be."""
+    """Return whether a column of this type can be read as this variable-length field."""
     return fits(plain_type(kind), file_type(entry))
 
 
@@ -68,13 +68,13 @@ def text_of(key: Key, kind: Any) -> str:
         return type_text(plain_type(kind))
     except SchemaError as exc:
         raise SchemaError(
-            f"column {key_name(key)!r} is of type {kind}, which no field has",
-            hint="leave the column out, or turn it into texts, numbers, lists or structs of these",
+            f"column {key_name(key)!r} is of type {kind}, which a field cannot have",
+            hint="leave the column out, or convert it to text, numbers, lists or structs of these",
         ) from exc
 
 
 def plain_array(array: Any) -> Any:
-    """Return a column in the form that `plain_type` says."""
+    """Convert a column to the type that `plain_type` returns."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = plain_type(array.type)
@@ -82,7 +82,7 @@ def plain_array(array: Any) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type with the same values that fields have: of extensions what they are made of, and so on.
+    """Return the equivalent type that a field can have, without extension types, dictionaries and views.
 
     >>> str(plain_type(pa.list_(pa.dictionary(pa.int8(), pa.string_view()))))
     'list<item: string>'
@@ -110,12 +110,12 @@ def plain_type(kind: Any) -> Any:
 
 
 def _with_values(array: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Return tensors with other values.
+    """Return tensors with converted values.
 
     Args:
         array: Lists, or structs of `data` and `shape`; None where a row has no tensor.
-        kind: The type that they have then.
-        change: Returns the other values, of which there are as many.
+        kind: The type of the result.
+        change: Converts the values; it must not change their number.
     """
     is_a = pa.types
     if is_a.is_struct(kind):
@@ -135,5 +135,5 @@ def _widen(bits: Any) -> Any:
 
 def _narrow(values: Any) -> Any:
     if values.null_count:
-        raise ValueError("a tensor has no value in some place")
+        raise ValueError("a tensor has a missing value")
     return pa.array(narrow_to_bfloat16(values.to_numpy()))

@@ -1,4 +1,4 @@
-"""Readable rows of a store as a plain Zarr v3 group, which every reader of Zarr knows.
+"""Export rows as a plain Zarr v3 group, which every Zarr reader can open.
 
 Used by `expstore export`. It holds one piece of the rows in memory at a time, and never changes a store.
 """
@@ -24,7 +24,7 @@ from expstore.schema.schema import Field
 
 __all__ = ["export_zarr"]
 
-#: Pieces are the shards of all arrays, packed in chunks of so many bytes.
+#: Size of a packed chunk in bytes. A piece of rows is one shard of each array.
 CHUNK_BYTES = 128 * 1024
 
 
@@ -38,7 +38,7 @@ def export_zarr(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write the rows that can be read now as a plain Zarr group, the oldest first.
+    """Write the readable rows as a plain Zarr group, the oldest first.
 
     Every field is an array below its name, `next/reward` for instance, of shape `(rows, *row shape)`;
     the group `_row` also holds `id`, `episode`, `step`, `time` (us since 1970) and `priority`. bfloat16 is
@@ -52,7 +52,7 @@ def export_zarr(
         fields: Names of the fields to export; None: all.
         episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a snapshot, if `source` is a path.
-        progress: Called with the bytes done and the bytes in all.
+        progress: Called with the bytes done and the bytes in total.
         disk: Access to the file system.
 
     Raises:
@@ -82,7 +82,7 @@ def export_zarr(
 
 
 def _copy(rows: Rows, writer: _Group, progress: Progress) -> None:
-    """Hand all rows that can be read now to the writer."""
+    """Pass all readable rows to the writer."""
     tally = Tally(rows, progress)
     for piece in read_pieces(rows, rows.by_id(writer.piece)):
         for start in range(0, piece.ids.size, writer.piece):
@@ -91,14 +91,14 @@ def _copy(rows: Rows, writer: _Group, progress: Progress) -> None:
 
 
 class _Group:
-    """Write arrays piece by piece. zarr-python makes the bytes, in memory.
+    """Write arrays piece by piece. zarr-python encodes them in memory.
 
-    Threads: one. Crashes: what is written is a scrap until `finish` returned.
+    Threads: one. Crashes: the files are incomplete until `finish` has returned.
 
     Args:
         disk: Access to the file system.
-        folder: The group's.
-        rows: What is to come.
+        folder: The group's folder.
+        rows: The rows that will be written.
     """
 
     def __init__(self, disk: Disk, folder: Path, rows: Rows) -> None:
@@ -113,7 +113,7 @@ class _Group:
         self.piece = _power(tuning.EXCHANGE_BYTES // rows.row_bytes, tuning.EXCHANGE_ROWS)
         self._held = [np.empty((self.piece, *e.shape), e.numpy_dtype) for e in fields]
         self._count = 0
-        self._made: dict[str, Any] = {}  # what zarr-python has made, by name
+        self._made: dict[str, Any] = {}  # files that zarr-python has written, by name
         manifest = rows.storage.manifest
         about = {"uuid": None if manifest is None else manifest.uuid}
         group = zarr.create_group(store=MemoryStore(self._made), attributes={"expstore": about})
@@ -135,11 +135,11 @@ class _Group:
                 typesize=size, cname="zstd", clevel=3, shuffle="shuffle" if size > 1 else "noshuffle"
             ),
             attributes={"expstore": {"dtype": entry.dtype}},
-            config={"write_empty_chunks": True},  # -0.0 would not come back
+            config={"write_empty_chunks": True},  # otherwise -0.0 would be read back as 0.0
         )
 
     def add(self, columns: Sequence[Array]) -> None:
-        """Take rows, at most `piece`; one array per field. Shapes `(n, *row shape)`."""
+        """Append rows, at most `piece`; one array per field. Shapes `(n, *row shape)`."""
         count, head = len(columns[0]), self.piece - self._count
         self._keep([column[:head] for column in columns])
         if count >= head:
@@ -163,7 +163,7 @@ class _Group:
         self._count = 0
 
     def finish(self) -> None:
-        """Write the rows that make up no whole piece, and what says what all of it is."""
+        """Write the remaining rows, which fill no whole piece, and the metadata."""
         if self._count:
             self._write()
         for name in list(self._made):
@@ -178,5 +178,5 @@ class _Group:
 
 
 def _power(most: int, limit: int) -> int:
-    """Return the largest power of two that is at most this, and at least 1."""
+    """Return the largest power of two up to `most` (at least 1), or `limit` if that is smaller."""
     return min(limit, 1 << (max(1, most).bit_length() - 1))

@@ -1,1 +1,1 @@
-"""Other libraries."""
+"""Adapters for other libraries."""

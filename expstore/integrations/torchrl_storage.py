@@ -1,6 +1,6 @@
-"""A store under torchrl's own replay buffers: their samplers, writers and transforms, our rows.
+"""A store as the storage of torchrl's own replay buffers, with their samplers, writers and transforms.
 
-Built on the buffers; needs torchrl. It draws nothing by itself, and keeps nothing that is not in the store.
+Built on the buffers; needs torchrl. All its state is in the store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(
         "ExpStorage is a storage for torchrl's replay buffers, and torchrl is not installed; expstore's own "
-        "buffers need none",
+        "buffers do not need it",
         name=exc.name,
     ) from exc
 
@@ -40,26 +40,26 @@ __all__ = ["ExpStorage"]
 _BESIDE = frozenset({"index", "index_generation"})
 
 _COPIES = (
-    "set_, set_at_ and update_ of torchrl's buffers change what a storage hands out, and this one hands out "
-    "copies: the store is as it was"
+    "set_, set_at_ and update_ of torchrl's buffers change the rows that a storage returns, and this one "
+    "returns copies: the store was not changed"
 )
 
 
 class ExpStorage(TensorStorage):  # type: ignore[misc]
-    """Keep the rows of torchrl's own `ReplayBuffer` or `TensorDictReplayBuffer` in a store.
+    """Store the rows of torchrl's own `ReplayBuffer` or `TensorDictReplayBuffer` in an expstore store.
 
-    Rows have the indices that torchrl's `RoundRobinWriter` gives them, which are the store's own: the writer
-    takes its cursor from the store, so a new buffer over an old store continues where the last one stopped.
-    The rows have episodes and ids, and can be queried with SQL: `storage.buffer` is expstore's buffer over
-    the same rows. Use it also to flush and close the store.
+    Rows have the indices that torchrl's `RoundRobinWriter` gives them, which equal the store's own: the
+    writer takes its cursor from the store, so a new buffer over an old store continues where the last one
+    stopped. The rows have episodes and ids, and can be queried with SQL: `storage.buffer` is expstore's
+    buffer over the same rows. Use it also to flush and close the store.
 
     torchrl's samplers draw with torch's random numbers, so draws continue after a restart only if the state
-    of torch's generator is restored. torchrl's priorities stay in the process. Its `SliceSampler` reads all
-    rows again after each write. expstore's own buffers and samplers have none of these limits.
+    of torch's generator is restored. torchrl's priorities exist only in the process. Its `SliceSampler` reads
+    all rows again after each write. expstore's own buffers and samplers have none of these limits.
 
     Threads: as torchrl's buffers. Processes: one writer; in another process the storage follows the store,
-    and cannot write. Crashes: rows survive the process once `extend` has returned; a batch is complete or
-    absent; after `storage.buffer.flush()` rows survive a power cut.
+    and cannot write. Crashes: rows survive the end of the process once `extend` has returned; a batch is
+    complete or absent; after `storage.buffer.flush()` rows survive a power failure.
 
     Args:
         store: A folder, which is opened as by `expstore.open`; or an expstore buffer or storage.
@@ -88,21 +88,23 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         if isinstance(store, str | Path):
             buffer: ReplayBuffer = open_store(store, **keywords)
         elif keywords:
-            raise TypeError(f"{', '.join(keywords)}: settings go with a folder; this store is open already")
+            raise TypeError(
+                f"{', '.join(keywords)}: settings are only allowed with a folder; this store is already open"
+            )
         elif isinstance(store, ReadView):
             buffer = TensorDictReplayBuffer(storage=store)
         elif isinstance(store, ReplayBuffer):
             buffer = store
         else:
             raise TypeError(
-                f"a store is a folder, a buffer or a storage of expstore, not {type(store).__name__}"
+                f"a store must be a folder, a buffer or a storage of expstore, not {type(store).__name__}"
             )
         kept = buffer.storage
         if kept.row_traits.whole or kept.ranking is not None:
             what = (
                 "keeps objects"
                 if kept.row_traits.whole
-                else "keeps the best rows only, in places of its own choice"
+                else "keeps the best rows only, at places that it chooses"
             )
             raise StateError(
                 f"this storage {what}, and torchrl's writers place rows by their cursor",
@@ -115,7 +117,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         self._attached_entities_list: list[Any] = []
         self._rng = None
 
-    # -- what torchrl's buffers, samplers and writers ask ----------------------------------------
+    # -- the interface for torchrl's buffers, samplers and writers -------------------------------
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Append rows at a writer's cursor, which follows the newest row; or change rows by index.
@@ -141,7 +143,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             batch = take(data, layout_of(kept, 0), single=single, skip=_BESIDE)
             self._check_cursor(kept, cursor, batch)
             schema = prepare(kept, batch)
-            if self._reader is None or self._reader[0] is not schema:  # another one after `loads`
+            if self._reader is None or self._reader[0] is not schema:  # the schema changes after `loads`
                 self._reader = schema, StepReader(schema, kept.keys)
             columns = batch.columns(schema)
             steps = self._reader[1].read(columns, batch)
@@ -149,7 +151,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             self.buffer.sampler.on_write(ids)
 
     def _check_cursor(self, kept: ReadView, cursor: Any, batch: Batch) -> None:
-        """Raise unless a cursor means the places that the next rows have."""
+        """Raise StateError unless the cursor is at the positions of the next rows."""
         lanes = int(np.prod(batch.dims, dtype=np.int64))
         steps = batch.count // lanes
         if isinstance(cursor, slice):
@@ -161,33 +163,34 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
                 "all batch dims are rows",
                 hint="flatten it first: rb.extend(batch.reshape(-1))",
             )
-        most = -(-self.max_size // lanes)  # what the capacity becomes with the first rows
+        most = -(-self.max_size // lanes)  # the capacity along time, which is rounded up with the first rows
         expected = (kept.last // lanes + np.arange(steps)) % most
         if not np.array_equal(numbers, expected):
             raise StateError(
-                f"the writer wants to write at {_format(numbers)}, and the next rows of the store come at "
+                f"the writer's cursor is at {_format(numbers)}, but the store's next rows are at "
                 f"{_format(expected)}: nothing was written",
-                hint="a writer that was set later takes its cursor from the store by storage.align(rb)",
+                hint="after setting another writer, call storage.align(rb) to correct its cursor",
             )
 
     def get(self, index: Any) -> Any:
-        """Read rows by index: copies.
+        """Return copies of rows by index.
 
         Args:
-            index: An integer for one row; a slice, integers or a mask for several; a tuple of them by dim.
+            index: An integer for one row; a slice, integers or a mask for several; or a tuple of them, one
+                per dim.
 
         Raises:
             NotFoundError: There is no such row.
-            StateError: Indices do not go from 0 on, since rows between were given up.
+            StateError: Indices have gaps, because rows between others were deleted.
         """
         kept = self.buffer.storage
         window = kept.window
         hole = window.low if kept.capacity is None else window.low % kept.capacity
         if window.deleted or (hole and window.size != kept.capacity):
             raise StateError(
-                "rows were given up between others (a repair, or an extend longer than the spare slots that "
-                "was killed), and torchrl's samplers need indices from 0 on without gaps",
-                hint="draw by expstore's own buffer, expstore.open(path), until they are overwritten",
+                "rows between others are missing (after a repair, or a kill during an extend longer than the "
+                "spare slots), and torchrl's samplers need indices without gaps",
+                hint="sample with expstore's own buffer, expstore.open(path), until they are overwritten",
             )
         return get(kept, index)
 
@@ -203,22 +206,22 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
     @property
     def ndim(self) -> int:
-        """How many dims of a batch are rows, time being the first."""
+        """The number of dims of a batch that are rows, the first of which is time."""
         return self.buffer.storage.ndim
 
     @property
     def device(self) -> torch.device:
-        """Where rows are handed out."""
+        """The device of the returned rows."""
         return self.buffer.storage.device or torch.device("cpu")
 
     @property
     def max_size(self) -> int:
-        """How many rows can be read at most."""
+        """The largest number of readable rows."""
         return self.buffer.storage.max_size
 
     @property
     def initialized(self) -> bool:
-        """Whether there are fields yet."""
+        """Whether the store has fields."""
         return self.buffer.storage.schema is not None
 
     @property
@@ -228,7 +231,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     @_len.setter
     def _len(self, value: int) -> None:
         if value != len(self):
-            raise StateError(f"the store has {len(self)} rows, and only what is written changes that")
+            raise StateError(f"the store has {len(self)} rows, and only writing rows changes this")
 
     @property
     def _total_shape(self) -> torch.Size | None:
@@ -252,24 +255,24 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
     @property
     def _mutation_revision(self) -> int:
-        """A number that moves whenever rows come, change or leave."""
+        """A number that changes whenever rows are added, changed or removed."""
         kept = self.buffer.storage
         kept.follow()
         return kept.last + sum(kept.version)
 
     def _bump_mutation_revision(self) -> None:
-        # torchrl's buffers call it when they have changed rows in place, which they believe to be views.
+        # torchrl's buffers call it after they have changed rows in place, which they take for views.
         raise StateError(_COPIES, hint="rb[index] = rows, or storage.buffer.set_at_(...)")
 
     def _empty(self) -> None:
         if self.buffer.storage.capacity is None and len(self):
             raise StateError(
-                "in a store without capacity no index comes again, and torchrl's samplers need all from 0 on",
-                hint="give the store a capacity, or make a new one",
+                "a store without capacity never reuses indices, and torchrl's samplers need all from 0 on",
+                hint="give the store a capacity, or create a new one",
             )
         self.buffer.empty()
 
-    # -- the buffer over it ----------------------------------------------------------------------
+    # -- the buffer of torchrl over this storage -------------------------------------------------
 
     def align(self, buffer: Any) -> None:
         """Make a buffer's writer read its cursor from the store from now on.
@@ -285,28 +288,28 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         writer, sampler = buffer._writer, buffer._sampler
         if isinstance(sampler, ConsumingSampler):
             raise ValueError(
-                "a ConsumingSampler of torchrl puts new rows in the places of used ones, out of the order in "
-                "which the store knows its episodes; use expstore's own: expstore.open(path, "
+                "a ConsumingSampler of torchrl writes new rows at the places of used ones, in another order "
+                "than that of the store's episodes; use expstore's own: expstore.open(path, "
                 "sampler=expstore.ConsumingSampler(...))"
             )
         if isinstance(writer, ImmutableDatasetWriter):
             return
         if not isinstance(writer, RoundRobinWriter) or writer._compilable:
             raise ValueError(
-                f"a {type(writer).__name__} places rows elsewhere than the store does, which goes round a "
-                "ring: use a RoundRobinWriter that is not compilable, or expstore's own buffers and writers"
+                f"a {type(writer).__name__} places rows at other indices than the store, which is a ring: "
+                "use a RoundRobinWriter that is not compilable, or expstore's own buffers and writers"
             )
         writer._cursor_value = _Cursor(self)
         writer._write_count_value = _WriteCount(self)
 
     @property
     def checkpointer(self) -> None:
-        """None: `dumps` has one format."""
+        """Always None: `dumps` has one format."""
         return None
 
     @checkpointer.setter
     def checkpointer(self, value: Any) -> None:
-        # The last thing that a buffer sets when it is made: now it has its writer.
+        # A buffer sets it last in its constructor, when its writer is set.
         if value is not None:
             raise ValueError(
                 "a checkpointer is not supported: dumps() writes snapshots of the store itself; leave it out"
@@ -316,44 +319,43 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
                 self.align(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which rows there are, and of a store in RAM the rows; on disk they stay where they are."""
+        """Return the state: of a store in RAM with the rows, of a store on disk without them."""
         return self.buffer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; rows on disk that were added since stay.
+        """Restore the result of `state_dict`. Rows that were added to a store on disk since are kept.
 
         Raises:
-            StateError: It is of another store, or of rows that are not here; nothing was changed.
+            StateError: The state is of another store, or of rows that are missing here; nothing was changed.
         """
         self.buffer.load_state_dict(state_dict)
 
     def dumps(self, path: str | Path) -> None:
-        """Make a version of the store; see `ReplayBuffer.dumps`."""
+        """Create a version of the store; see `ReplayBuffer.dumps`."""
         self.buffer.dumps(path)
 
     def loads(self, path: str | Path) -> None:
-        """Put a version's rows in the place of the store's; see `ReplayBuffer.loads`."""
+        """Replace the store's content by a version's; see `ReplayBuffer.loads`."""
         self.buffer.loads(path)
 
     def register_save_hook(self, hook: Any) -> None:
-        """Have `state_dict` keep what a hook returns of the rows; see `PortableStorage`."""
+        """Store the result of a hook in `state_dict`; see `PortableStorage`."""
         self.buffer.register_save_hook(hook)
 
     def register_load_hook(self, hook: Any) -> None:
-        """Have `load_state_dict` take what a hook returns of the rows; see `PortableStorage`."""
+        """Pass rows through a hook in `load_state_dict`; see `PortableStorage`."""
         self.buffer.register_load_hook(hook)
 
     @property
     def shared_init(self) -> bool:
-        """Asked by collectors of several processes before the first rows: these cannot write."""
+        """Raise StateError: multi-process collectors, which read it before the first rows, cannot write."""
         raise _build_process_error()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs, which follows the store.
+        """Return the state of a copy, which follows the store.
 
         Raises:
-            StateError: It is about to be handed to a process that is started, as collectors do, to be written
-                there.
+            StateError: The copy is made for a new process, as multi-process collectors do, to write there.
         """
         if get_spawning_popen() is not None and self.buffer.storage.can_write:
             raise _build_process_error()
@@ -368,8 +370,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
 def _build_process_error() -> StateError:
     return StateError(
-        "a store has one writer, and in another process this storage could only follow it: collectors of "
-        "several processes cannot write to it there",
+        "a store has one writer, and in another process this storage could only read: multi-process "
+        "collectors cannot write to it",
         hint="iterate over the collector and extend the buffer here; to read elsewhere, open the store "
         "there: ExpStorage(path, mode='r')",
     )
@@ -381,7 +383,7 @@ def _format(numbers: np.ndarray[Any, Any]) -> str:
 
 @dataclass(slots=True)
 class _Cursor:
-    """Stand for the shared number in which a torchrl writer keeps its cursor: the store knows it."""
+    """A stand-in for the shared number with a torchrl writer's cursor, which is read from the store."""
 
     storage: ExpStorage
 
@@ -393,21 +395,21 @@ class _Cursor:
 
     @value.setter
     def value(self, value: int) -> None:
-        """Leave it to the store, which moves it with the rows."""
+        """Ignore the value: the store moves the cursor with the rows."""
 
 
 @dataclass(slots=True)
 class _WriteCount:
-    """Stand, in the same way, for the number of rows that were ever written."""
+    """A stand-in for torchrl's shared count of written rows, which is read from the store."""
 
     storage: ExpStorage
 
     @property
     def value(self) -> int:
-        """Return how many."""
+        """Return the number of rows ever written."""
         kept = self.storage.buffer.storage
         return kept.write_count // kept.geometry.lanes
 
     @value.setter
     def value(self, value: int) -> None:
-        """Leave it to the store."""
+        """Ignore the value: the store counts rows."""

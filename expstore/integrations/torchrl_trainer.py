@@ -1,6 +1,6 @@
 """Replay buffers as hooks of a training loop: torchrl's `Trainer`, or one of your own.
 
-Built on the buffers. It imports no torchrl, and neither trains nor keeps any rows itself.
+Built on the buffers. It imports torchrl only when `to_torchrl` is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import SchemaError, StateError
 
-__all__ = ["ReplayBufferTrainer"]
+__all__ = ["ReplayBufferTrainer", "to_torchrl"]
 
 _MASK = ("collector", "mask")
 _TRUNCATED = ("next", "truncated")
@@ -30,23 +30,25 @@ class ReplayBufferTrainer:
     `Trainer`. You can also call them from your own loop.
 
     Threads: `sample` and `extend` may run at the same time. Processes: a process that follows a store may
-    sample, not extend. Crashes: stored rows are as durable as the storage makes them, whether the trainer was
+    sample, but not extend. Crashes: stored rows are as durable as in the storage, whether the trainer was
     saved or not. A loaded trainer continues with the batches that would have followed when it was saved.
-    (torchrl's unified `Checkpoint` has the buffer make a snapshot of all rows each time, and restores it;
-    other ways of saving keep the state of a store on disk, which is a few numbers.)
+    (torchrl's unified `Checkpoint` makes the buffer create a snapshot of all rows each time, and restores it;
+    other ways of saving save the state of a store on disk, which is a few numbers.)
 
     Args:
         replay_buffer: The buffer of the rows; only a `TensorDictReplayBuffer` can write back priorities.
         batch_size: Batch size of `sample`; None: the buffer's.
-        memmap: Must be False: a store on disk keeps its rows in mapped files anyway.
+        memmap: Must be False: a store on disk has its rows in mapped files anyway.
         device: Device of the samples; None: the buffer's.
-        flatten_tensordicts: Make one row of each step of a batch: of the steps that `("collector", "mask")`
-            marks if there is a mask, else of all steps. A store of `expstore.open` takes them lane by lane,
-            as they were gathered, so that episodes continue with the next batch; in other storages each lane
-            is truncated at its end.
-        max_dims: Pad batches with zeros to these sizes, so that trajectories of different lengths fit
-            into one storage; -1 leaves a dim as it is.
-        iterate: Iterate over the buffer batch by batch, with the buffer's `batch_size`: at the end of an
+        flatten_tensordicts: Whether to make one row of each step of a batch: of the steps that `("collector",
+            "mask")` marks if there is a mask, otherwise of all steps. A store of `expstore.open` writes them
+            lane by lane, as they were collected, so that episodes continue with the next batch; in other
+            storages each lane is truncated at its end.
+        max_dims: Sizes to which batches are padded with zeros, so that trajectories of different lengths fit
+            into one storage; -1 leaves a dim unchanged.
+        iterate: Whether to iterate over the buffer batch by batch, with the buffer's `batch_size`. At the end
+            of an iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts
+            again.
             iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts again.
 
     Raises:
@@ -56,7 +58,7 @@ class ReplayBufferTrainer:
 
     Example:
         >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
-        >>> hook.register(trainer)  # of torchrl; or, in a loop of one's own:
+        >>> hook.register(trainer)  # of torchrl; or, in your own loop:
         >>> hook.extend(collected)
         >>> batch = hook.sample()
         >>> hook.update_priority(batch.set("td_error", errors))
@@ -82,17 +84,17 @@ class ReplayBufferTrainer:
         _check_sizes(max_dims)
         if flatten_tensordicts and max_dims is not None:
             raise ValueError(
-                "max_dims fills trajectories up to one length; with flatten_tensordicts=True every step is a "
-                "row, and there is nothing to fill up: give one of them"
+                "max_dims pads trajectories to one length; with flatten_tensordicts=True every step is a "
+                "row, and there is nothing to pad: give one of them"
             )
         if max_dims is not None and _takes_all_dims(replay_buffer):
             raise ValueError(
-                "max_dims fills trajectories up to one length, but in this store every step is a row: zeros "
+                "max_dims pads trajectories to one length, but in this store every step is a row: zeros "
                 "would be stored as steps; leave it out, or use a storage of trajectories (LazyMemmapStorage)"
             )
         if iterate and batch_size not in (None, replay_buffer.batch_size):
             raise ValueError(
-                f"iterate=True goes by the buffer's own batch_size, {replay_buffer.batch_size}, not by "
+                f"iterate=True uses the buffer's own batch_size, {replay_buffer.batch_size}, not by "
                 f"batch_size={batch_size}: give it to the buffer"
             )
         self.replay_buffer = replay_buffer
@@ -109,18 +111,19 @@ class ReplayBufferTrainer:
         """Store a batch; return it as it was stored.
 
         Args:
-            batch: As a collector hands it over; it is not changed. Batch size `[T]`, `[B, T]`, and so on.
+            batch: A collector's batch; it is not changed. Batch size `[T]`, `[B, T]`, and so on.
 
         Returns:
-            With `flatten_tensordicts`, batch size `[rows]`; else the batch, filled up by `max_dims`. On the
-            CPU.
+            With `flatten_tensordicts`, batch size `[rows]`; otherwise the batch, padded to `max_dims`. On
+            the CPU.
 
         Raises:
-            TypeError: It is no TensorDict; nothing was stored.
-            SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was stored.
+            TypeError: The batch is not a TensorDict; nothing was stored.
+            SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was
+                stored.
         """
         if not is_tensor_collection(batch):
-            raise TypeError(f"a collector hands over a TensorDict, this is {_kind(batch)}: make one of it")
+            raise TypeError(f"batch must be a TensorDict, got {_kind(batch)}")
         batch = batch.cpu()
         rows = batch
         if self.flatten_tensordicts:
@@ -131,7 +134,7 @@ class ReplayBufferTrainer:
         return batch
 
     def _flat(self, batch: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Return what is to be stored, and the same as one row after another."""
+        """Return the batch to store, and the same as one row after another."""
         if (mask := batch.get(_MASK, None)) is not None:
             flat = batch[mask]
             return flat, flat
@@ -150,12 +153,12 @@ class ReplayBufferTrainer:
         """Return a batch to learn from.
 
         Args:
-            batch: What was collected last; it plays no part, and trainers hand it over.
+            batch: The last collected batch, which trainers pass; ignored.
 
         Raises:
-            StopIteration: With `iterate`, an iteration is at its end.
-            NotReadyError: The store is empty, or no row is left that may still be drawn.
-            TypeError: The buffer hands out NumPy arrays.
+            StopIteration: The end of an iteration, with `iterate`.
+            NotReadyError: The store is empty, or no more rows may be drawn.
+            TypeError: The buffer returns NumPy arrays.
         """
         if self.iterate:
             if self._batches is None:
@@ -163,7 +166,7 @@ class ReplayBufferTrainer:
             try:
                 sample = next(self._batches)
             except BaseException:
-                self._batches = None  # the next one begins anew
+                self._batches = None  # the next call starts again
                 raise
         else:
             sample = self.replay_buffer.sample(self.batch_size)
@@ -172,23 +175,23 @@ class ReplayBufferTrainer:
         return cast(TensorDictBase, sample if self.device is None else sample.to(self.device))
 
     def update_priority(self, batch: TensorDictBase) -> None:
-        """Set the priorities of a sample's rows, where the buffer is drawn by priorities.
+        """Set the priorities of a sample's rows if the buffer draws by priority.
 
         Args:
-            batch: A sample, with the buffer's `priority_key` added.
+            batch: A sample with the buffer's `priority_key`.
 
         Raises:
-            TypeError: It is no TensorDict.
+            TypeError: The batch is not a TensorDict.
             SchemaError: The batch has no priorities.
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         if self._takes_priorities():
             if not is_tensor_collection(batch):
-                raise TypeError(f"priorities are taken out of a sample, this is {_kind(batch)}")
+                raise TypeError(f"priorities are read from a sample, a TensorDict, got {_kind(batch)}")
             cast(TensorDictReplayBuffer, self.replay_buffer).update_tensordict_priority(batch)
 
     def _takes_priorities(self) -> bool:
-        """Return whether the buffer is drawn by priorities; asked each time, since samplers may be set."""
+        """Return whether the buffer draws by priority; checked each time, since the sampler can be set."""
         buffer = self.replay_buffer
         members = self._members()
         if not any(member.sampler.prioritized for member in members):
@@ -201,22 +204,22 @@ class ReplayBufferTrainer:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: which batch comes next, and of storages in RAM the rows."""
+        """Return the state for `load_state_dict`: which batch is next, and of storages in RAM the rows."""
         return {"replay_buffer": self.replay_buffer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`.
+        """Continue with the batch that would have followed `state_dict`.
 
-        Rows of a store on disk that were added since stay. The buffer ends its open episodes: collectors
-        restart, and their trajectory ids come again.
+        Rows that were added to a store on disk since are kept. The open episodes of the buffer end, because
+        collectors restart and reuse trajectory ids.
 
         Raises:
-            StateError: It is no state of such a hook, or of another buffer; nothing was changed.
+            StateError: The state is not of such a hook, or of another buffer; nothing was changed.
         """
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("replay_buffer"), Mapping):
             raise StateError(
-                f"that is no state of a {type(self).__name__}: it has no buffer's state, 'replay_buffer'",
-                hint="give what its state_dict() returned",
+                f"this is not a state of a {type(self).__name__}: it has no entry 'replay_buffer'",
+                hint="pass the result of its state_dict()",
             )
         self.replay_buffer.load_state_dict(state_dict["replay_buffer"])
         self._batches = None
@@ -227,24 +230,55 @@ class ReplayBufferTrainer:
         return [buffer] if isinstance(buffer, ReplayBuffer) else [buffer[n] for n in range(len(buffer))]
 
     def register(self, trainer: Any, name: str = "replay_buffer") -> None:
-        """Have a torchrl `Trainer` call the hooks, and save and load the buffer's state with its own.
+        """Register the hooks with a torchrl `Trainer`, which also saves and loads the buffer's state.
 
         Args:
-            trainer: Which one.
-            name: Under which its checkpoints have the state.
+            trainer: The trainer.
+            name: Name of the state in its checkpoints.
 
         Raises:
-            TypeError: It is no trainer.
+            TypeError: `trainer` is not a trainer.
         """
         if not all(hasattr(trainer, method) for method in ("register_op", "register_module")):
             raise TypeError(
-                f"hooks are registered with a torchrl Trainer, not with {_kind(trainer)}; a loop of your own "
-                "calls extend, sample and update_priority itself"
+                f"hooks are registered with a torchrl Trainer, not with {_kind(trainer)}; in your own loop "
+                "call extend, sample and update_priority"
             )
         trainer.register_op("batch_process", self.extend)
         trainer.register_op("process_optim_batch", self.sample)
         trainer.register_op("post_loss", self.update_priority)
         trainer.register_module(name, self)
+
+
+def to_torchrl(replay_buffer: Any) -> Any:
+    """Return an `OfflineToOnlineReplayBuffer` as an instance of TorchRL's class, too.
+
+    TorchRL's `OfflineToOnlineTrainer` takes only instances of TorchRL's `OfflineToOnlineReplayBuffer`. The
+    object returned is the same buffer: it shares the rows, the draws and the fraction.
+
+    Args:
+        replay_buffer: An `OfflineToOnlineReplayBuffer` of expstore.
+
+    Raises:
+        TypeError: It is another object.
+        ModuleNotFoundError: TorchRL is not installed.
+
+    Example:
+        >>> rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=100_000, batch_size=256)
+        >>> trainer = OfflineToOnlineTrainer(replay_buffer=expstore.trainers.to_torchrl(rb), ...)
+    """
+    from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer
+
+    if not isinstance(replay_buffer, OfflineToOnlineReplayBuffer):
+        raise TypeError(
+            f"to_torchrl takes an OfflineToOnlineReplayBuffer of expstore, got {_kind(replay_buffer)}; for "
+            "other buffers there is expstore.trainers.ReplayBufferTrainer"
+        )
+    from expstore.integrations.torchrl_offline_to_online import TorchRLOfflineToOnline
+
+    made = TorchRLOfflineToOnline.__new__(TorchRLOfflineToOnline)
+    made.__dict__ = replay_buffer.__dict__
+    return made
 
 
 def _check_buffer(found: Any) -> None:
@@ -253,7 +287,7 @@ def _check_buffer(found: Any) -> None:
     if type(found).__module__.startswith("torchrl."):
         todo = "torchrl.trainers.ReplayBufferTrainer takes torchrl's own"
     else:
-        todo = "expstore.open() makes one"
+        todo = "expstore.open() returns one"
     raise TypeError(f"replay_buffer must be a buffer of expstore, got {_kind(found)}; {todo}")
 
 
@@ -261,11 +295,11 @@ def _check_sizes(sizes: Any) -> None:
     if sizes is not None and not (
         isinstance(sizes, Sequence) and all(isinstance(size, int) and size >= -1 for size in sizes)
     ):
-        raise TypeError(f"max_dims is a size for each dim of a batch, -1 where it may be any, not {sizes!r}")
+        raise TypeError(f"max_dims must be one size for each dim of a batch, -1 for any size, not {sizes!r}")
 
 
 def _kind(found: Any) -> str:
-    """Return what to call something that is not what it should be."""
+    """Return a description of a value of the wrong type, for messages."""
     if found is None or isinstance(found, str | int | float):
         return repr(found)
     kind = found if isinstance(found, type) else type(found)
@@ -278,19 +312,19 @@ def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:
 
 
 def _pad(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
-    """Return a batch filled up with zeros; -1 stands for a dim that stays as it is."""
+    """Pad a batch with zeros; -1 leaves a dim unchanged."""
     shape = tuple(batch.batch_size)
     if len(sizes) != len(shape):
         raise SchemaError(
-            f"max_dims={list(sizes)} has {len(sizes)} sizes, the batch {len(shape)} dims: {list(shape)}",
-            hint="give one size for each dim, -1 where it may be any",
+            f"max_dims={list(sizes)} has {len(sizes)} sizes, the batch has {len(shape)} dims: {list(shape)}",
+            hint="give one size for each dim, -1 for any size",
         )
     ends: list[int] = []
     for size, most in zip(shape, sizes, strict=True):
         if size > most != -1:
             raise SchemaError(
-                f"the batch has shape {list(shape)}, and max_dims={list(sizes)} has no room for it",
-                hint="give max_dims the longest that may come",
+                f"the batch has shape {list(shape)}, and max_dims={list(sizes)} is smaller",
+                hint="set max_dims to the longest trajectories",
             )
         ends += [0, 0 if most == -1 else most - size]
     return cast(TensorDictBase, pad(batch, ends))

@@ -1,1 +1,1 @@
-"""Loops that are compiled."""
+"""Compiled loops."""

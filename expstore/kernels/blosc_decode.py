@@ -163,7 +163,7 @@ def _help_in_c(address: Any) -> int:
 
 @compiled("void(int64[::1], int64, int64)", nogil=True)
 def _take_together(task: Ints, others: int, helper: int) -> None:
-    """Have other threads help, as far as they can be begun, and end with the last of them."""
+    """Run `_help` here and in as many of `others` helper threads as can be started; wait for all of them."""
     threads = start_helpers(others, helper, task.ctypes.data)
     _help(task)
     join_helpers(threads)
@@ -180,24 +180,24 @@ def take_rows(
     out: int,
     scratch: int,
 ) -> int:
-    """Copy rows out of frames, each of which is unpacked once, as far as rows are wanted of it.
+    """Copy rows out of frames. Each frame is decompressed once, and only the blocks with requested rows.
 
-    The 4 bytes behind a frame are its crc32c, which must fit: blosc trusts what it unpacks. What its first
-    16 bytes say of its length, packed and unpacked, must be what is known of it.
+    The 4 bytes after a frame are its crc32c, which must match, because blosc does not check its input. The
+    compressed and decompressed lengths in a frame's first 16 bytes must be the expected ones.
 
     Args:
         sources: Addresses of the frames. Shape `(m,)`.
-        sizes: Their lengths. Shape `(m,)`.
-        which: In which of them each row is, ascending. Shape `(n,)`.
-        inside: Which of its rows. Shape `(n,)`.
-        goals: Which row of `out` it becomes. Shape `(n,)`.
-        row_bytes: Length of a row.
-        chunk_bytes: Length of an unpacked frame.
-        out: Address of the rows.
-        scratch: Address of `chunk_bytes` bytes.
+        sizes: Lengths of the frames in bytes. Shape `(m,)`.
+        which: Number of the frame of each row, ascending. Shape `(n,)`.
+        inside: Number of each row in its frame. Shape `(n,)`.
+        goals: Number of each row in `out`. Shape `(n,)`.
+        row_bytes: Bytes of a row.
+        chunk_bytes: Bytes of a decompressed frame.
+        out: Address at which the rows are written.
+        scratch: Address of `chunk_bytes` bytes of working memory.
 
     Returns:
-        The first frame that is damaged; -1: none.
+        The number of the first damaged frame; -1 if all are sound.
     """
     threads = min(native.THREADS, sources.size * chunk_bytes // tuning.DECOMPRESS_THREAD_BYTES)
     if threads < 2:

@@ -1,7 +1,7 @@
-"""Compiled loops: most keep the GIL, what goes over many files gives it away once.
+"""Compiled loops over files and rows. Loops over many files release the GIL; the others keep it.
 
-Used by `expstore.disk` and `expstore.episodes`. Loading this module loads numba, so it is imported in the
-background when rows come; until then plain Python does the same work.
+Used by `expstore.disk` and `expstore.episodes`. Importing this module loads numba, so it is imported in the
+background when rows are written; until then plain Python does the same work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bools = NDArray[np.bool_]
 
 
 def compiled(signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for these signatures at once, and keep the result where a folder allows it."""
+    """Compile a function for these signatures at once; cache the result if a folder for it is writable."""
 
     def compile_it(function: Callable[..., Any]) -> Any:
         try:
@@ -43,7 +43,7 @@ def compiled(signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], 
 
 
 def compiled_for_c(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function that C calls, by its `address`; kept as those of `compiled`."""
+    """Compile a function that C calls through its `address`; cached like those of `compiled`."""
 
     def compile_it(function: Callable[..., Any]) -> Any:
         try:
@@ -54,19 +54,19 @@ def compiled_for_c(signature: str) -> Callable[[Callable[..., Any]], Any]:
     return compile_it
 
 
-# libc's, found by name when the loop is linked.
+# Functions of libc, found by name when the loop is linked.
 _pwrite: Any = types.ExternalFunction("pwrite", types.intp(types.int32, types.intp, types.intp, types.int64))
 _fdatasync: Any = types.ExternalFunction("fdatasync", types.int32(types.int32))
 _linkat: Any = types.ExternalFunction(
     "linkat", types.int32(types.int32, types.intp, types.int32, types.intp, types.int32)
 )
 _unlinkat: Any = types.ExternalFunction("unlinkat", types.int32(types.int32, types.intp, types.int32))
-#: Linux only, as is what follows, and those that use it.
+#: Linux only, like what follows and the loops that use it.
 _errno: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())  # type: ignore[no-untyped-call]
 _statx: Any = types.ExternalFunction(
     "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
 )
-_STATX_SIZE, _SIZE_WORD = 0x200, 5  # what is asked for, and the 8-byte word in which it comes
+_STATX_SIZE, _SIZE_WORD = 0x200, 5  # the requested field, and the 8-byte word of the answer that contains it
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
@@ -74,13 +74,13 @@ def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
     """Write arrays to one file each.
 
     Args:
-        fds: Descriptors. Shape `(n,)`.
-        addresses: Where each array's bytes begin. Shape `(n,)`.
-        sizes: How many bytes it has. Shape `(n,)`.
-        offsets: Where they go in the file. Shape `(n,)`.
+        fds: Descriptors of the files. Shape `(n,)`.
+        addresses: Address of each array's first byte. Shape `(n,)`.
+        sizes: Number of bytes of each array. Shape `(n,)`.
+        offsets: Position of each array in its file. Shape `(n,)`.
 
     Returns:
-        The number of the first array that was not written whole, or n.
+        The number of the first array that was not written completely, or n.
     """
     for i in range(fds.size):
         if _pwrite(np.int32(fds[i]), addresses[i], sizes[i], offsets[i]) != sizes[i]:
@@ -90,13 +90,13 @@ def write_pieces(fds: Ints, addresses: Ints, sizes: Ints, offsets: Ints) -> int:
 
 @compiled("UniTuple(int64, 2)(int64[::1])", nogil=True)
 def sync_files(fds: Ints) -> tuple[int, int]:
-    """Bring files to the disk, without taking the GIL between them.
+    """Sync files without taking the GIL between them.
 
     Args:
         fds: Descriptors. Shape `(n,)`.
 
     Returns:
-        The number of the first one that failed and the system's error number; that is 0 if none failed.
+        The number of the first file that failed and the system's error number; (n, 0) if none failed.
     """
     for i in range(fds.size):
         if _fdatasync(np.int32(fds[i])) != 0:
@@ -108,16 +108,16 @@ def sync_files(fds: Ints) -> tuple[int, int]:
 def link_files(
     old: Ints, new: Ints, sizes: Ints, codes: Ints, names: NDArray[np.uint8], starts: Ints
 ) -> None:
-    """Give files the same names in other folders.
+    """Hard-link files into other folders under the same names.
 
     Args:
-        old: Descriptors of the folders that they are in. Shape `(n,)`.
-        new: Of the other ones. Shape `(n,)`.
-        sizes: Their lengths: files of another one are left out. Shape `(n,)`.
-        codes: Is filled with 0 where it was done, the system's error number, or -1 for another length.
-            Shape `(n,)`.
-        names: All names one behind the other, each with a zero at its end.
-        starts: Where each begins. Shape `(n,)`.
+        old: Descriptors of the folders that contain the files. Shape `(n,)`.
+        new: Descriptors of the folders for the links. Shape `(n,)`.
+        sizes: Expected lengths in bytes: files of another length are skipped. Shape `(n,)`.
+        codes: Receives 0 for a link that was made, the system's error number, or -1 for another length. Shape
+            `(n,)`.
+        names: The names, concatenated, each with a zero byte at its end.
+        starts: Position of each name in `names`. Shape `(n,)`.
     """
     facts = np.zeros(32, np.int64)  # struct statx, which is the same on all machines
     for i in range(starts.size):
@@ -133,12 +133,12 @@ def link_files(
 
 @compiled("void(int64[::1], uint8[::1], int64[::1])", nogil=True)
 def unlink_files(folders: Ints, names: NDArray[np.uint8], starts: Ints) -> None:
-    """Remove files; those that cannot be removed stay.
+    """Remove files; files that cannot be removed are skipped.
 
     Args:
-        folders: Descriptors of the folders that they are in. Shape `(n,)`.
-        names: As for `link_files`.
-        starts: Where each begins. Shape `(n,)`.
+        folders: Descriptors of the folders that contain the files. Shape `(n,)`.
+        names: The names, concatenated, each with a zero byte at its end.
+        starts: Position of each name in `names`. Shape `(n,)`.
     """
     for i in range(starts.size):
         _unlinkat(np.int32(folders[i]), names.ctypes.data + starts[i], np.int32(0))
@@ -157,22 +157,22 @@ def find_runs(
     runs: Ints,
     returns: Floats,
 ) -> int:
-    """Cut the rows of one lane into runs that lie in one episode each.
+    """Split the rows of one lane into runs of rows of one episode.
 
-    Arrays that say nothing are empty. All others have one entry per row.
+    Arrays have one entry per row, or none if there is no such field.
 
     Args:
-        terminated: Rows after which an episode is over.
-        truncated: Rows after which it was stopped.
+        terminated: Whether the episode terminates after the row.
+        truncated: Whether the episode is truncated after the row.
         trajectories: Trajectory ids.
-        starts: Rows that begin an episode.
-        rewards: What is summed up.
-        runs: Is filled with first row, rows, status (0 open, 1 terminated, 2 truncated), trajectory id
-            and whether it begins an episode. Shape `(n, 5)`.
-        returns: Is filled with the sum of each run's rewards. Shape `(n,)`.
+        starts: Whether the row begins an episode.
+        rewards: Rewards, which are summed per run.
+        runs: Receives first row, number of rows, status (0 open, 1 terminated, 2 truncated), trajectory id
+            and whether the run begins an episode. Shape `(n, 5)`.
+        returns: Receives the sum of each run's rewards. Shape `(n,)`.
 
     Returns:
-        How many runs there are.
+        The number of runs.
     """
     run = -1
     status = 0
@@ -203,13 +203,13 @@ def find_runs(
 
 @compiled("void(int64[:, ::1], int64, int64, int64[:, ::1])")
 def spread_runs(runs: Ints, first_id: int, time: int, numbers: Ints) -> None:
-    """Fill in what the rows are called that lie run behind run.
+    """Fill in ids, episodes, steps and times of rows that consist of consecutive runs.
 
     Args:
-        runs: Episode, first step and rows of each run. Shape `(runs, 3)`.
+        runs: Episode, first step and number of rows of each run. Shape `(runs, 3)`.
         first_id: Id of the first row.
-        time: Of all rows.
-        numbers: Is filled with ids, episodes, steps, times. Shape `(4, n)`.
+        time: Time of all rows.
+        numbers: Receives ids, episodes, steps and times. Shape `(4, n)`.
     """
     row = 0
     for run in range(runs.shape[0]):

@@ -1,7 +1,7 @@
-"""Compiled loops that copy runs of values out of Arrow buffers, many at a time, without the GIL.
+"""Compiled loops that copy runs of values out of many Arrow buffers without the GIL.
 
-Used by columns whose rows have no fixed size; imported in the background when rows come, since that loads
-numba: until then pyarrow does the same work batch by batch. It reads addresses it is given.
+Used by variable-length columns. Importing it loads numba; it is imported in the background when rows are read
+or written, and until then pyarrow does the same work batch by batch. The loops work on addresses.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Bytes = NDArray[np.uint8]
 
 @compiled("void(int64[::1], int64[::1], int64[::1], int64, int64)", nogil=True)
 def copy_runs(sources: Ints, starts: Ints, lengths: Ints, width: int, out: int) -> None:
-    """Copy runs of values one behind another.
+    """Copy runs of values, concatenated.
 
     Args:
-        sources: Where the values begin of which each is a run. Shape `(n,)`, as the next two.
-        starts: Number of its first value.
-        lengths: How many it has.
+        sources: Address of the values that contain each run. Shape `(n,)`, like the next two arguments.
+        starts: Number of each run's first value.
+        lengths: Number of values of each run.
         width: Bytes of a value.
-        out: Where they go.
+        out: Address at which the values are written.
     """
     for run in range(sources.size):
         size = lengths[run] * width
@@ -44,15 +44,14 @@ def _build_signature(out: str) -> str:
 def widen_runs(
     sources: Ints, starts: Ints, lengths: Ints, codes: Ints, out: NDArray[np.signedinteger]
 ) -> None:
-    """Copy runs of integers one behind another, those of fewer bytes than `out` has widened.
+    """Copy runs of integers, concatenated, and widen integers of fewer bytes than those of `out`.
 
     Args:
-        sources: As `copy_runs`.
-        starts: As `copy_runs`.
-        lengths: As `copy_runs`.
-        codes: Bytes of each run's values, less than zero if they have a sign; 0: as many as `out` has. Shape
-            `(n,)`.
-        out: Where they go; what has no sign goes there bit by bit. Shape `(sum of lengths,)`.
+        sources: Address of the values that contain each run. Shape `(n,)`, like the next three arguments.
+        starts: Number of each run's first value.
+        lengths: Number of values of each run.
+        codes: Bytes per value of each run, negative for signed integers; 0: the type of `out`.
+        out: Receives the integers; unsigned ones keep their bits. Shape `(sum of lengths,)`.
     """
     held = np.empty(16384, np.uint8)
     at = 0
@@ -86,16 +85,17 @@ def widen_runs(
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], uint8[::1])", nogil=True)
 def copy_bits(sources: Ints, starts: Ints, lengths: Ints, out: Bytes) -> int:
-    """Copy runs of bits one behind another.
+    """Copy runs of bits, concatenated.
 
     Args:
-        sources: Where the bits begin, the lowest of each byte first; 0: all of them are set.
-        starts: Number of a run's first bit.
-        lengths: How many it has.
-        out: Zeros, as many as are needed.
+        sources: Address of the bits that contain each run, lowest bit of a byte first; 0: all bits are set.
+            Shape `(n,)`, like the next two arguments.
+        starts: Number of each run's first bit.
+        lengths: Number of bits of each run.
+        out: Receives the bits; must be zeros, with room for all bits.
 
     Returns:
-        How many of them are not set.
+        The number of bits that are not set.
     """
     held = np.empty(4096, np.uint8)
     at, unset = 0, 0
@@ -132,20 +132,20 @@ def follow_lists(
     inner_starts: Ints,
     inner_lengths: Ints,
 ) -> int:
-    """Find what runs of lists hold: one run of values each.
+    """Convert runs of lists to runs of the lists' values, one for each run of lists.
 
     Args:
-        sources: Where the offsets begin, of `width` bytes each. Shape `(n,)`, as the next three.
-        starts: Number of a run's first list.
-        lengths: How many it has.
-        limits: How many values there are.
-        width: 4 or 8.
-        offsets: Is filled with those of all lists, one behind another. Shape `(sum of lengths + 1,)`.
-        inner_starts: Is filled with the number of each run's first value. Shape `(n,)`.
-        inner_lengths: Is filled with how many it has. Shape `(n,)`.
+        sources: Address of the offsets, of `width` bytes each. Shape `(n,)`, like the next three arguments.
+        starts: Number of each run's first list.
+        lengths: Number of lists of each run.
+        limits: Number of values in the buffer of each run.
+        width: Bytes of an offset, 4 or 8.
+        offsets: Receives the offsets of all lists, concatenated. Shape `(sum of lengths + 1,)`.
+        inner_starts: Receives the number of each run's first value. Shape `(n,)`.
+        inner_lengths: Receives the number of values of each run. Shape `(n,)`.
 
     Returns:
-        The first run whose offsets are damaged; -1: none.
+        The number of the first run with damaged offsets; -1 if all are sound.
     """
     most = 0
     for run in range(lengths.size):

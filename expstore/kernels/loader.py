@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 __all__ = ["compiling", "load_in_background"]
 
-#: Hold it while importing a module of compiled loops.
+#: Hold this lock while importing a module of compiled loops.
 compiling = threading.Lock()
 os.register_at_fork(
     before=compiling.acquire, after_in_parent=compiling.release, after_in_child=compiling.release
@@ -29,8 +29,8 @@ os.register_at_fork(
 def load_in_background(load: Callable[[], object]) -> threading.Thread:
     """Call a function that imports compiled loops in a daemon thread; return the thread.
 
-    An import that fails is reported like any exception of a thread, unless the interpreter is shutting down,
-    when no import succeeds.
+    A failed import is reported like any exception of a thread, unless the interpreter is shutting down, when
+    no import succeeds.
     """
 
     def run() -> None:

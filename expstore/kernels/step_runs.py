@@ -22,7 +22,7 @@ _EPISODE, _FIRST, _STOP, _START, _COUNT, _ROOM, _HEAD = range(7)
 _STEP, _ID, _STRIDE = range(3)
 # Rows of the heap; the run whose oldest readable row has the smallest id is on top.
 _KEY, _RUN = range(2)
-# Counters: runs, used places of the pool, entries of the heap, runs without rows, fragments, changed runs.
+# Counters: runs, used entries of the pool, entries of the heap, runs without rows, fragments, changed runs.
 _RUNS, _POOL, _HEAP, _DEAD, _LIVE, _CHANGED = range(6)
 
 _TABLES = "int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1]"

@@ -1,7 +1,7 @@
-"""Compiled sums over steps.
+"""Compiled sums over consecutive steps.
 
-Used by transforms, which load it, and numba with it, when rows are looked at. It knows rows by their places
-only.
+Used by transforms, which import it, and thereby numba, when they read the steps of rows. The loops use
+positions in arrays, not ids.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _count_steps(there: Any, ends: Any, steps: Any) -> None:
 
 
 def count_steps(there: NDArray[np.bool_], ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return how many steps there are in a row, up to one that is an end. Shape `(n,)`.
+    """Return the number of consecutive existing steps of each row, up to and including an end. Shape `(n,)`.
 
     Args:
-        there: Whether there is each step. Shape `(n, k)`.
-        ends: Whether it is an end. Shape `(n, k)`.
+        there: Whether each step exists. Shape `(n, k)`.
+        ends: Whether each step is an end. Shape `(n, k)`.
     """
     steps = np.empty(there.shape[0], np.int64)
     _count_steps(there, ends, steps)
@@ -64,12 +64,12 @@ def _sum_steps(values: Any, steps: Any, gamma: float, totals: Floats) -> None:
 
 
 def sum_steps(values: NDArray[Any], steps: NDArray[np.int64], gamma: float) -> Floats:
-    """Return the discounted sum of the first steps of each row. Shape `(n, *row shape)`.
+    """Return the discounted sum of the first steps of each row, float64. Shape `(n, *row shape)`.
 
     Args:
         values: float32 or float64. Shape `(n, k, *row shape)`.
-        steps: How many count. Shape `(n,)`.
-        gamma: How much each counts, as a part of the one before.
+        steps: Number of steps of each row that are summed. Shape `(n,)`.
+        gamma: Discount factor per step.
     """
     values = np.ascontiguousarray(values)
     totals = np.zeros((values.shape[0], *values.shape[2:]))
@@ -79,12 +79,12 @@ def sum_steps(values: NDArray[Any], steps: NDArray[np.int64], gamma: float) -> F
 
 
 def sum_from_each(values: Floats, ends: NDArray[np.bool_], gamma: float) -> Floats:
-    """Return what each row and those after it come to, up to an end.
+    """Return the discounted sum from each row on, up to and including the next end; `values` is overwritten.
 
     Args:
-        values: Of each row; is overwritten. Shape `(n, items)`, C-contiguous.
-        ends: Rows after which nothing counts. Shape `(n,)`.
-        gamma: How much the next row counts.
+        values: The value of each row. Shape `(n, items)`, C-contiguous.
+        ends: Rows that are the last ones of a sum. Shape `(n,)`.
+        gamma: Discount factor per row.
     """
     _sum_from_each(values, ends, gamma)
     return values

@@ -36,7 +36,7 @@ _ARRAYS = "float64[::1], float64[::1], int64[::1]"
 
 @compiled("UniTuple(float64, 2)(float64[::1], float64[::1], int64)")
 def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
-    """Return sum and minimum of eight nodes; unrolled, since additions that wait for one another are slow."""
+    """Return sum and minimum of eight nodes; unrolled, because dependent additions are slow."""
     total = ((sums[first] + sums[first + 1]) + (sums[first + 2] + sums[first + 3])) + (
         (sums[first + 4] + sums[first + 5]) + (sums[first + 6] + sums[first + 7])
     )
@@ -49,10 +49,10 @@ def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
 
 @compiled(f"void({_ARRAYS}, int64[::1], float64[::1])")
 def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, weights: Floats) -> None:
-    """Set leaves and recompute the nodes above them from their children: rounding errors do not add up.
+    """Set leaves and recompute the nodes above them from their children, to keep rounding errors small.
 
-    It works level by level: then additions do not depend on the ones before, and the few nodes near the root,
-    which are above many of the leaves, are computed once.
+    The nodes are recomputed level by level: additions then do not depend on the ones before, and the few
+    nodes near the root, which are above many of the leaves, are computed once.
     """
     bottom = levels.size - 2
     for level in range(bottom, -1, -1):
@@ -78,7 +78,7 @@ def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, wei
 
 @compiled(f"void({_ARRAYS})")
 def _sum_up(sums: Floats, smallest: Floats, levels: IntArray) -> None:
-    """Make every node above the leaves anew."""
+    """Recompute every node above the leaves."""
     for level in range(levels.size - 2, 0, -1):
         for parent in range((levels[level + 1] - levels[level]) // FAN):
             total, least = _gather(sums, smallest, levels[level] + parent * FAN)
@@ -88,9 +88,9 @@ def _sum_up(sums: Floats, smallest: Floats, levels: IntArray) -> None:
 
 @compiled("void(float64[::1], int64[::1], float64[::1], int64[::1], float64[::1])")
 def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weights: Floats) -> None:
-    """Walk down for each mass; a node without weight is never entered.
+    """Descend from the root for each mass; a node without weight is never entered.
 
-    All masses go down one level after the other: while one waits for memory, the next is computed.
+    All masses descend one level after the other: while one waits for memory, the next is computed.
     """
     bottom = levels.size - 2
     rest = masses.copy()
@@ -102,15 +102,16 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
         for i in range(rest.size):
             mass = rest[i]
             first = levels[level] + places[i] * FAN
-            # Without a branch per child, which the processor would guess wrong.
+            # No branch per child: the processor would often predict it wrong.
             passed, before, running = 0, 0.0, 0.0
             for child in range(FAN):
-                running += sums[np.uint64(first + child)]  # no number that could count from the end
+                running += sums[np.uint64(first + child)]  # unsigned: no check for negative indices
                 more = mass >= running
                 passed += more
                 before = running if more else before
             if passed == FAN or sums[first + passed] <= 0.0:
-                # Rounding has left more than the children hold: stay at the end of the last that has any.
+                # Due to rounding, the mass exceeds the sum of the children: use the end of the last child
+                # that has a weight.
                 passed = FAN - 1
                 while passed > 0 and sums[first + passed] <= 0.0:
                     passed -= 1
@@ -124,7 +125,7 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
 
 @compiled(
     types.void(
-        types.Array(types.float32, 1, "C", readonly=True),  # a follower has them in a map
+        types.Array(types.float32, 1, "C", readonly=True),  # a follower's priorities are a read-only map
         types.int64[::1],
         types.float64,
         types.float64,
@@ -132,7 +133,7 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
     )
 )
 def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights: Floats) -> None:
-    """Fill weights with (p + eps) ** alpha, the same to the last bit however many there are."""
+    """Fill `weights` with (p + eps) ** alpha; the result for a place does not depend on the other places."""
     for i in range(places.size):
         weights[i] = (np.float64(priorities[places[i]]) + eps) ** alpha
 
@@ -141,7 +142,7 @@ def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights:
 def _draw(
     sums: Floats, smallest: Floats, levels: IntArray, shares: Floats, places: IntArray, weights: Floats
 ) -> float:
-    """Find the places at shares of the sum, and their weights as multiples of the smallest; return that."""
+    """Find the places at shares of the sum, and their weights over the smallest; return the smallest."""
     total, least = _gather(sums, smallest, 0)
     if np.isfinite(least):
         _find(sums, levels, shares * total, places, weights)
@@ -151,20 +152,20 @@ def _draw(
 
 
 def _allocate_aligned(count: int) -> Floats:
-    """Return so many zeros, of which eight lie in one line of the cache: else every group lies in two."""
+    """Return zeros, aligned so that each group of eight is one cache line instead of parts of two."""
     room = np.zeros(count + FAN)
     start = -(room.ctypes.data // room.itemsize) % FAN
     return room[start : start + count]
 
 
 class SumTree:
-    """Keep weights of places 0 to `size` - 1.
+    """Weights of the places 0 to `size` - 1.
 
-    Threads: every method is one step to other threads, since the compiled loops keep the GIL. The state
-    follows from the weights alone, not from the order in which they came.
+    Threads: every method is atomic for other threads, because the compiled loops keep the GIL. The state
+    depends on the weights only, not on the order in which they were set.
 
     Args:
-        size: How many places; `grow` adds more.
+        size: Number of places; `grow` adds more.
 
     Example:
         >>> tree = SumTree(4)
@@ -182,19 +183,19 @@ class SumTree:
         widths = [FAN]
         while widths[-1] < size:
             widths.append(widths[-1] * FAN)
-        # Only the leaves that are asked for: the last level is cut, whole groups of eight.
+        # Only as many leaves as needed, in groups of eight: the last level is incomplete.
         widths[-1] = -(-max(size, 1) // FAN) * FAN
         for level in range(len(widths) - 2, -1, -1):
             widths[level] = -(-(widths[level + 1] // FAN) // FAN) * FAN
         starts = np.concatenate([[0], np.cumsum(widths)])
         self.size = widths[-1]
-        self._levels = starts.astype(np.int64)  # where each level begins, and the end of the last
+        self._levels = starts.astype(np.int64)  # first node of each level, and the end of the last
         self._sums = _allocate_aligned(int(starts[-1]))
         self._smallest = _allocate_aligned(int(starts[-1]))
         self._smallest[:] = np.inf
 
     def grow(self, size: int) -> None:
-        """Make room for places up to `size` - 1; weights stay."""
+        """Add places up to `size` - 1; existing weights are kept."""
         if size <= self.size:
             return
         weights = self.weights.copy()

@@ -90,16 +90,16 @@ def _metadata_trouble(
     if not isinstance(found, dict):
         return "does not describe anything"
     if column is not None and inspection.slots is None:
-        # It grows with the shards; a power cut may have lost some of these.
+        # The length grows with the shards; after a power cut some of these may be missing.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
         synced = 0 if inspection.past is None else inspection.past.synced
-        last = min(inspection.window.last, synced)  # of later rows the journal may have all
+        last = min(inspection.window.last, synced)  # the journal may contain all later rows
         least = max(1, column.least_shards(last)) * column.rows
         if isinstance(length, int) and length >= least and length % column.rows == 0:
             wanted["shape"][0] = length
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            return f"says {name} {found.get(name)!r}, the schema asks for {wanted.get(name)!r}"
+            return f"has {name} {found.get(name)!r}, the schema requires {wanted.get(name)!r}"
     return None
 
 
@@ -157,18 +157,18 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     for files in inspection.packed.values():
         _check_packed(inspection, files)
     for column in [group.row_fields[-1], *([] if inspection.sampled is None else [inspection.sampled])]:
-        # The column of counts has no shard before rows are handed out, or synced.
+        # The column of counts has no shard before rows are sampled or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
         for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
             _check_shard(inspection, -1, column, number, entries, [], unsettled)
 
 
 def _check_packed(inspection: Inspection, files: PackedFiles) -> None:
-    """Note what is damaged in the files of a packed column, and which rows that costs."""
+    """Record which files of a packed column are damaged, and which rows are lost."""
     column = files.column
     lost: dict[Path, list[int]] = {}
     files.note_hidden(inspection.find_settled_runs())
-    # For later rows the journal has the rows themselves, or their checksum.
+    # Later rows, or their checksums, are in the journal.
     for first, count in inspection.find_settled_runs():
         for slot, offset, n in inspection.pieces(first, count):
             lap = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
@@ -226,7 +226,7 @@ def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array
             return read_entries(inspection.disk.read_whole(path), columns, path)
         if inspection.window.size == 0 or _find_needed_blocks(inspection) <= unsettled:
             return no_entries(columns)
-        text = "is missing: nothing can be held against the columns until the store was opened and closed"
+        text = "is missing: the columns cannot be checked until the store was opened and closed"
     except CorruptionError as exc:
         text = exc.message.removeprefix(f"{path} ")
     inspection.note(
@@ -295,7 +295,7 @@ def _check_shard(
             if state == SUMMED and found != int(entries[block]["sums"][place]):
                 kind, text = "payload", "does not have its checksum"
             elif state == NOTHING and len(states) and found != zeros_sum(stop - start):
-                kind, text = "unwritten", "holds something, though nothing was written there"
+                kind, text = "unwritten", "has data in slots that were never written"
             else:
                 continue
             note(kind, text, block * BLOCK_ROWS, BLOCK_ROWS)
@@ -324,7 +324,7 @@ def _note_shard(
 
 
 def _sum(file: File, start: int, stop: int) -> int:
-    """Return the crc32c of a part of a file; a hole is not read."""
+    """Return the crc32c of a part of a file; holes are not read."""
     if file.next_data(start) >= stop:
         return zeros_sum(stop - start)
     crc = 0

@@ -48,7 +48,7 @@ def restore_log(inspection: Inspection) -> Restored:
     # There always is an entry to repeat: the lost piece was itself an entry.
     filled, placed = fill_up(data, pieces, lost or kept[-1:] or [LogEntry(episode=0, source=0)])
     made = min(placed, len(lost))
-    return Restored(filled, f"{len(kept)} entries kept, {made} made anew")
+    return Restored(filled, f"{len(kept)} entries kept, {made} rebuilt")
 
 
 def _find_lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry]:

@@ -62,7 +62,7 @@ class Inspection:
         path: The store's folder.
         manifest: The store's manifest.
         group: The store's columns, opened for reading; None if it has no fields yet.
-        sampled: The column of how often rows were handed out; None if the store has none.
+        sampled: The column that counts how often rows were sampled; None if the store has none.
         past: The content of the journal; None if there is no readable journal.
         window: The readable rows.
         found: The findings so far.

@@ -98,8 +98,8 @@ def merge(
     meanwhile.
 
     Args:
-        paths: Folders of the stores, in the order of their rows. A version is accepted too, and a folder of
-            versions, which means the newest.
+        paths: Folders of the stores, in the order of their rows. A snapshot is accepted too, and a folder of
+            snapshots, which means the newest.
         out: The new store's folder, which must not exist yet.
         capacity: Most readable rows of the new store, which keeps the newest; None: unbounded.
         layout: How the fields are stored on disk, as in `expstore.open`.
@@ -164,7 +164,7 @@ def merge(
     )
 
 
-# -- what is asked for -----------------------------------------------------------------------------
+# -- checks of the arguments ----------------------------------------------------------------------
 
 
 def _check_paths(paths: Sequence[Path]) -> None:
@@ -173,12 +173,12 @@ def _check_paths(paths: Sequence[Path]) -> None:
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
-            raise ValueError(f"{path} comes twice")
+            raise ValueError(f"{path} is given twice")
         seen.add(path.resolve())
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return what the stores' sources are called after: their folders, numbered where these are alike."""
+    """Return name prefixes for the stores' sources: their folders' names, numbered if equal."""
     names: list[str] = []
     for path in paths:
         name = base = path.resolve().name.removesuffix(".exp").strip() or "run"
@@ -192,7 +192,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _check_alike(runs: Sequence[_Run]) -> None:
-    """Raise SchemaError unless the rows of all stores have the same fields, and mean the same."""
+    """Raise SchemaError unless all stores have the same fields, settings and specs."""
     first = runs[0]
     asked = {entry.key: entry for entry in first.schema.fields}
     for run in runs[1:]:
@@ -207,21 +207,21 @@ def _check_alike(runs: Sequence[_Run]) -> None:
             if here != there:
                 raise _unlike(run, first, name, here, there)
         if _form_of(first.schema) != _form_of(run.schema):
-            raise _unlike(run, first, "what a row is made into", run.schema.form, first.schema.form)
+            raise _unlike(run, first, "the container of rows", run.schema.form, first.schema.form)
         specs = run.storage.description.specs, first.storage.description.specs
         if bool(specs[0]) != bool(specs[1]) or (specs[0] and not same_specs(*specs)):
             raise _unlike(run, first, "specs", specs[0] or "none", specs[1] or "none")
 
 
 def _form_of(schema: Schema) -> dict[str, Any]:
-    """Return what rows are made into, without the dims of TensorDicts within them, which say nothing else."""
+    """Return the container that rows are returned in, without the dim names of nested TensorDicts."""
     form = json.loads(schema.form or "{}")
     return {name: value for name, value in form.items() if name not in ("names", "nested")}
 
 
 def _unlike(run: _Run, first: _Run, what: str, here: object, there: object) -> SchemaError:
     return SchemaError(
-        f"{run.storage.path} does not fit to {first.storage.path}: {what} is {here}, there {there}",
+        f"{run.storage.path} does not match {first.storage.path}: {what} is {here} here, {there} there",
         hint="only stores of the same fields and settings can be merged",
     )
 
@@ -231,17 +231,17 @@ def _unlike(run: _Run, first: _Run, what: str, here: object, there: object) -> S
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Hold one of the stores, and what its numbers become.
+    """One of the stores, and its mapping to numbers of the new store.
 
     Args:
-        storage: Where its rows are read.
-        name: What its sources' names begin with.
-        ids: Of its rows. Shape `(n,)`.
-        before: How many rows come before them in the new store.
-        episode: What is added to its episodes' ids.
-        source: What is added to its sources' numbers.
-        entries: What became of its episodes, in its own numbers; open ones are cut.
-        numbers: What its episode table keeps.
+        storage: The opened store.
+        name: Prefix for the names of its sources.
+        ids: Ids of its rows. Shape `(n,)`.
+        before: Number of rows before them in the new store.
+        episode: Number added to its episode ids.
+        source: Number added to its source numbers.
+        entries: Log entries of its episodes, with its own numbers; open episodes are cut.
+        numbers: The counters of its episode table.
     """
 
     storage: FollowerStorage
@@ -255,10 +255,10 @@ class _Run:
 
     @classmethod
     def of(cls, storage: FollowerStorage, name: str, former: Sequence[_Run]) -> _Run:
-        """Look at a store that comes behind others.
+        """Read the state of a store whose rows come after those of the stores in `former`.
 
         Raises:
-            LockedError: Somebody writes to it.
+            LockedError: A process has the store open for writing.
             StateError: It has no fields yet.
         """
         storage.follow(priorities=True)
@@ -282,7 +282,7 @@ class _Run:
 
     @property
     def schema(self) -> Schema:
-        """Its fields."""
+        """The fields of the store."""
         return self.storage.require_schema()
 
     @property
@@ -302,30 +302,32 @@ class _Run:
         if owner is not None:
             raise LockedError(
                 f"{self.storage.path} is being written to by process {owner.pid} on {owner.host}",
-                hint="close it there first, or merge a version of it",
+                hint="close it there first, or merge a snapshot of it",
             )
 
     def read(self, start: int, count: int, places: Sequence[int]) -> list[Array]:
         """Copy rows of the store, with their new numbers.
 
         Raises:
-            LockedError: Somebody has overwritten them meanwhile.
+            LockedError: A process overwrote rows while they were copied.
         """
         ids = self.ids[start : start + count]
         found, columns = read_present(self.storage, ids, places)
         if found.size < ids.size:
-            raise LockedError(f"rows of {self.storage.path} were overwritten meanwhile", hint="try again")
+            raise LockedError(
+                f"rows of {self.storage.path} were overwritten while they were copied", hint="try again"
+            )
         first = self.before + start + 1
         columns[-5] = np.arange(first, first + ids.size)
         columns[-4] = columns[-4] + self.episode
         return columns
 
     def renumber(self) -> Iterator[LogEntry]:
-        """Yield what became of its episodes and sources, in the numbers of the new store."""
+        """Yield the log entries of its episodes and sources, with the numbers of the new store."""
         for entry in self.entries:
             text, last_id = entry.text, 0
             if entry.episode:
-                # A row that is gone is taken for the newest one before it that is there.
+                # A row that was deleted is replaced by the newest readable row before it.
                 last_id = self.before + int(np.searchsorted(self.ids, entry.last_id, side="right"))
             else:
                 text = f"{self.name}/{text}"
@@ -341,7 +343,7 @@ class _Run:
 
 
 def _whole_steps(storage: FollowerStorage) -> IntArray:
-    """Return the ids of all rows that can be read, but for those of steps that are not whole."""
+    """Return the ids of all readable rows, without the rows of incomplete steps."""
     ids = storage.window.ids()
     if storage.geometry.lanes == 1 or not ids.size:
         return ids
@@ -353,12 +355,12 @@ def _whole_steps(storage: FollowerStorage) -> IntArray:
 
 
 class _Joined:
-    """Show what all stores hold together, as a version's content.
+    """Present the rows of all stores as the content of a snapshot, from which the new store is built.
 
     Args:
         runs: The stores.
-        manifest: Of the new one, before it has fields.
-        progress: Is told how far reading has come.
+        manifest: Manifest of the new store, without fields.
+        progress: Called with the bytes read so far and the bytes in total.
     """
 
     name = "the merged stores"
@@ -380,7 +382,7 @@ class _Joined:
         entries = (*schema.fields, *ROW_FIELDS)
         self.row_bytes = sum(entry.row_bytes for entry in entries)
         own = range(len(schema.fields), len(entries))
-        #: Where each run has its columns, which may be in another order.
+        #: Column positions in each store, in the order of the new store's columns.
         self._places = [[*(run.schema.place(entry.key) for entry in schema.fields), *own] for run in runs]
         self.entries = [entry for run in runs for entry in run.renumber()]
         self.base: dict[str, Any] = {
@@ -401,7 +403,7 @@ class _Joined:
         }
 
     def rows(self, first_id: int, count: int) -> list[Array]:
-        """Copy a run of rows, all columns."""
+        """Copy all columns of a run of rows."""
         parts: list[list[Array]] = []
         for run, places in zip(self._runs, self._places, strict=True):
             start = max(0, first_id - 1 - run.before)
@@ -415,5 +417,5 @@ class _Joined:
         return [join_parts(columns) for columns in zip(*parts, strict=True)]
 
     def counts(self, first_id: int, count: int) -> Array:
-        """Say that no row was handed out yet. Shape `(count,)`, uint32."""
+        """Return zeros: no row of the new store has been sampled yet. Shape `(count,)`, uint32."""
         return np.zeros(count, np.uint32)

@@ -90,7 +90,7 @@ class PackedFiles:
         finally:
             partial.close()
 
-    # -- looking ---------------------------------------------------------------------------------
+    # -- indexing --------------------------------------------------------------------------------
 
     def _look(self, path: Path, shard: int, lap: int) -> None:
         """Index the chunks of a shard; `lap` is -1 if the shard is finished and has its final name."""
@@ -111,8 +111,8 @@ class PackedFiles:
                     if distances.any():
                         self._lent[name] = distances
                 if told < 0 or not whole:
-                    what = "what stands before" if whole else "the checksum of"
-                    text = f"is damaged: {what} its chunk {number} does not fit"
+                    what = "the header" if whole else "the checksum"
+                    text = f"is damaged: {what} of its chunk {number} is wrong"
                     self.faults.append(Fault("payload", path, shard, text))
         finally:
             file.close()
@@ -126,9 +126,9 @@ class PackedFiles:
             return None
 
     def _list_chunks(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
-        """Yield number, lap (-1: it is damaged), offset and length of the chunks that an index names.
+        """Yield number, lap (-1 if damaged), offset and length of the chunks that a shard's index names.
 
-        Here and below a chunk begins with its table.
+        The offset is that of the chunk's table, after its header.
         """
         table = self.packing.table_bytes
         for number in np.flatnonzero(chunks.offsets >= 0).tolist():
@@ -140,7 +140,7 @@ class PackedFiles:
             yield number, lap, offset, size
 
     def _scan(self, file: File, shard: int, lap: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the same of the chunks that are whole, in a file without an index, past damaged ones."""
+        """Yield number, turn, offset and length of the intact chunks in a file without an index."""
         at, stop, broken = 0, file.size(), False
         while at + HEADER_BYTES < stop:
             data = file.read(at, HEADER_BYTES + self._most)
@@ -157,7 +157,7 @@ class PackedFiles:
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
 
     def _begins(self, data: bytes, at: int, lap: int) -> bool:
-        """Return whether a chunk may begin here."""
+        """Return whether a chunk's header may be at this position."""
         size, number, told = struct.unpack_from("<III", data, at)
         return 16 < size <= self._most and number < self.packing.chunks and lap in (-1, told)
 
@@ -166,17 +166,19 @@ class PackedFiles:
         return self.packing.most_bytes(self.column.chunk_bytes)
 
     def _unpacks(self, chunk: bytes) -> IntArray | None:
-        """Return how far away the rows of a chunk lie, if it is whole; 0: they are in it."""
+        """Return the distances of a chunk's rows, as `_unpack` does, or None if the chunk is damaged."""
         try:
             return self._unpack(chunk)[1]
         except CorruptionError:
             return None
 
     def _unpack(self, chunk: bytes) -> tuple[Array, IntArray]:
-        """Return the rows that are in a chunk, as bytes, and how far away the others lie.
+        """Return the rows of a chunk as bytes, and how many rows before their own position they are stored.
+
+        The distance is 0 for rows in the chunk itself; for other rows the returned bytes are not valid.
 
         Raises:
-            CorruptionError: It is damaged.
+            CorruptionError: The chunk is damaged.
         """
         each, distances = self.packing.rows, np.zeros(self.packing.rows, np.int64)
         if self.packing.shares:
@@ -187,10 +189,10 @@ class PackedFiles:
         return self.packing.unpack(frame, self.column.chunk_bytes).reshape(each, -1), distances
 
     def note_hidden(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Take files for damaged in which whole chunks cannot be found that hold some of these rows.
+        """Record a fault for each file with intact but unreachable chunks that contain some of these rows.
 
         Args:
-            runs: Rows that must be found: (first id, rows).
+            runs: Rows that must be readable: (first id, number of rows).
         """
         each, slots = self.packing.rows, self.column.slots or 0
         for path, shard, lap, number in self.hidden:
@@ -201,7 +203,7 @@ class PackedFiles:
     # -- rows ------------------------------------------------------------------------------------
 
     def rows(self, lap: int, slot: int, count: int) -> tuple[Array, NDArray[np.bool_]]:
-        """Return rows as bytes, and which of them are whole. Shapes `(count, row bytes)`, `(count,)`."""
+        """Return rows as bytes, and whether each is intact. Shapes `(count, row bytes)`, `(count,)`."""
         out = np.zeros((count, self.column.row_bytes), np.uint8)
         whole, done, each = np.zeros(count, bool), 0, self.packing.rows
         while done < count:
@@ -216,7 +218,7 @@ class PackedFiles:
         return out, whole
 
     def find(self, lap: int, slot: int, count: int) -> NDArray[np.bool_]:
-        """Return which rows are whole. Shape `(count,)`."""
+        """Return whether each row is intact. Shape `(count,)`."""
         each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
         first, last = slot // each, (slot + count - 1) // each
         whole = [
@@ -228,14 +230,14 @@ class PackedFiles:
         return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
 
     def _finds(self, lap: int, chunk: int) -> NDArray[np.bool_]:
-        """Return which rows of a whole chunk are whole where they lie."""
+        """Return which rows of an intact chunk are intact where they are stored."""
         whole = np.ones(self.packing.rows, bool)
         for part, (there, slot) in self._find_shared_rows(lap, chunk):
             whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
         return whole
 
     def _find_shared_rows(self, lap: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Yield runs of a chunk's rows that lie with the partner, and the first one's lap and slot there."""
+        """Yield runs of a chunk's rows that the partner stores, and lap and slot of the first one there."""
         each, slots = self.packing.rows, self.column.slots
         distances = self._lent.get(self._name(lap, chunk), np.zeros(each, np.int64))
         first = chunk * each + (0 if slots is None else lap * slots)
@@ -248,7 +250,7 @@ class PackedFiles:
                 yield slice(start, stop), (0, at) if slots is None else divmod(at, slots)
 
     def lender_of(self, lap: int, chunk: int) -> Path | None:
-        """Return the partner's file that lacks rows of a whole chunk; None: no such rows are lost."""
+        """Return the partner's file in which rows of an intact chunk are lost, or None if none are lost."""
         for part, (there, slot) in self._find_shared_rows(lap, chunk) if self._place(lap, chunk) else ():
             if self.partner is not None:
                 lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
@@ -274,11 +276,11 @@ class PackedFiles:
         return self._last[1:]
 
     def _place(self, lap: int, chunk: int) -> tuple[Path, int, int] | None:
-        """Return where a whole chunk is: file, offset and length."""
+        """Return the file, offset and length of an intact chunk, or None if it is missing."""
         return self._places.get(self._name(lap, chunk))
 
     def _name(self, lap: int, chunk: int) -> tuple[int, int]:
-        """Return lap and number under which a chunk is known; of a version it may be of any lap."""
+        """Return the key of a chunk: turn and number. In a snapshot a chunk may have any lap."""
         name = lap, chunk
         return name if name in self._places else (ANY_LAP, chunk)
 
@@ -291,17 +293,17 @@ class PackedFiles:
             file.close()
 
     def file_of(self, lap: int, chunk: int) -> Path:
-        """Return the file that has a chunk, or should have it."""
+        """Return the file that contains a chunk, or should contain it."""
         shard = chunk // self.packing.chunks
         if (lap, chunk) in self._raw:
             return self.column.folder / PARTIAL
         path = self.column.open_path(shard, lap)
         return path if self._disk.exists(path) else self.column.shard_path(shard)
 
-    # -- mending ---------------------------------------------------------------------------------
+    # -- repair ----------------------------------------------------------------------------------
 
     def mend(self, disk: Disk, synced: int) -> None:
-        """Make all files whole: what is lost becomes zeros, in chunks that can be read.
+        """Repair all files: lost rows become zeros, in chunks that can be read.
 
         Args:
             disk: Where files are written.
@@ -322,11 +324,11 @@ class PackedFiles:
                 stop = min(stop, slots // each - shard * chunks)
             self._mend_shard(disk, shard, told, stop, filling=shard == current)
         if lap:
-            # Its end is still of the lap before.
+            # The rest of this shard still has chunks of the previous turn.
             self._mend_shard(disk, current, lap - 1, 0, filling=False)
 
     def _mend_shard(self, disk: Disk, shard: int, lap: int, stop: int, *, filling: bool) -> None:
-        """Make one whole: its first chunks must be there, of the others those that are."""
+        """Repair one shard: it gets all chunks before `stop`, and the later chunks that are intact."""
         first = shard * self.packing.chunks
         known = {
             chunk - first
@@ -344,7 +346,7 @@ class PackedFiles:
         is_open = filling or disk.exists(path)
         if not is_open:
             path = self.column.shard_path(shard)
-        # One of which nothing is left or wanted needs an index, too.
+        # A shard without intact or needed chunks must have an index, too.
         if not (bad and (known or lost)) and not lost - raw and path not in bad:
             return
         found, data = no_chunks(self.packing.chunks), b""
@@ -359,11 +361,11 @@ class PackedFiles:
         disk.write_whole(path, data)
 
     def _build_chunk(self, name: tuple[int, int]) -> bytes:
-        """Return the chunk of raw rows, or of zeros."""
+        """Return a packed chunk of the raw rows that are intact, and zeros for the others."""
         return self.packing.pack(np.ascontiguousarray(self._chunk(*name)[0]))
 
     def _mend_rest(self, disk: Disk, place: tuple[int, int]) -> None:
-        """Write the rows of the chunk that is not full again."""
+        """Write the rows of the incomplete last chunk again."""
         (lap, slot), each = place, self.packing.rows
         rows, _ = self.rows(lap, slot - slot % each, slot % each)
         partial = PartialFile(disk, self.column.folder / PARTIAL, each, self.column.row_bytes)
@@ -379,7 +381,7 @@ class PackedFiles:
 
 
 def _head(data: bytes) -> tuple[int, int, int] | None:
-    """Return length, number and lap of the chunk that begins here; None: none does, or it is damaged."""
+    """Return length, number and lap of the chunk that begins here; None without an intact chunk."""
     if len(data) <= HEADER_BYTES:
         return None
     size, number, lap, crc = struct.unpack_from("<IIII", data)

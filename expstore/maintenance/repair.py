@@ -71,7 +71,7 @@ def repair(
     """Repair a store that no process has open.
 
     Without `drop_damaged` only repairs without loss are made: the index is rebuilt, and zarr.json files and
-    shard indexes are written again. With it, rows in damaged blocks are deleted (their ids are never used
+    shard indexes are rewritten. With it, rows in damaged blocks are deleted (their ids are never used
     again, all other rows keep theirs), lost entries of episodes.log are rebuilt from the columns as far as
     possible, and a damaged journal is truncated at the damage.
 
@@ -84,8 +84,8 @@ def repair(
 
     Raises:
         NotFoundError: There is no store.
-        StateError: It is a version. Versions are never changed: they share files with one another and with
-            their store.
+        StateError: `path` is a snapshot. Snapshots are never changed: they share files with one another and
+            with their store.
         LockedError: A process has the store open for writing.
         CorruptionError: The store cannot be opened even after the repair.
         StorageError: The disk failed; run the repair again.
@@ -94,8 +94,8 @@ def repair(
     path = disk.follow_link(path)
     if disk.exists(path / VERSION):
         raise StateError(
-            f"{path} is a version, which is only read",
-            hint="make a new one of the store, or loads() another; its sound rows can be read",
+            f"{path} is a snapshot, which is read-only",
+            hint="make a new snapshot of the store, or load another one; intact rows of this one can be read",
         )
     inspection = inspect(path, progress=progress)
     outcome = Outcome()
@@ -112,17 +112,17 @@ def repair(
         return outcome
     outcome.lost = merge_runs(_costs(inspection, outcome, drop_damaged))
     if outcome.lost and not dry_run:
-        for name in _INDEX:  # it contains the dropped rows
+        for name in _INDEX:  # the index contains the dropped rows
             disk.unlink(path / name)
         deleted = inspection.manifest.deleted.join(IdSet.of(outcome.lost))
         inspection.manifest = inspection.manifest.replace(deleted=deleted)
-        # The commit: their files may be rewritten only after this.
+        # This commits the deletion: files with deleted rows may be rewritten only afterwards.
         inspection.manifest.save(disk, path)
     for finding in inspection.found:
         if finding.kind == "torn" and drop_damaged:
-            outcome.acts.append("batches dropped that no sync had seen and that are not whole")
+            outcome.acts.append("incomplete batches after the last sync dropped")
             if not dry_run:
-                disk.unlink(path / STATE)  # which tells an opening that only the machine could have torn them
+                disk.unlink(path / STATE)  # with it, an opening would report the batches as damage
         elif finding.kind == "torn":
             outcome.left.append(finding)
     blocks = _rewrite(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
@@ -136,14 +136,14 @@ def repair(
 
 
 def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list[tuple[int, int]]:
-    """Return the rows that cannot be kept; note what is left if that is not allowed."""
+    """Return the rows that cannot be kept; if dropping them is not allowed, record their findings as left."""
     deleted: list[tuple[int, int]] = []
     for finding in inspection.found:
         in_shard = finding.shard is not None and finding.kind in {*_COSTLY, "episodes"}
         if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
             if drop_damaged:
                 deleted += finding.ids
-            elif finding.slots is not None:  # for what is packed, or in segments, `_rewrite` decides
+            elif finding.slots is not None:  # packed columns and segments are handled by `_rewrite`
                 outcome.left.append(finding)
         elif finding.kind in {"missing", "length", "episodes.log"} and not _is_free(finding):
             if not drop_damaged:
@@ -154,19 +154,19 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
 
 
 def _costs_rows(inspection: Inspection, column: str | None) -> bool:
-    """Return whether the damage in a column costs rows."""
+    """Return whether damage in a column means that rows are lost."""
     return any(finding.ids for finding in inspection.found if finding.column == column)
 
 
 def _is_free(finding: Finding) -> bool:
-    """Return whether a file that is missing or has another length is made again at no cost."""
+    """Return whether a missing file, or one of wrong length, can be rebuilt without loss."""
     return finding.path.endswith("zarr.json") or finding.path == "checksums"
 
 
 def _rewrite(
     disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
 ) -> set[int]:
-    """Write files again; return the blocks whose sums must be made anew."""
+    """Rewrite damaged files; return the blocks whose checksums must be computed again."""
     blocks: set[int] = set()
     wanted: dict[str, bytes] | None = None
     packed: dict[str | None, PackedFiles] = {
@@ -179,18 +179,18 @@ def _rewrite(
         file = inspection.path / finding.path
         act: str | None = None
         if finding.path == MANIFEST:
-            act = f"{MANIFEST} written again"
+            act = f"{MANIFEST} rewritten"
             if not dry_run:
                 inspection.manifest.save(disk, inspection.path)
         elif finding.path.endswith("zarr.json"):
-            act = f"{finding.path} written again from the schema"
+            act = f"{finding.path} rewritten from the schema"
             wanted = metadata_of(inspection) if wanted is None else wanted
             if not dry_run:
                 disk.make_dir(file.parent)
                 disk.write_whole(file, wanted[finding.path.removeprefix("columns/")])
         elif finding.column in packed:
             if drop_damaged or not _costs_rows(inspection, finding.column):
-                act = f"{finding.path} made whole"
+                act = f"{finding.path} repaired"
                 if not dry_run and finding.column not in mended:
                     _mend(disk, inspection, packed[finding.column])
                     mended.add(finding.column)
@@ -198,7 +198,7 @@ def _rewrite(
                 outcome.left.append(finding)
         elif finding.shard is not None and (drop_damaged or finding.kind in {"footer", "unwritten"}):
             if finding.kind in {"footer", "missing", "length"}:
-                act = f"{finding.path} made whole"
+                act = f"{finding.path} repaired"
                 if not dry_run:
                     _make_whole(disk, inspection, finding)
             if finding.slots is not None and finding.kind != "footer":
@@ -209,7 +209,7 @@ def _rewrite(
             if not dry_run:
                 disk.write_whole(file, restored.data)
         elif finding.path == KEYS or finding.kind == "state":
-            act = f"{finding.path} made anew"  # by the opening below
+            act = f"{finding.path} rebuilt"  # when the store is opened below
         if act is not None and act not in outcome.acts:
             outcome.acts.append(act)
     return blocks
@@ -224,9 +224,9 @@ def _mend_segments(
     drop_damaged: bool,
     dry_run: bool,
 ) -> None:
-    """Make segments whole if that costs no rows, or they may be given up."""
+    """Repair segments if that loses no rows, or if rows may be dropped."""
     mended = [finding for finding in found if drop_damaged or not finding.ids]
-    outcome.acts += [f"{finding.path} made whole" for finding in mended]
+    outcome.acts += [f"{finding.path} repaired" for finding in mended]
     outcome.left += [finding for finding in found if finding not in mended]
     if mended and not dry_run:
         from expstore.maintenance.segments import mend_segments
@@ -235,13 +235,13 @@ def _mend_segments(
 
 
 def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
-    """Make the files of a packed column whole."""
+    """Repair the files of a packed column."""
     if inspection.past is not None:
         files.mend(disk, min(inspection.window.last, inspection.past.synced))
 
 
 def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
-    """Give a shard its length and its index; what it has of its rows stays."""
+    """Give a shard its correct length and index; its intact rows do not change."""
     if inspection.group is None:
         return
     column = next(c for c in inspection.flat if key_name(c.entry.key) == finding.column)
@@ -256,7 +256,7 @@ def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
             file.truncate(min(file.size(), rows_end))
             file.truncate(column.file_bytes)
         if column.entry.key == ("_row", "priority") and (new or cut):
-            # Lost ones become the largest, as new rows have it.
+            # Lost priorities become the largest one, as new rows get it.
             largest = 1.0 if inspection.past is None else inspection.past.state.max_priority
             file.write(np.full(column.rows, largest, np.float32), 0)
         file.write(shard_footer(column.rows, column.row_bytes), rows_end)
@@ -270,11 +270,11 @@ def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
 
 
 def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_run: bool) -> bool:
-    """Cut the journal off where it is damaged, if what stands before tells a whole state."""
+    """Truncate the journal at the damage, if the records before it describe a complete state."""
     folder = inspection.path / JOURNAL
     faults = segment_faults(disk, folder)
     if not faults and _is_short(inspection):
-        outcome.acts.append(f"{STATE} made anew: it knew of records that the journal has lost")
+        outcome.acts.append(f"{STATE} rebuilt: it listed records that the journal has lost")
         if not dry_run:
             disk.write_whole(inspection.path / REPAIR, b"")
             disk.unlink(inspection.path / STATE)
@@ -284,7 +284,7 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
     path, at, _ = min(faults, key=lambda fault: (int(fault[0].name), fault[1]))
     if at == 0:
         return False  # even its first record is damaged
-    outcome.acts.append(f"{inspection.relative(path)} cut off at byte {at}: what it said after that is lost")
+    outcome.acts.append(f"{inspection.relative(path)} truncated at byte {at}: later records are lost")
     if not dry_run:
         # Rows whose records are dropped may have overwritten older rows. REPAIR prevents an opening until
         # these older rows are known.
@@ -297,7 +297,7 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
 def _repair_archive(
     disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
 ) -> None:
-    """Repair the archive if it is damaged: the store is opened with it."""
+    """Repair a damaged archive: opening the store opens it too."""
     found = inspect_archive(inspection)
     whole = [finding for finding in found if finding.kind == "archive"]
     outcome.left += whole
@@ -308,30 +308,30 @@ def _repair_archive(
     outcome.acts += [f"in the archive {noted}: {act}" for act in done.acts]
     if done.lost:
         runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
-        outcome.acts.append(f"in the archive {noted}: {done.lost_rows:,} rows given up: its ids {runs}")
+        outcome.acts.append(f"in the archive {noted}: {done.lost_rows:,} rows dropped: its ids {runs}")
     outcome.left += [to_store_finding(finding, noted) for finding in done.left]
 
 
 def _is_short(inspection: Inspection) -> bool:
-    """Return whether the journal can be read, and ends before what STATE knows of."""
+    """Return whether the journal can be read, but ends before the last record that STATE lists."""
     return inspection.past is not None and any(
         finding.kind == "journal" and finding.fatal for finding in inspection.found
     )
 
 
 def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int]) -> None:
-    """Open the store without the rows that are given up, sum what was written, build the index."""
+    """Open the store without the dropped rows, compute new checksums, and rebuild the index."""
     for name in _INDEX:
         disk.unlink(path / name)
     try:
         storage = open_storage(path, disk=disk)
     except CorruptionError:
         if outcome.left:
-            return  # as before: what would help was not asked for
+            return  # it cannot be opened yet: the repair that would help was not requested
         raise
     try:
         storage.engine.sum_again(set(blocks))
         Catalog(storage).close()
-        outcome.acts.append("index.duckdb built anew")
+        outcome.acts.append("index.duckdb rebuilt")
     finally:
         storage.close()

@@ -48,7 +48,7 @@ def resize(
     """Change the capacity of a closed store.
 
     Rows keep their ids, episodes, priorities and counts. The store keeps its draws, settings, specs, sources
-    and versions. Rows that do not fit are dropped, the oldest first. A store that keeps the best rows drops
+    and snapshots. Rows that do not fit are dropped, the oldest first. A store that keeps the best rows drops
     the worst, and its remaining rows get new ids. TorchRL's `index`, which is (id - 1) modulo the capacity,
     changes. Later draws by priority choose other rows than they would have, because the rows are in other
     slots. Until it is done, the rows need twice their disk space.
@@ -71,7 +71,7 @@ def resize(
     Raises:
         NotFoundError: There is no store.
         LockedError: A process has the store open for writing.
-        StateError: It is a version, which is read-only; or the store has a `retain=` policy instead.
+        StateError: `path` is a snapshot, which is read-only; or the store has a `retain=` policy instead.
         SchemaError: A packed field does not fit into the chunks.
         ValueError: The capacity is below 1.
         StorageError: The disk failed or is full; the store is as it was.
@@ -103,7 +103,7 @@ def open_for_resize(
     disk, path = disk or Disk(), local_path(path)
     if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
-    Manifest.load(disk, path)  # a new store is not what is asked for
+    Manifest.load(disk, path)  # raises if there is no store: resizing must not create one
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:
         asked = capacity_for(storage, capacity)

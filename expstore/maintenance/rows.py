@@ -37,7 +37,7 @@ def check_ids(inspection: Inspection) -> None:
         for first, count in inspection.find_settled_runs()
         for start, ids in read_column(inspection, _place("id"), first, count)
     ]
-    _note_rows(inspection, "ids", "id", wrong, "does not hold the ids that these rows must have")
+    _note_rows(inspection, "ids", "id", wrong, "does not have the ids that these rows must have")
 
 
 def check_rows(inspection: Inspection) -> None:
@@ -56,7 +56,7 @@ def check_rows(inspection: Inspection) -> None:
                 for at, found in read_column(inspection, _place(name), start, n):
                     expected = wanted[at - publish.first_id :][: found.size]
                     wrong.append(at + np.flatnonzero(found != expected))
-        _note_rows(inspection, "episodes", name, wrong, "does not say what the journal says of these rows")
+        _note_rows(inspection, "episodes", name, wrong, "does not match the journal for these rows")
 
 
 def _place(name: str) -> int:
@@ -73,7 +73,7 @@ def _numbers_of(publish: Publish) -> tuple[IntArray, IntArray]:
 
 
 def _note_rows(inspection: Inspection, kind: str, name: str, wrong: Iterable[IntArray], text: str) -> None:
-    """Note rows with these ids, shard by shard."""
+    """Record a finding for rows with these ids, one per shard."""
     if inspection.group is None:
         return
     column = inspection.group.row_fields[_place(name)]
@@ -123,7 +123,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
     """Check the episodes in log and journal against the last rows of these episodes."""
     found = read_fragments(inspection)
     if found is None:
-        return  # a shard is missing, which has been noted
+        return  # a shard is missing, which was recorded before
     last = min(past.synced, inspection.window.last)
     table = EpisodeTable()
     new = rebuild_episodes(past, table, inspection.window.low, lambda first_id, rows: None)
@@ -141,7 +141,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
             Finding(
                 kind="episodes",
                 path=LOG,
-                message=f"{LOG} and the rows do not agree on the length of {len(wrong)} episodes: {listed}",
+                message=f"{LOG} and the rows disagree on the length of {len(wrong)} episodes: {listed}",
             )
         )
 
@@ -187,7 +187,7 @@ def check_index(inspection: Inspection) -> None:
         text = exc.message.splitlines()[0].replace(str(path), "it")
     if text:
         inspection.note(
-            Finding(kind="index", path=INDEX, message=f"{INDEX}: {text}; it is derived and will be made anew")
+            Finding(kind="index", path=INDEX, message=f"{INDEX}: {text}; `expstore repair` rebuilds it")
         )
 
 
@@ -199,13 +199,13 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
     catalog = Catalog(follower)
     try:
         if position > follower.state.content:
-            return f"it speaks of {position}, the journal ends at {follower.state.content}"
+            return f"it covers the journal up to {position}, which ends at {follower.state.content}"
         if position < follower.state.content:
-            return None  # behind, as it may be
+            return None  # an index may lag behind
         for name, rows in held.items():
             told = catalog.query(f"SELECT {COMPARED[name]} FROM {name} ORDER BY ALL", None).fetchall()
             if told != rows and not (name == "fragments" and _have_same_rows(told, rows)):
-                return f"the relation {name} is not what columns and {LOG} say"
+                return f"the relation {name} does not match the columns and {LOG}"
     finally:
         catalog.drop()
         follower.close()

@@ -23,7 +23,7 @@ __all__ = ["check_segments", "mend_segments"]
 
 
 def check_segments(inspection: Inspection) -> None:
-    """Note the variable-length rows that are damaged or missing, among the rows that a checkpoint covers."""
+    """Record damaged and missing variable-length rows, among the rows that a checkpoint covers."""
     for segments in () if inspection.group is None else inspection.group.shared:
         _check_segments(inspection, segments)
 
@@ -59,7 +59,7 @@ def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
     runs = runs_of(ids[np.isin(ids, settled)])
     name, gone = inspection.relative(path), not inspection.disk.exists(path)
     where = f" (ids {', '.join(f'{a} to {b}' for a, b in runs)})" if runs else " (no readable row)"
-    text = "is missing" if gone else "has batches that do not have their checksums, or lacks some"
+    text = "is missing" if gone else "has damaged or missing batches"
     inspection.note(
         Finding(
             kind="missing" if gone else "payload",
@@ -102,12 +102,12 @@ def _mend_segments(disk: Disk, segments: Segments, lost: Runs) -> None:
 
 
 def _clip(runs: Runs, first: int, last: int) -> Runs:
-    """Return what of some runs lies between two ids."""
+    """Return the parts of some runs between two ids."""
     return merge_runs([(max(a, first), min(b, last)) for a, b in runs if a <= last and b >= first])
 
 
 def _build_nulls(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
-    """Return rows of nothing as messages, each with its first id."""
+    """Return rows of None as messages, each with its first id."""
     columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
     messages = [message.tobytes() for message in writer.encode(first, columns, widths)]
     return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
@@ -116,7 +116,7 @@ def _build_nulls(writer: SegmentWriter, first: int, last: int, widths: Widths) -
 def _parts(
     writer: SegmentWriter, segment: Segment, sound: Sequence[int], lost: Runs
 ) -> list[tuple[int, bytes]]:
-    """Return the batches of a segment that are whole, and rows of nothing where others were."""
+    """Return the intact batches of a segment, and rows of None in place of the others."""
     parts = []
     for place in sound:
         header = segment.headers[place]
@@ -129,7 +129,7 @@ def _parts(
 
 
 def _subtract(first: int, last: int, whole: set[tuple[int, int]]) -> Runs:
-    """Return a run of ids without those that are there."""
+    """Return a run of ids without the ids that are present."""
     found, at = [], first
     for low, high in sorted(whole):
         if high < at or low > last:

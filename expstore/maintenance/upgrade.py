@@ -64,12 +64,12 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
     found = steps_in(index, steps) if index is not None and disk.exists(index) else None
     acts: tuple[str, ...] = ()
     if written < FORMAT:
-        acts = (f"{MANIFEST}: written again in format {FORMAT}",)
+        acts = (f"{MANIFEST}: rewritten in format {FORMAT}",)
     kept = None
     if index is not None and found is not None and found < len(steps):
         kept = _free_name(disk, index)
         new = ", ".join(map(str, steps[found:]))
-        acts = (*acts, f"{INDEX}: built anew with {new}; the old one is kept as {kept.name}")
+        acts = (*acts, f"{INDEX}: rebuilt with {new}; the old one is kept as {kept.name}")
     if acts and not dry_run:
         _do(disk, path, kept)
     return Upgrade(written, FORMAT, found, len(steps), acts)

@@ -45,8 +45,8 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
     `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys, the
-    index, STATE of a closed store, and all of these in its archive. Not checked are LOCK, priorities, and how
-    often rows were handed out: both columns change all the time, and any value in them may be right.
+    index, STATE of a closed store, and all of these in its archive. Not checked are LOCK, priorities, and the
+    counts of how often rows were sampled: both columns change all the time, and any value may be right.
     Leftovers of an unclean stop, which the next opening removes, are not reported, but batches that it will
     drop are.
 
@@ -171,7 +171,7 @@ def _check_manifest(inspection: Inspection) -> None:
 
 
 def _check_version(inspection: Inspection) -> None:
-    """Check the files that only a version has: `version.json` and `origin`."""
+    """Check the files that only a snapshot has: `version.json` and `origin`."""
     disk, path, group = inspection.disk, inspection.path, inspection.group
     if not disk.exists(path / VERSION):
         return
@@ -182,14 +182,14 @@ def _check_version(inspection: Inspection) -> None:
         text = exc.message.replace(f"{path}/", "")
         inspection.note(Finding(kind="version", path=VERSION, message=text))
     if group is None or not disk.exists(path / ORIGIN):
-        return  # of a store in memory, or without rows
+        return  # a snapshot of a store in memory, or without rows
     try:
         entries = read_entries(disk.read_whole(path / ORIGIN), len(group.summed), path / ORIGIN)
         damaged = [number for number, entry in enumerate(entries) if state_of(entry) == DAMAGED]
     except CorruptionError:
         damaged = [0]
     if damaged:
-        text = f"{ORIGIN} is damaged at entry {damaged[0]}; the next version will share less"
+        text = f"{ORIGIN} is damaged at entry {damaged[0]}; the next snapshot will share less"
         inspection.note(Finding(kind="version", path=ORIGIN, message=text))
 
 
@@ -224,7 +224,7 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
         return set()
     inspection.window = past.window(manifest.capacity)
     if past.cut:
-        text = f"{past.cut} batches after the last sync are not whole: opening the store will drop them"
+        text = f"{past.cut} batches after the last sync are incomplete: opening the store will drop them"
         inspection.note(Finding(kind="torn", path=JOURNAL, message=text))
     schema = manifest.schema
     if past.clean or group is None or schema is None:
@@ -246,14 +246,14 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
 
 
 def _check_state(inspection: Inspection, past: Past) -> None:
-    """Hold STATE, if there is one, against its checksum and the journal, as an opening does."""
+    """Check STATE, if there is one, against its checksum and the journal, as an opening does."""
     disk, path = inspection.disk, inspection.path / STATE
     if disk.exists(inspection.path / VERSION) or disk.size(path) < PAGE:
         return
     page = StatePage(disk, path, write=False)
     try:
         if past.clean and not page.intact:
-            text = f"{STATE} does not have its checksum; the next opening makes it anew from the journal"
+            text = f"{STATE} does not have its checksum; the next opening rebuilds it from the journal"
             inspection.note(Finding(kind="state", path=STATE, message=text))
             return
         manifest = inspection.manifest
@@ -267,7 +267,7 @@ def _check_state(inspection: Inspection, past: Past) -> None:
 
 
 def _reach_of(inspection: Inspection, column: FlatColumn) -> int:
-    """Return how many slots the shards of a column have that are there."""
+    """Return how many slots the existing shards of a column cover."""
     number = 0
     while inspection.disk.exists(column.shard_path(number)):
         number += 1
@@ -275,7 +275,7 @@ def _reach_of(inspection: Inspection, column: FlatColumn) -> int:
 
 
 def _stands(inspection: Inspection, publish: Publish) -> bool:
-    """Return whether the rows of a record stand in the columns."""
+    """Return whether the columns contain the rows of a record."""
     group = inspection.group
     if group is None:
         return False

@@ -25,5 +25,5 @@ def check_keys(inspection: Inspection) -> None:
         known=past.base.get("write_keys", 0),
     )
     if found.damage:
-        text = f"{KEYS} {found.damage}; a write that is tried again under such a key is stored again"
+        text = f"{KEYS} {found.damage}; a write that is retried under such a key is stored again"
         inspection.note(Finding(kind="keys", path=KEYS, message=text))

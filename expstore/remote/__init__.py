@@ -1,1 +1,1 @@
-"""A served store as a buffer."""
+"""The client of a served store."""

@@ -55,11 +55,11 @@ class RemoteReplayBuffer(LocalOnly):
     too, but another process may write another row there between two requests.
 
     Threads: any number may use it. Processes: in a forked child, and in a process that unpickles it, it opens
-    new connections and continues to count draws where the original was. Crashes: rows of a write that
-    has returned survive a crash of the server's process, and after `flush` a power cut of its machine. A
-    request without an answer is sent again, for as long as `retries` says; a repeated write happens only
-    once. Stores that keep the best rows do not support idempotency keys: there, a write whose answer is lost
-    is not sent again.
+    new connections and continues to count draws where the original was. Crashes: rows survive a crash of the
+    server's process once the write has returned, and a power failure of its machine after `flush`. A request
+    without an answer is sent again, for as long as `retries` says; a repeated write is applied only once.
+    Stores that keep the best rows do not support idempotency keys: there, a write whose answer is lost is not
+    sent again.
 
     Args:
         connection: The connection to the server.
@@ -103,9 +103,9 @@ class RemoteReplayBuffer(LocalOnly):
         if not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"prefetch must be at least 1, got {prefetch!r}")
         if wait < 0 or draw < 0:
-            raise ValueError("wait and draw are not negative")
+            raise ValueError("wait and draw must not be negative")
         if draw and seed is None:
-            raise ValueError("draw= counts the draws of a seed; give seed=, too")
+            raise ValueError("draw= is the number of a draw of a seed; give seed= too")
         self._connection, self._decoder = connection, Decoder()
         self._fields: Schema | None = None
         self._batch_size, self._seed, self._draw = batch_size, seed, draw
@@ -115,7 +115,7 @@ class RemoteReplayBuffer(LocalOnly):
         }  # fmt: skip
         self._wait, self._device = wait, None if device is None else torch.device(device)
         self._prefetch, self.priority_key, self._as_numpy = prefetch, priority_key, as_numpy
-        self._keyed = True  # until the store says that its writer keeps no keys
+        self._keyed = True  # until the store reports that its writer does not support keys
         self._lock = threading.Lock()
         self._iterator: Generator[Any] | None = None
 
@@ -129,7 +129,7 @@ class RemoteReplayBuffer(LocalOnly):
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    # -- rows in ---------------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------
 
     def extend(
         self,
@@ -259,7 +259,7 @@ class RemoteReplayBuffer(LocalOnly):
                 self._keyed = False
         return ask(once=True)
 
-    # -- batches out -----------------------------------------------------------------------------
+    # -- sampling and reading --------------------------------------------------------------------
 
     def sample(
         self,
@@ -410,7 +410,7 @@ class RemoteReplayBuffer(LocalOnly):
             batch = batch.exclude(*_OWN)
         return (batch, info) if return_info else batch
 
-    # -- samplers with names ---------------------------------------------------------------------
+    # -- named samplers --------------------------------------------------------------------------
 
     def name_sampler(
         self,
@@ -420,7 +420,7 @@ class RemoteReplayBuffer(LocalOnly):
         where: str | None = None,
         seed: int | None = None,
     ) -> None:
-        """Make the server keep a sampler that is shared by all clients that `connect(sampler=name)`.
+        """Make the server keep a sampler that is shared by all clients that connect with `sampler=name`.
 
         Args:
             name: Its name: letters, digits, ".", "_" and "-".
@@ -452,7 +452,7 @@ class RemoteReplayBuffer(LocalOnly):
     # -- priorities ------------------------------------------------------------------------------
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows by id, or of the rows of a sample. Rows that have left are skipped.
+        """Set the priorities of rows by id, or of the rows of a sample. Rows that were removed are skipped.
 
         Args:
             index: A sample with `priority_key` added. Indices are refused, because an index may belong to
@@ -500,7 +500,7 @@ class RemoteReplayBuffer(LocalOnly):
             raise SchemaError("the sample has no entry 'id' with the ids of its rows")
         return self.update_priority(id=ids, priority=priority)
 
-    # -- questions and versions ------------------------------------------------------------------
+    # -- queries and versions --------------------------------------------------------------------
 
     def sql(
         self,
@@ -555,7 +555,7 @@ class RemoteReplayBuffer(LocalOnly):
     # -- the whole store -------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Sync the store to the server's disk: rows written before survive a power cut of its machine."""
+        """Sync the store to the server's disk: rows written before survive a power failure of its machine."""
         self._json("POST", "flush", write=True)
 
     def stats(self) -> dict[str, Any]:
@@ -652,7 +652,7 @@ class RemoteEpisodes(LocalEpisodes):
         *,
         params: Sequence[object] | Mapping[str, object] | None = None,
     ) -> Result:
-        """Return rows of the relation `episodes`, which includes episodes whose rows have left the store.
+        """Return rows of the relation `episodes`, which includes episodes whose rows were removed.
 
         Args:
             where: SQL condition over its columns; None for all episodes.
@@ -792,22 +792,23 @@ def connect(
     """Connect to a store that `expstore serve` serves.
 
     Args:
-        url: Where it is: `http://host:8420/name`.
-        token: What the server knows you by.
-        timeout: Seconds that the server may be silent.
-        retries: How long a request that is not answered, or is put off, is sent again; None: a minute.
-        batch_size: Of `sample` and iteration.
-        sampler: What makes up a batch: a dict with `kind` and parameters, a kind such as "prioritized" for
-            its defaults, or the name of a sampler that the server keeps; uniform by default. `kind` is
-            "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
-        where: Which rows are drawn: an SQL condition without functions.
-        seed: Draw k is then the same for everybody who has this seed, as long as the rows are the same. None:
-            the store's own next draw, whoever asks.
-        draw: Which draw of the seed comes first.
-        wait: Seconds that the server waits for rows to draw, where there are none yet.
-        device: Where batches are handed out.
-        prefetch: How many batches an iteration makes ahead, in a thread.
-        priority_key: Where `update_priority` finds priorities in a sample.
+        url: Address of the store: `http://host:8420/name`.
+        token: The access token; None to send none.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
+            minute.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
+            "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by
+            default. `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
+        where: SQL condition, without functions, of the rows to draw.
+        seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same.
+            None: the store's own next draw, which is shared by all clients without a seed.
+        draw: Number of the first draw of the seed.
+        wait: Seconds that the server waits for rows if it cannot draw yet.
+        device: Device of the returned batches.
+        prefetch: Number of batches that an iteration prefetches, in a thread.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
             memory, by default.
 

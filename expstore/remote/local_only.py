@@ -97,7 +97,7 @@ class LocalOnly:
     shared = False
     share = _refuse(
         "sharing",
-        "a collector of several processes cannot write over it yet: call extend() with the batches that it "
+        "a multi-process collector cannot write over it yet: call extend() with the batches that it "
         "yields, or let every process connect() and run a Collector",
     )
     client = start = shutdown = _refuse("sharing", "connect() wherever the rows are wanted")

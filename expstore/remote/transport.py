@@ -74,7 +74,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and 0 < self.first <= self.longest):
-            raise ValueError(f"seconds from 0 on and 0 < first <= longest, not {self}")
+            raise ValueError(f"seconds must be at least 0, and 0 < first <= longest, got {self}")
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,7 @@ class Connection:
     def close(self) -> None:
         """Close the sockets of this process; threads that wait for a retry are woken.
 
-        This ends the session of its writes. The server is told once; it is not told again if it does not
-        answer.
+        This ends the session of its writes. The request that tells the server is not repeated if it fails.
         """
         mine = self._mine.get(os.getpid())
         if mine is not None and not self._closed:

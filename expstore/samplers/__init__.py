@@ -1,6 +1,6 @@
-"""Which rows make up a batch.
+"""Samplers: they choose the rows of each batch.
 
-Buffers take one of these.
+A buffer has one sampler.
 """
 
 from expstore.samplers.base import Sampler

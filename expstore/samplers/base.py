@@ -1,6 +1,6 @@
-"""What every sampler does: choose ids out of the readable ones.
+"""The base class of samplers, which choose the ids of a batch among the readable rows.
 
-Buffers call it with a generator that belongs to this one draw; it never reads rows.
+A buffer calls its sampler with the random generator of one draw. The buffer reads the rows, not the sampler.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ __all__ = ["Sampler", "readable", "refuse_weight"]
 #: The file of `dumps`; TorchRL's name.
 _FILE = "sampler_metadata.json"
 
-#: Draws that may find nothing but rows which have left, before the writer is asked to wait.
+#: How often a draw that finds only evicted rows is repeated before the writer has to wait.
 _TRIES = 3
 
 
 class SamplerKind(ABCMeta):
-    """Let `replacement=False` make the sampler that draws without replacement, as in torchrl."""
+    """Metaclass of samplers: with `replacement=False` a class constructs its counterpart without replacement.
+
+    torchrl's samplers do the same.
+    """
 
     def __call__(cls, *args: Any, replacement: bool = True, **options: Any) -> Any:
-        """Make a sampler.
+        """Construct a sampler.
 
         Args:
-            args: The sampler's own, as are `options`.
-            replacement: Whether rows may come again before all have come; what draws without replacement
-                anyway takes both.
-            options: See there.
+            args: Positional arguments of the sampler.
+            replacement: Whether a row may be drawn again before all rows were drawn. False constructs the
+                class's counterpart without replacement. A class that draws without replacement accepts both
+                values.
+            options: Keyword arguments of the sampler.
 
         Raises:
-            TypeError: There is no sampler of that kind without replacement.
+            TypeError: `replacement` is False, and the class has no counterpart without replacement.
         """
         if not replacement and not cls.__dict__.get("without_replacement", False):
             counterpart = cls.__dict__.get("counterpart")
@@ -64,34 +68,38 @@ class SamplerKind(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """What the sampler is made with: that of its `__init__`."""
+        """The signature of the class's `__init__`, without `self`."""
         whole = inspect.signature(cls.__init__)  # type: ignore[misc]
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 class Sampler(metaclass=SamplerKind):
-    """Choose ids. Threads may sample at once.
+    """Base class of samplers: choose the rows of a batch by their ids.
 
-    A sampler of your own implements `select`. It may also have TorchRL's hooks `add(index)`, `extend(index)`
-    and `mark_update(index, storage=...)`: they are called after each write, under the storage's lock. A
-    sampler written for torchrl, with `sample(storage, batch_size) -> (index, info)`, is taken as well: see
-    `samplers/torchrl_adapter.py`.
+    Any number of threads may sample at once.
+
+    A sampler of your own implements `select`. It may also define TorchRL's hooks `add(index)`,
+    `extend(index)` and `mark_update(index, storage=...)`: they are called after each write, while the
+    storage's lock is held. A sampler written for torchrl, with
+    `sample(storage, batch_size) -> (index, info)`, works too: see `samplers/torchrl_adapter.py`.
 
     Args:
-        where: Which rows may be drawn: an SQL expression over a row and its episode, or a `Where`; None: all.
-        weight: By what the chance of each is multiplied: another one; None: 1.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows.
+        weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
     """
 
-    #: Whether every row comes once before any comes again; the counterpart is a sampler that does it so.
+    #: Whether every row is drawn once before any row is drawn again.
     without_replacement: ClassVar[bool] = False
+    #: The class that `replacement=False` constructs instead, if any.
     counterpart: ClassVar[type[Sampler] | None] = None
-    #: Whether priorities that come with new rows are to be taken in.
+    #: Whether it draws by priority. If so, priorities that are written with new rows are stored.
     prioritized = False
-    #: Whether its rows are windows of steps already, around which there can be no others.
+    #: Whether it draws whole slices of steps. If so, the sample unit `Sequence` cannot be used.
     windowed = False
-    #: Whether it must hear of new rows, because its class overrides `on_write` or a hook of TorchRL's.
+    #: Whether it must be notified of new rows: its class overrides `on_write` or one of TorchRL's hooks.
     hears_writes: ClassVar[bool] = False
-    #: None: every row may be drawn, and each counts the same.
+    #: Evaluates `where` and `weight`; None if every row may be drawn with the same probability.
     filter: Filter | None = None
     _attached: weakref.ref[ReadView] | None = None
 
@@ -103,7 +111,7 @@ class Sampler(metaclass=SamplerKind):
 
     @property
     def reads(self) -> frozenset[Key]:
-        """Fields that it reads itself, beside those of `where` and `weight`."""
+        """The fields that the sampler itself reads, besides the fields in `where` and `weight`."""
         trajectories = getattr(self, "_trajectories", None)
         return frozenset() if trajectories is None else trajectories.keys
 
@@ -113,20 +121,20 @@ class Sampler(metaclass=SamplerKind):
             self.filter = Filter(where, weight)
 
     def attach(self, storage: ReadView) -> None:
-        """Be told which storage it will sample from; a buffer does it once.
+        """Attach the sampler to the storage that it samples from. A buffer calls it for its storage.
 
         Raises:
-            QueryError: Its rows have no such fields as `where` or `weight` name.
+            QueryError: `where` or `weight` names a field that the storage does not have.
         """
         self._attached = weakref.ref(storage)
         if self.filter is not None:
             self.filter.attach(storage)
 
     def _require_storage(self, storage: ReadView | None = None) -> ReadView:
-        """Return the given storage, or the one that the sampler is attached to.
+        """Return the given storage, or the storage that the sampler is attached to.
 
         Raises:
-            StateError: Neither exists.
+            StateError: No storage was given, and the sampler is not attached to one.
         """
         if storage is not None:
             return storage
@@ -139,15 +147,15 @@ class Sampler(metaclass=SamplerKind):
         return found
 
     def detach(self) -> None:
-        """Be told that the storage is about to be closed."""
+        """Stop evaluating the filter: the storage is about to close, or the buffer gets another sampler."""
         if self.filter is not None:
             self.filter.detach()
 
     def refresh(self, storage: ReadView) -> None:
-        """Take in all rows and episodes as they are now.
+        """Evaluate `where` and `weight` for all rows and episodes as they are now.
 
         Raises:
-            QueryError: `where` or `weight` cannot be computed; nothing is changed.
+            QueryError: `where` or `weight` cannot be computed. The sampler keeps the results that it had.
         """
         if self.filter is not None:
             self.filter.refresh(storage)
@@ -170,17 +178,18 @@ class Sampler(metaclass=SamplerKind):
     def sample(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator | None = None
     ) -> Selection | tuple[Any, dict[str | Key, Any]]:
-        """Draw rows: TorchRL's `sample(storage, batch_size)`, which buffers call with a generator.
+        """Draw rows. Buffers pass a generator; without it this is TorchRL's `sample(storage, batch_size)`.
 
         Args:
-            storage: What holds the rows; at least one is readable.
-            batch_size: How many rows.
-            generator: The random numbers of this draw. None: the storage's next draw, as if its buffer
-                sampled a batch; the draw counts as returned.
+            storage: The storage with the rows; at least one row must be readable.
+            batch_size: Number of rows.
+            generator: The random generator of this draw. None for the storage's next draw, as if its buffer
+                sampled a batch; the draw then counts as returned to the user.
 
         Returns:
-            A `Selection`; without `generator` a pair of index and info. The index is a tensor of shape
-            `(n,)`, int64, or a tuple of `ndim` of them; info has what the sampler says of each row.
+            A `Selection`. Without `generator` a pair of index and info: the index is a tensor of shape
+            `(n,)`, int64, or a tuple of `ndim` such tensors; info holds the values that the sampler adds to
+            each row.
 
         Raises:
             NotReadyError: No row can be drawn.
@@ -205,16 +214,18 @@ class Sampler(metaclass=SamplerKind):
         """Choose `batch_size` readable rows.
 
         Args:
-            storage: What holds the rows; at least one is readable.
-            batch_size: How many.
-            generator: The random numbers of this draw.
+            storage: The storage with the rows; at least one row is readable.
+            batch_size: Number of rows.
+            generator: The random generator of this draw.
         """
 
     def _draw_filtered(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
-        """Draw by the filter; None is a draw without a candidate: then what is new is evaluated at once.
+        """Call `draw` until it finds rows that match the filter.
+
+        If `draw` returns None, no row that is evaluated can be drawn: evaluate the new rows, then try again.
 
         Raises:
-            NotReadyError: There is no candidate.
+            NotReadyError: No row matches.
         """
         filter = self.filter
         found = None
@@ -226,7 +237,7 @@ class Sampler(metaclass=SamplerKind):
                     break
                 found = draw()
             if found is None and not storage.follows:
-                # A fast writer may have overwritten all that was evaluated; it waits now.
+                # A fast writer may have overwritten all evaluated rows. The lock makes it wait.
                 with storage.lock:
                     found = draw() if filter.find_more(storage) else None
         if found is None:
@@ -234,75 +245,75 @@ class Sampler(metaclass=SamplerKind):
         return found
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
-        """Return the error of a draw for which there is no row."""
+        """Return the error for a draw that finds no row."""
         if self.filter is None or not len(storage):
             return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         return self.filter.build_no_rows_error(storage)
 
     @property
     def _filtering(self) -> str:
-        """What the filter adds to a repr."""
+        """The text that the filter adds to a `repr`."""
         return "" if self.filter is None else f", {self.filter}"
 
     def count_left(self, storage: ReadView) -> int:
-        """Return how many rows can still be drawn: the length of a buffer."""
+        """Return the number of rows that can still be drawn. It is the length of a buffer."""
         return len(storage)
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether a batch could be drawn now."""
+        """Return whether a batch can be drawn now."""
         return self.count_left(storage) > 0
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return how many rows, or slices, such a batch would be drawn from, whatever `where` says."""
+        """Return the number of rows, or of starts of slices, that a batch is drawn from; ignores `where`."""
         return self.count_left(storage)
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose rows in the place of some that were overwritten while they were read."""
+        """Draw a selection again because some of its rows were overwritten while they were read."""
         return self.sample(storage, selection.ids.size, generator)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Be told that a selection it made goes to the user now, in the order of the selections."""
+        """Record that a selection was returned to the user; called in the order of the selections."""
 
     def stands(self, storage: ReadView, selection: Selection) -> bool:
-        """Return whether a selection made some time ago would still be made; rows are looked at elsewhere."""
+        """Return whether a prefetched selection is still valid. Evicted rows are not checked here."""
         return True
 
     def rewind(self, storage: ReadView) -> None:
-        """Be told that selections made since the last one that was handed out will not be."""
+        """Discard the selections that were made after the last one that was returned to the user."""
 
     def settings(self) -> dict[str, Any]:
-        """Return settings that a program changes while it runs, which versions keep; what JSON can keep."""
+        """Return the settings that a program may change while it runs, as JSON values for snapshots."""
         return {}
 
     def set_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take over what `settings` returned, perhaps of a sampler of another kind."""
+        """Apply what `settings` returned, possibly for a sampler of another class."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: settings, and what does not follow from the rows."""
+        """Return the settings, and state that cannot be derived from the rows, for `load_state_dict`."""
         filter = self.filter
         return {} if filter is None else {"where": filter.where, "weight": filter.weight}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
-        A state with another `where` or `weight` is refused by the buffer: these are what the program says.
+        The buffer refuses a state with another `where` or `weight`, because the program sets these.
         """
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; its filter evaluates by itself."""
+        """Return the state of a copy. The copy has a filter of its own."""
         state = {name: value for name, value in self.__dict__.items() if name != "_attached"}
         return state if self.filter is None else state | {"filter": copy.copy(self.filter)}
 
     def dumps(self, path: str | Path) -> None:
-        """Write `state_dict` to a folder; priorities and counts belong to the storage.
+        """Write `state_dict` to a folder. Priorities and sample counts are stored with the rows instead.
 
         Args:
-            path: The folder; made if it is missing.
+            path: The folder; created if it does not exist.
 
         Raises:
-            StorageError: The disk failed.
+            StorageError: A disk operation failed.
         """
         folder, disk = Path(path), Disk()
         disk.make_dir(folder)
@@ -311,51 +322,61 @@ class Sampler(metaclass=SamplerKind):
     def loads(self, path: str | Path) -> None:
         """Restore what `dumps` wrote.
 
+        Args:
+            path: The folder.
+
         Raises:
-            StorageError: There is no such file, or the disk failed.
+            StorageError: The file does not exist, or a disk operation failed.
         """
         self.load_state_dict(json.loads(Disk().read_whole(Path(path) / _FILE)))
 
     @property
     def ran_out(self) -> bool:
-        """Whether every row has been drawn that is to be drawn: iteration ends here."""
+        """Whether iteration over the buffer ends: the last batch completed a pass or used up the rows."""
         return False
 
     def on_write(self, ids: IntArray) -> None:
-        """Follow rows that were published or took the places of others. Shape `(n,)`, int64."""
+        """Handle rows that were appended, or that replaced other rows.
+
+        Args:
+            ids: Ids of the rows. Shape `(n,)`, int64.
+        """
         if self.hears_writes:
             tell_write(self, self._require_storage(), ids)
 
     def add(self, index: Any) -> None:
-        """Follow one row that was written; here there is nothing to do.
+        """Handle one row that was written. The base class does nothing.
 
         Args:
-            index: Its index, an integer; of a storage with several dims a tensor of shape `(ndim,)`.
+            index: Index of the row: an integer; if the storage has several dims, a tensor of shape `(ndim,)`.
         """
 
     def extend(self, index: Any) -> None:
-        """Follow rows that were written; here there is nothing to do.
+        """Handle rows that were written. The base class does nothing.
 
         Args:
-            index: Their indices, a tensor of shape `(n,)`, or `(n, ndim)`.
+            index: Indices of the rows: a tensor of shape `(n,)`; if the storage has several dims,
+                `(n, ndim)`.
         """
 
     @property
     def default_priority(self) -> float:
-        """The priority of new rows: 1 where priorities do not count."""
+        """The priority of new rows; 1 if the sampler does not draw by priority."""
         return 1.0
 
     def update_priority(self, index: Any, priority: Any, *, storage: ReadView | None = None) -> None:
-        """Set priorities of rows by index; warns where priorities do not count, and does nothing.
+        """Set the priorities of rows. A sampler that does not draw by priority warns and does nothing.
 
         Args:
-            index: Which rows, as `extend` returns it; -1 is ignored.
-            priority: One number for all, or one for each row.
-            storage: What holds them; None: the storage that the sampler is attached to.
+            index: Indices of the rows, as `extend` returns them; -1 is ignored.
+            priority: One number for all rows, or one for each row; several numbers per row are reduced to
+                one.
+            storage: The storage with the rows; None for the storage that the sampler is attached to.
 
         Raises:
             PriorityError: A value is negative, NaN or infinite; no priority was set.
-            StateError: The sampler is attached to no storage.
+            StateError: The sampler is not attached to a storage, or the number of priorities does not match
+                the number of rows.
         """
         if not self.prioritized:
             warnings.warn(
@@ -373,41 +394,53 @@ class Sampler(metaclass=SamplerKind):
             else:
                 given = self.reduce(given)
                 if given.size != counts.size:
-                    raise StateError(f"{counts.size} rows were given {given.size} priorities")
+                    raise StateError(
+                        f"update_priority() got {given.size} priorities for {counts.size} rows; pass one for "
+                        "each row, or one for all"
+                    )
                 given = given[counts]
             kept.writer().set_priorities(ids, given)
 
     def mark_update(self, index: Any, *, storage: ReadView | None = None) -> None:
-        """Follow rows that the user has changed: where priorities count, theirs restart at the largest.
+        """Handle rows that the user changed.
+
+        A sampler that draws by priority sets their priorities to the largest one.
 
         Args:
-            index: Which rows, as `extend` returns it; -1 is ignored.
-            storage: What holds them; None: the storage that the sampler is attached to.
+            index: Indices of the rows, as `extend` returns them; -1 is ignored.
+            storage: The storage with the rows; None for the storage that the sampler is attached to.
         """
         if self.prioritized:
             self.update_priority(index, self._require_storage(storage).priorities.largest, storage=storage)
 
     def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
-        """Be told of priorities that the user has just set. Shapes `(n,)`."""
+        """Handle priorities that the user has just set.
+
+        Args:
+            storage: The storage with the rows.
+            ids: Ids of the rows. Shape `(n,)`.
+            priorities: The new priorities. Shape `(n,)`.
+        """
 
     def on_empty(self) -> None:
-        """Be told that all rows were just given up."""
+        """Handle the removal of all rows by the buffer's `empty`."""
 
 
 def refuse_weight(sampler: Sampler, where: str | Where | None, weight: str | None, reason: str) -> None:
-    """Raise ValueError if a sampler in which chances mean nothing is given a weight."""
+    """Raise ValueError if a weight is given to a sampler that does not draw by probabilities."""
     _, weight = split_where(where, weight)
     if weight is not None:
         raise ValueError(
-            f"weight={weight!r} has no meaning in {type(sampler).__name__}: {reason}; use where="
+            f"{type(sampler).__name__} does not support weight={weight!r}: {reason}; use where= instead"
         )
 
 
 def readable(storage: ReadView) -> Window:
-    """Return the ids that can be read now, at least one.
+    """Return the window of readable ids, which has at least one row.
 
     Raises:
-        NotReadyError: There is none: a very long extend, or `empty`, has given up all rows at this moment.
+        NotReadyError: No row is readable: the storage is empty, or `empty` or a very long `extend` has just
+            removed all rows.
     """
     window = storage.window
     if window.low >= window.last or (window.deleted is not NO_IDS and not window.rows):
@@ -418,21 +451,21 @@ def readable(storage: ReadView) -> Window:
 def _select_by_sample(
     self: Sampler, storage: ReadView, batch_size: int, generator: np.random.Generator
 ) -> Selection:
-    """Choose rows as the `sample` that a subclass wrote in the place of `select`."""
+    """Choose rows with the `sample` method of a subclass that does not define `select`."""
     return self.sample(storage, batch_size, generator)
 
 
-#: Methods by which a sampler hears of new rows.
+#: Methods that notify a sampler of new rows.
 _WRITE_HOOKS = frozenset({"add", "extend", "mark_update", "on_write"})
 
 
 def tell_write(sampler: Any, storage: ReadView, ids: IntArray) -> None:
-    """Call the hooks that TorchRL's samplers have for new rows: `mark_update`, then `extend` or `add`.
+    """Call TorchRL's hooks of a sampler for new rows: `mark_update`, then `extend` or `add`.
 
     Args:
-        sampler: Only the hooks that its author wrote are called.
-        storage: What holds the rows.
-        ids: The new rows. Shape `(n,)`.
+        sampler: The sampler. Only hooks that its author defined are called.
+        storage: The storage with the rows.
+        ids: Ids of the new rows. Shape `(n,)`.
     """
     index = storage.geometry.index_of(ids)
     index = index if storage.ndim == 1 else storage.geometry.unravel(index)
@@ -446,7 +479,7 @@ def tell_write(sampler: Any, storage: ReadView, ids: IntArray) -> None:
 
 
 def is_written(sampler: Any, name: str) -> bool:
-    """Return whether the author of a sampler wrote a method: those of classes called Sampler do nothing."""
+    """Return whether a sampler's author defined a method. Methods of classes named `Sampler` do not count."""
     for kind in type(sampler).__mro__:
         if name in vars(kind):
             return kind.__name__ != "Sampler"
@@ -454,7 +487,7 @@ def is_written(sampler: Any, name: str) -> bool:
 
 
 def call_with_storage(hook: Callable[..., Any], *values: Any, storage: ReadView) -> None:
-    """Call a hook that may have a parameter `storage`."""
+    """Call a hook; pass the storage if the hook has a parameter `storage`."""
     parameters = inspect.signature(hook).parameters
     if "storage" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         hook(*values, storage=storage)
@@ -463,14 +496,14 @@ def call_with_storage(hook: Callable[..., Any], *values: Any, storage: ReadView)
 
 
 def ids_of(storage: ReadView, index: Any) -> tuple[IntArray, IntArray]:
-    """Return the ids of rows by index, and their positions in the index, without those that are -1.
+    """Return the ids of the rows at indices, leaving out indices of -1.
 
     Args:
-        storage: What holds the rows; its lock is held.
-        index: An integer or several; of a storage with several dims one number for each dim.
+        storage: The storage with the rows; the caller holds its lock.
+        index: An integer or several; if the storage has several dims, one number for each dim.
 
     Returns:
-        Shapes `(m,)` and `(n,)`: the second selects m of n values, one for each row of the index.
+        The ids, shape `(m,)`, and whether each index is not -1, shape `(n,)`, bool.
     """
     if isinstance(index, tuple):
         index = np.stack([np.asarray(part) for part in index], axis=-1)
@@ -483,7 +516,7 @@ def ids_of(storage: ReadView, index: Any) -> tuple[IntArray, IntArray]:
 
 
 def index_tensor(storage: ReadView, ids: IntArray) -> Any:
-    """Return indices of rows: a tensor of shape `(n,)`, or a tuple of them where there are several dims."""
+    """Return the indices of rows: a tensor of shape `(n,)`, or for several dims a tuple of such tensors."""
     index = storage.geometry.index_of(ids)
     if storage.ndim == 1:
         return torch.from_numpy(index)
@@ -491,7 +524,7 @@ def index_tensor(storage: ReadView, ids: IntArray) -> Any:
 
 
 def info_of(storage: ReadView, selection: Selection) -> dict[str | Key, Any]:
-    """Return what a sampler says of the rows that it chose, flags joined with those that are stored."""
+    """Return what a sampler adds to the rows of a selection. Flags are merged with the stored fields."""
     schema = storage.require_schema()
     columns = dict(selection.info)
     for mark in selection.marks:

@@ -1,7 +1,7 @@
-"""Sampling rows until they have been handed out so many times.
+"""A sampler that draws each row a given number of times.
 
-Buffers take the sampler. How often each row was handed out is counted by the storage, on disk where that is
-on disk; a sum tree over the rows that are left finds the ones that are drawn. It never removes a row.
+The storage counts how often each row was drawn; a storage on disk stores the counts. The sampler finds the
+remaining rows with a sum tree. It never deletes a row.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 __all__ = ["ConsumingSampler", "consume_after"]
 
-_MOST = (1 << 32) - 1  # what the column holds
+_MOST = (1 << 32) - 1  # the column of counts is uint32
 _NONE = np.empty(0, np.int64)
 
 
 class ConsumingSampler(Sampler):
     """Draw every row at most `max_sample_count` times.
 
-    Within a batch no row comes twice, and every row that is left has the same chance. Fewer rows than a
-    batch wants make a shorter batch. The length of a buffer is the number of rows that are left. Unlike in
-    TorchRL a row that was handed out often enough is not overwritten before others: it stays, to be read by
-    index and with SQL, until the ring takes its slot in order of age.
+    No row is drawn twice in a batch, and all remaining rows have the same probability. If fewer rows remain
+    than the batch size, the batch is shorter. The length of a buffer is the number of remaining rows. Unlike
+    in TorchRL, a row that was drawn often enough is not overwritten before other rows: it can be read by
+    index and with SQL until the ring overwrites it in order of age.
 
-    Threads: any number may sample; none gets a row too often. Crashes: a batch is counted on disk before it
-    is handed out, so a row that `sample` has returned counts after a kill, and after a power cut once it was
-    synced; a kill in the middle may count a batch that nobody got. Processes: only the writer's; a follower
-    cannot count.
+    Threads: any number may sample; no row is drawn too often. Crashes: a batch is counted on disk before it
+    is returned. So the rows of a returned batch are counted after a kill, and after a power cut if they were
+    synced. A kill during a draw may count a batch that was never returned. Processes: only the process that
+    writes may sample; a reader cannot count.
 
     Args:
-        max_sample_count: How often a row is handed out.
-        where: Which rows are: a boolean SQL expression over a row and its `episode`; None: all. The others
-            are not counted, and not part of the length of a buffer.
-        weight: Not taken: a row is handed out as often as it is, whatever its chance.
+        max_sample_count: How often each row is drawn.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows. Other rows are not counted and do not add to the length of a buffer.
+        weight: Not supported, because all rows are drawn equally often.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It is less than 1, or there is a weight.
+        TypeError: `max_sample_count` is not an integer.
+        ValueError: `max_sample_count` is out of range, or a weight was given.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=ConsumingSampler(), batch_size=3)
@@ -71,24 +71,24 @@ class ConsumingSampler(Sampler):
 
     def _begin(self) -> None:
         self._live = WindowTree(self.filter)
-        self._mirrored: tuple[Sampled | None, int] = (None, -1)  # the counts, and their moves, that it shows
+        self._mirrored: tuple[Sampled | None, int] = (None, -1)  # the counts in the tree, and their `moves`
 
     @property
     def max_sample_count(self) -> int:
-        """How often a row is handed out."""
+        """How often each row is drawn."""
         return self._limit
 
     @property
     def ran_out(self) -> bool:
-        """Whether the last batch has taken the last rows that were left."""
+        """Whether the last batch used up the remaining rows."""
         return self._ran_out
 
     def attach(self, storage: ReadView) -> None:
-        """Have a storage count.
+        """Attach the sampler to a storage, and make the storage count how often rows are drawn.
 
         Raises:
-            StorageError: The disk failed.
-            QueryError: Its rows have no such fields as the filter names.
+            StorageError: A disk operation failed.
+            QueryError: The filter names a field that the storage does not have.
         """
         super().attach(storage)
         self._begin()
@@ -98,7 +98,7 @@ class ConsumingSampler(Sampler):
         warm()
 
     def count_left(self, storage: ReadView) -> int:
-        """Return how many rows can still be drawn; for a follower, how many can be read."""
+        """Return the number of rows that can still be drawn; for a reader, the number of readable rows."""
         if storage.closed or storage.state.sampled is None:
             return len(storage)
         filter, left = self.filter, 0
@@ -112,30 +112,30 @@ class ConsumingSampler(Sampler):
         return left
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose `batch_size` rows, or as many as are left, and count them.
+        """Choose and count `batch_size` rows, or all that remain if there are fewer.
 
         Raises:
-            NotReadyError: None is left.
-            StateError: The storage cannot be written to.
-            StorageError: They could not be counted; nothing is handed out.
+            NotReadyError: No row remains.
+            StateError: The storage cannot be written.
+            StorageError: The rows could not be counted; no batch is returned.
         """
         return self._take(storage, _NONE, batch_size, generator)
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose rows in the place of those that were overwritten; the others are counted already."""
+        """Replace the rows of a selection that were overwritten; its other rows are already counted."""
         return self._take(storage, selection.ids, selection.ids.size, generator)
 
     def _take(self, storage: ReadView, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
-        """Choose and count rows for a batch beside those that it had, as far as these are still there."""
+        """Keep the rows of `had` that are still readable; choose and count rows until there are `size`."""
         writer = storage.writer()
         filter = self.filter
         if filter is not None:
             filter.look(storage)
         ids = self._choose(writer, had, size, generator)
         if filter is not None and self._ran_out and filter.find_more(storage):
-            ids = self._choose(writer, ids, size, generator)  # what has come meanwhile may match
+            ids = self._choose(writer, ids, size, generator)  # rows written meanwhile may match
         if not ids.size:
             raise self.build_no_rows_error(storage)
         return Selection(ids)
@@ -145,7 +145,7 @@ class ConsumingSampler(Sampler):
             if storage.closed:
                 raise build_closed_error()
             tree, sampled = self._catch_up(storage)
-            self._mirrored = (None, -1)  # until all is done: an interruption has the tree made anew
+            self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]
             held = storage.geometry.slot_of(kept)
             tree.set(held, np.zeros(held.size))
@@ -156,17 +156,17 @@ class ConsumingSampler(Sampler):
                 ranks = generator.choice(left, count, replace=False)
                 places, _ = tree.find(ranks.astype(np.float64) + 0.5)
                 sampled.add(places)
-            beside = np.concatenate([held, places])
-            self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
+            changed = np.concatenate([held, places])
+            self._live.change(storage, changed, lambda known: self._weigh(sampled, known))
             self._mirrored = sampled, sampled.moves
             ids = np.concatenate([kept, storage.geometry.ids_in(places, self._live.window.last)])
             self._ran_out = tree.total == 0
         return ids
 
     def _catch_up(self, storage: ReadView) -> tuple[SumTree, Sampled]:
-        """Return a tree in which rows that are left weigh 1, all others nothing; the lock is held."""
+        """Return a tree in which remaining rows weigh 1 and all others 0; the caller holds the lock."""
         sampled = storage.state.sampled
-        if sampled is None:  # no rows have come yet
+        if sampled is None:  # no rows were written yet
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         now = sampled, sampled.moves
         if now != self._mirrored:
@@ -176,7 +176,7 @@ class ConsumingSampler(Sampler):
         return tree, sampled
 
     def on_write(self, ids: IntArray) -> None:
-        """Be told of rows that were just written: these are left."""
+        """Handle new rows: there are rows to draw again."""
         self._ran_out = False
 
     def _weigh(self, sampled: Sampled, places: IntArray) -> Array:
@@ -184,21 +184,21 @@ class ConsumingSampler(Sampler):
         return weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         return {"_limit": self._limit, "filter": super().__getstate__().get("filter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._ran_out = False
         self._begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes; the counts belong to the storage."""
+        """Return the state for `load_state_dict`. The counts are stored with the rows instead."""
         return {"max_sample_count": self._limit} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._limit = check_count("max_sample_count", state_dict["max_sample_count"])
         self._mirrored = (None, -1)
 
@@ -207,11 +207,15 @@ class ConsumingSampler(Sampler):
 
 
 def check_count(name: str, value: int) -> int:
-    """Return how often a row is to be handed out.
+    """Check how often each row is to be drawn, and return it as an int.
+
+    Args:
+        name: Name of the argument, for error messages.
+        value: The value that the user passed.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It is less than 1, or more than a column can count.
+        TypeError: The value is not an integer.
+        ValueError: The value is below 1 or above 2^32 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be a positive integer, not {type(value).__name__}")
@@ -221,17 +225,18 @@ def check_count(name: str, value: int) -> int:
 
 
 def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int | None) -> Sampler:
-    """Return the sampler of a buffer that is given `consume_after_n_samples`, or None of it.
+    """Return the sampler of a buffer that has the option `consume_after_n_samples`.
 
     Args:
-        count: How often each row is handed out; None: as the sampler says.
-        sampler: What the buffer was given; None: nothing.
-        prefetch: How many batches it makes ahead: a row counts when it is drawn.
+        count: How often each row is drawn; None if the option is not set.
+        sampler: The sampler that the user gave to the buffer; None for the default.
+        prefetch: Number of batches that the buffer prefetches. Rows are counted when they are drawn, so it
+            must be 0 for a sampler that counts.
 
     Raises:
-        TypeError: The count is no integer.
-        ValueError: It is less than 1, the sampler is one that does not count so, or batches are to be made
-            ahead.
+        TypeError: `count` is not an integer.
+        ValueError: `count` is out of range, the sampler does not count rows up to `count`, or batches are
+            prefetched.
     """
     if prefetch and (count is not None or isinstance(sampler, ConsumingSampler)):
         raise ValueError("Prefetching is not supported with ConsumingSampler and consume_after_n_samples")

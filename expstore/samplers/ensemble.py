@@ -1,6 +1,6 @@
-"""Which members of an ensemble of buffers a batch is drawn from.
+"""The sampler of an ensemble of buffers: it chooses the members that a batch is drawn from.
 
-Part of such an ensemble; each member draws its rows by a sampler of its own. It never chooses rows.
+Each member draws its rows with a sampler of its own.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ __all__ = ["SamplerEnsemble"]
 
 
 class SamplerEnsemble(Members):
-    """Hold the samplers of an ensemble of buffers, and the law by which members are chosen.
+    """Hold the samplers of an ensemble of buffers, and choose the members of each batch.
 
-    A batch consists of `num_buffer_sampled` parts of one size. Each part is of a member that is drawn for it:
-    with the same chance, by `p`, or by how many rows (or slices) each member has to draw from.
+    A batch consists of `num_buffer_sampled` parts of the same size. For each part a member is drawn: with
+    equal probabilities, by `p`, or by the number of rows (or starts of slices) that each member has.
 
-    Threads: `p` may be set while others sample. Crashes: what is drawn follows from the members.
+    Threads: `p` may be set while others sample. Crashes: it stores nothing; the members store their state.
 
     Args:
-        samplers: One per member.
-        p: Chances of the members, or numbers in proportion to them, at least 0; "sampleable": in proportion
-            to the rows, or places where a slice can begin, that each has now; None: the same for all.
-        sample_from_all: One part of each member, in their order.
-        num_buffer_sampled: How many parts; None: as many as there are members.
+        samplers: One sampler per member.
+        p: Probabilities of the members, or numbers proportional to them, at least 0. "sampleable" for numbers
+            proportional to the rows, or starts of slices, that each member has now. None for equal
+            probabilities.
+        sample_from_all: Whether a batch has one part of each member, in the members' order.
+        num_buffer_sampled: Number of parts in a batch; None for the number of members.
 
     Raises:
         RuntimeError: Both `p` and `sample_from_all` are given.
-        ValueError: `p` are no chances, or not as many as members.
+        ValueError: `p` is not one number per member, at least 0, with a sum above 0; or `num_buffer_sampled`
+            is below 1.
 
     Example:
         >>> samplers = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[1, 3])
@@ -63,7 +65,7 @@ class SamplerEnsemble(Members):
 
     @property
     def p(self) -> Any:
-        """The chances of the members, a tensor whose sum is 1; or "sampleable"; or None."""
+        """The probabilities of the members as a tensor whose sum is 1; or "sampleable"; or None."""
         return (
             self._chances if self._chances is None or self._by_rows else torch.tensor(self._chances).float()
         )
@@ -80,14 +82,14 @@ class SamplerEnsemble(Members):
             total = float(value.sum()) if value.shape == (len(self),) and (value >= 0).all() else 0.0
             if not 0 < total < np.inf:
                 raise ValueError(
-                    f"p must be {len(self)} numbers from 0 on with a sum above 0, one per member; got {value}"
+                    f"p must be {len(self)} numbers >= 0 with a sum above 0, one per member; got {value}"
                 )
             value = value / total
         self._chances: Any = value
 
     @property
     def num_buffer_sampled(self) -> int:
-        """How many parts a batch has."""
+        """The number of parts in a batch."""
         return len(self) if self._parts is None or self.sample_from_all else self._parts
 
     @num_buffer_sampled.setter
@@ -95,10 +97,10 @@ class SamplerEnsemble(Members):
         self._parts = value
 
     def part_size(self, batch_size: int) -> int:
-        """Return how many rows a part of a batch has.
+        """Return the number of rows in each part of a batch.
 
         Raises:
-            ValueError: The batch cannot be cut so.
+            ValueError: The batch size is not a multiple of the number of parts.
         """
         if batch_size % self.num_buffer_sampled:
             raise ValueError(
@@ -108,14 +110,14 @@ class SamplerEnsemble(Members):
         return batch_size // self.num_buffer_sampled
 
     def choose(self, counts: Callable[[], Sequence[int]], generator: np.random.Generator) -> IntArray:
-        """Choose the member of each part of a batch. Shape `(num_buffer_sampled,)`, int64.
+        """Choose the member for each part of a batch. Shape `(num_buffer_sampled,)`, int64.
 
         Args:
-            counts: Returns how many rows each member has to draw from.
-            generator: The random numbers of this draw.
+            counts: Returns the number of rows, or of starts of slices, of each member.
+            generator: The random generator of this draw.
 
         Raises:
-            NotReadyError: No member has any.
+            NotReadyError: No member has any rows to draw from.
         """
         parts = self.num_buffer_sampled
         if self.sample_from_all:
@@ -127,7 +129,7 @@ class SamplerEnsemble(Members):
             raise NotReadyError(
                 "None of the replay-buffer ensemble members can be sampled.", hint="extend() one first"
             )
-        # Of equal sums the last is found: a member of weight 0 never.
+        # side="right" finds the last of equal sums, so a member of weight 0 is never found.
         ends = np.cumsum(weights)
         found = np.searchsorted(ends, generator.random(parts) * ends[-1], side="right")
         chosen: IntArray = np.minimum(found, np.flatnonzero(weights)[-1])
@@ -137,7 +139,7 @@ class SamplerEnsemble(Members):
         return np.asarray(counts(), np.float64) if self._by_rows else np.asarray(self._chances)
 
     def can_choose(self, ready: Sequence[bool]) -> bool:
-        """Return whether a batch can be drawn, given which members could draw a part of it."""
+        """Return whether a batch can be drawn, given which members can draw a part."""
         if self.sample_from_all:
             return all(ready)
         if self._chances is None or self._by_rows:

@@ -1,7 +1,7 @@
-"""Which rows a sampler may draw, and how much each counts: `where=` and `weight=`.
+"""Evaluate the `where=` and `weight=` of a sampler for all rows.
 
-Held by samplers. It keeps one number per slot, follows what is new or has changed, and asks DuckDB of
-nothing else; a thread of its own does so while others draw. It never draws.
+Samplers own a filter, which has one number per slot. DuckDB evaluates new and changed rows only, in a
+background thread, while other threads draw. A filter never draws.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = ["Filter", "Where", "split_where"]
 Floats = NDArray[np.float64]
 _NONE = np.empty(0, np.int64)
 
-#: Between two evaluations in the background; what comes meanwhile is taken together.
+#: Pause between two evaluations in the background, so that rows written meanwhile are evaluated together.
 _PAUSE_SECONDS = 0.05
-#: After which the thread ends if nobody draws, or nothing is new.
+#: The background thread ends if no draw finds anything new for this long.
 _IDLE_SECONDS = 1.0
-#: Rows, and their bytes, that are looked at in one query.
+#: Limits of one query: rows, and the bytes of their columns.
 _ROWS, _BYTES = 1 << 17, 32 << 20
 _TRIES = 3
 _WAIT_SECONDS = 1.0
-#: So many sets of slots that have moved are remembered.
+#: Number of changes for which the changed slots are remembered.
 _KEPT = 256
-#: So many episodes' facts are kept, to tell those that have changed.
+#: Number of episodes whose facts are kept, to find those that have changed.
 _FACTS_KEPT = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Hold what an evaluation was of: the rows, and what tells that they are others now."""
+    """The state of a storage that an evaluation covered: its rows, and counters of their changes."""
 
     window: Window
     content: int
@@ -60,7 +60,7 @@ class _Seen:
 
     @classmethod
     def of(cls, storage: ReadView, *, episodes: bool) -> Self:
-        """Look at a storage; rows and episodes that come from now on are not covered."""
+        """Return the present state of a storage. Rows and episodes that are written later are not covered."""
         content, changes, table, count = storage.epochs.content, storage.changes.number & ~1, None, 0
         if episodes:
             storage.follow()
@@ -70,7 +70,7 @@ class _Seen:
         return cls(storage.query_window if episodes else storage.window, content, changes, table, count)
 
     def holds(self, storage: ReadView) -> bool:
-        """Return whether nothing has come since."""
+        """Return whether nothing was written or changed since."""
         window = storage.window
         table = self.table
         return (
@@ -82,16 +82,16 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Where:
-    """Which rows a sampler draws, and by what it multiplies the chance of each row.
+    """Select the rows that a sampler draws, and multiply the probability of each.
 
-    Every sampler takes it as `where=`, instead of a condition alone.
+    Samplers accept it as `where=`, in place of a condition alone.
 
     Args:
-        condition: Boolean SQL expression over a row and its `episode`; None: every row.
-        weight: Numeric SQL expression; None: 1.
+        condition: Boolean SQL expression over a row and its `episode`; None for all rows.
+        weight: Numeric SQL expression by which probabilities are multiplied, at least 0; None for 1.
 
     Raises:
-        TypeError: An expression is not text.
+        TypeError: An expression is not a string.
 
     Example:
         >>> where = expstore.Where("episode.return > 0", weight="episode.return")
@@ -109,41 +109,41 @@ class Where:
 
 
 def split_where(where: str | Where | None, weight: str | None) -> tuple[str | None, str | None]:
-    """Return condition and weight, however a sampler was given them.
+    """Return the condition and the weight that a sampler was given.
 
     Raises:
-        TypeError: There are two weights.
+        TypeError: Both `weight` and `where` have a weight.
     """
     if not isinstance(where, Where):
         return where, weight
     if weight is not None and where.weight is not None:
-        raise TypeError(f"give one weight, either {weight!r} or the one of {where!r}")
+        raise TypeError(f"pass one weight: either weight={weight!r} or the weight of {where!r}")
     return where.condition, where.weight if weight is None else weight
 
 
 class Filter:
-    """Say for each row whether it may be drawn, and by which factor its chance is multiplied.
+    """Compute the mass of each row: the factor by which `where` and `weight` multiply its probability.
 
-    A sampler calls `attach` with its storage and `look` at each draw. `masses` is then the factor by slot
-    (0: not drawn; 1, or what `weight` says) for the rows of `window`; newer rows are not drawn yet. The
-    masses of rows that have left stay behind: whoever draws takes the rows in `readable`. To follow, hold
-    `lock`, keep `version`, and ask `moved(version)` next time which slots have other masses than then
-    (None: any may).
+    A mass is 0 for rows that do not match, and otherwise 1 or the value of `weight`. A sampler calls `attach`
+    with its storage, and `look` at each draw. Then `masses` has the masses, by slot, of the rows in `window`;
+    newer rows are not drawn yet. The masses of evicted rows remain in `masses`, so draw only rows that
+    `readable` returns. To follow changes, hold `lock`, remember `version`, and pass it to `moved` at the next
+    draw, which returns the slots whose masses have changed since then (None for all slots).
 
-    What is new or changed, rows and episodes, is evaluated in the background within 0.1 s of a `look` that
-    finds it; `look` waits for the first evaluation only. `refresh` evaluates everything there is before it
-    returns; masses of readable rows then follow from the rows alone.
+    New and changed rows and episodes are evaluated in the background, within 0.1 s of a `look` that finds
+    them; `look` waits for the first evaluation only. `refresh` evaluates everything before it returns; then
+    the masses of readable rows follow from the rows alone.
 
-    Threads: any number may draw while one evaluates. Processes: a fork or a copy evaluates for itself.
-    Crashes: nothing is kept. The thread holds neither filter nor storage while it waits, ends after a
-    second in which nobody draws or nothing is new, and with `detach`.
+    Threads: any number may draw during an evaluation. Processes: a fork or a copy evaluates for itself.
+    Crashes: nothing is stored. The background thread keeps neither the filter nor the storage alive while it
+    waits. It ends after `detach`, and after a second in which no draw found anything new.
 
     Args:
-        where: Boolean SQL expression; None: every row.
-        weight: Numeric SQL expression; None: 1.
+        where: Boolean SQL expression; None for all rows.
+        weight: Numeric SQL expression; None for 1.
 
     Raises:
-        QueryError: They are not what they have to be.
+        QueryError: An expression is not valid.
 
     Example:
         >>> filter = Filter("next.reward > 0", None)
@@ -164,7 +164,7 @@ class Filter:
         #: Held while masses and version are read or changed.
         self.lock = threading.Lock()
         self._evaluating = threading.Lock()
-        self._resting = 0  # the thread that forks
+        self._resting = 0  # id of the thread that is about to fork; 0: none
         self._seen: _Seen | None = None
         self._needs: Needs | None = None
         self._known: dict[int, tuple[Any, ...]] = {}
@@ -172,28 +172,28 @@ class Filter:
         self._worker: _Worker | None = None
         self._catalog: Catalog | None = None
         self.masses: Floats = np.zeros(0)
-        #: Counts evaluations: what is made of the masses of one is the same wherever it is made.
+        #: Number of evaluations. Values derived from the masses are valid for one evaluation.
         self.evaluation = getattr(self, "evaluation", 0) + 1
-        #: Moves when masses do.
+        #: Incremented when masses change.
         self.version = getattr(self, "version", 0) + 1
         self._moved: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
     def limit(self, limits: ConditionLimits) -> None:
-        """Bound what one query of the expressions may take: they are not trusted. Call it before `attach`."""
+        """Limit the resources of each query, for untrusted expressions. Call it before `attach`."""
         self._conditions.limit(limits)
 
     def fields(self, storage: ReadView) -> frozenset[Key]:
-        """Return the fields of a storage's rows that the expressions speak of."""
+        """Return the keys of the fields that the expressions use."""
         needs = self._bound(storage)
         return frozenset(needs.schema.fields[place].key for place in needs.fields)
 
-    # -- what samplers ask -----------------------------------------------------------------------
+    # -- interface of samplers -------------------------------------------------------------------
 
     def attach(self, storage: ReadView) -> None:
-        """Begin anew, with a storage.
+        """Start over with a storage.
 
         Raises:
-            QueryError: Its rows have no such fields.
+            QueryError: An expression names a field that the storage does not have.
         """
         self.detach()
         self._renew()
@@ -201,27 +201,27 @@ class Filter:
             self._bound(storage)
 
     def detach(self) -> None:
-        """Be told that the storage is to be closed: nothing is evaluated from now on."""
+        """Stop evaluating; called before the storage is closed."""
         worker, self._worker = self._worker, None
         if worker is not None and self._pid == os.getpid():
             worker.end()
 
     @property
     def window(self) -> Window:
-        """The rows of which masses are known; some may have left since."""
+        """The rows whose masses are known; some may have been evicted since."""
         seen = self._seen
         return Window(0, 0) if seen is None else seen.window
 
     def readable(self, storage: ReadView) -> Window:
-        """Return the rows that can be read now and of which masses are known."""
+        """Return the rows whose masses are known and that can still be read."""
         window = storage.window
         return replace(window, last=max(window.low, min(window.last, self.window.last)))
 
     def look(self, storage: ReadView) -> None:
-        """Have what is new evaluated soon; wait for the first evaluation.
+        """Request an evaluation of new rows in the background; wait for the first evaluation.
 
         Raises:
-            QueryError: A weight is no number from 0 on, or DuckDB cannot compute one of the expressions.
+            QueryError: A weight is not a number of at least 0, or DuckDB cannot evaluate an expression.
         """
         if self._pid != os.getpid():
             self._renew()
@@ -234,10 +234,11 @@ class Filter:
                 raise copy.copy(self._trouble)
 
     def refresh(self, storage: ReadView) -> None:
-        """Evaluate what is new, now.
+        """Evaluate new and changed rows now.
 
         Raises:
-            QueryError: As `look`; masses are what they were.
+            QueryError: A weight is not a number of at least 0, or DuckDB cannot evaluate an expression.
+                Masses are unchanged.
         """
         if self._pid != os.getpid():
             self._renew()
@@ -245,10 +246,10 @@ class Filter:
             self._evaluate_all(storage)
 
     def find_more(self, storage: ReadView) -> bool:
-        """Evaluate what is new because a draw has found no candidate; say whether there may be one now.
+        """Evaluate new rows after a draw that found none; return whether the draw should be repeated.
 
-        The caller may hold the storage's lock, for which another evaluation may wait: so it does not wait
-        long for that.
+        The caller may hold the storage's lock, for which a running evaluation may wait. So this method waits
+        for that evaluation for a limited time only.
         """
         if not self._evaluating.acquire(timeout=_WAIT_SECONDS):
             return False
@@ -261,7 +262,7 @@ class Filter:
         return True
 
     def find_moved(self, version: int) -> IntArray | None:
-        """Return the slots whose masses have moved since `version`; None: any may. Shape `(n,)`."""
+        """Return the slots whose masses have changed since `version`; None for all. Shape `(n,)`."""
         if version == self.version:
             return _NONE
         found = [slots for number, slots in self._moved if number > version]
@@ -273,7 +274,7 @@ class Filter:
         return np.concatenate(known)
 
     def masses_of(self, storage: ReadView, ids: IntArray) -> Floats:
-        """Return the masses of readable rows, 0 for those that are too new. Shapes `(n,)`."""
+        """Return the masses of readable rows; 0 for rows that are not evaluated yet. Shapes `(n,)`."""
         with self.lock:
             known = ids <= self.window.last
             masses: Floats = np.zeros(ids.size)
@@ -281,7 +282,7 @@ class Filter:
         return masses
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
-        """Return the error of a draw that has no candidate."""
+        """Return the error for a draw that finds no matching row."""
         return NotReadyError(
             f"none of the {len(storage)} rows can be drawn with {self._conditions}",
             hint="extend() it with rows that match, or use another filter",
@@ -292,26 +293,26 @@ class Filter:
         return ", ".join(f"{name}={text!r}" for name, text in texts if text is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it evaluates by itself."""
+        """Return the state of a copy, which evaluates for itself."""
         return {"where": self.where, "weight": self.weight, "_conditions": copy.copy(self._conditions)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._renew()
 
     # -- in the background -----------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Evaluate nothing until this thread calls `go_on`.
+        """Pause evaluation until this thread calls `go_on`.
 
-        It is about to fork: in the child a lock that an evaluation holds just then would stay locked.
+        Called before a fork: a lock that an evaluation holds at that moment would stay locked in the child.
         """
         if self._pid == os.getpid() and self._evaluating.acquire(timeout=_WAIT_SECONDS):
             self._resting = threading.get_ident()
 
     def go_on(self) -> None:
-        """Evaluate again."""
+        """Resume evaluation."""
         if self._resting == threading.get_ident():
             self._resting = 0
             self._evaluating.release()
@@ -326,7 +327,7 @@ class Filter:
                 worker.end()
 
     def work(self, storage: ReadView) -> None:
-        """Evaluate what is new; a failure is raised by the next draw."""
+        """Evaluate new rows. A failure is kept for the next draw, which raises it."""
         try:
             self.refresh(storage)
         except Exception as exc:
@@ -346,13 +347,13 @@ class Filter:
                 if self._evaluate(storage):
                     self._trouble = None
                     return
-            raise StateError("the store kept changing hands while it was looked at", hint="try again")
+            raise StateError(f"the store's content was replaced while {self} was evaluated", hint="try again")
         except ExpStoreError as exc:
             self._trouble = exc
             raise
 
     def _evaluate(self, storage: ReadView) -> bool:
-        """Evaluate what is new; say whether all of it is of one storage's rows."""
+        """Evaluate new and changed rows; return False if the storage's content was replaced meanwhile."""
         now, before = _Seen.of(storage, episodes=bool(self._conditions.facts)), self._seen
         if storage.schema is None:
             return True
@@ -367,7 +368,7 @@ class Filter:
         masses = np.concatenate(found) if found else np.zeros(0)
         if storage.epochs.content != now.content:
             return False
-        # Rows that were overwritten while they were read may have come out torn.
+        # Rows that were overwritten while they were read may be torn.
         kept = storage.window.holds(ids)
         if not kept.all():
             ids, masses = ids[kept], masses[kept]
@@ -393,7 +394,7 @@ class Filter:
             self._seen = now
 
     def _find_changed(self, storage: ReadView, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:
-        """Return the rows to be looked at, ascending; None: all. Shape `(n,)`."""
+        """Return the rows to evaluate, in ascending order; None for all rows. Shape `(n,)`."""
         window, last = now.window, before.window.last
         if (before.content, before.table) != (now.content, now.table) or window.last < last:
             return None
@@ -413,7 +414,7 @@ class Filter:
         return ids[window.holds(ids)]
 
     def _find_other(self, episodes: IntArray, facts: _Facts) -> IntArray:
-        """Return those of some episodes whose facts are not those that were known. Shapes `(n,)`."""
+        """Return the episodes, out of these, whose facts have changed. Shapes `(n,)`."""
         facts.add(episodes)
         found = dict(zip(facts.ids.tolist(), facts.rows(), strict=True))
         changed = [episode for episode, row in found.items() if self._known.get(episode) != row]
@@ -447,16 +448,16 @@ class Filter:
         return self._catalog
 
 
-#: Where row columns stand behind the fields.
+#: Positions of the row columns, counted after the fields.
 _PLACES = {"_episode": 1, "_step": 2, "_time": 3}
 
 
 class _Facts:
-    """Hold what is known of episodes, in one evaluation.
+    """The facts about episodes that one evaluation uses.
 
     Args:
-        catalog: Whom to ask.
-        names: What is asked.
+        catalog: The SQL catalog of the storage.
+        names: Names of the facts.
     """
 
     def __init__(self, catalog: Any, names: tuple[str, ...]) -> None:
@@ -465,12 +466,12 @@ class _Facts:
         self._table: Any = None
 
     def fill(self) -> None:
-        """Take in all episodes that have rows."""
+        """Load the facts of all episodes that have rows."""
         if self._names:
             self._take(self._catalog.facts(self._names, None))
 
     def add(self, episodes: IntArray) -> None:
-        """Take in these episodes; others that were known are not any more."""
+        """Load the facts of these episodes, in place of those that were loaded before."""
         self._take(self._catalog.facts(self._names, episodes))
 
     def _take(self, table: Any) -> None:
@@ -478,11 +479,11 @@ class _Facts:
         self.ids = self._table.column("episode_id").to_numpy()
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """Return the facts of each episode."""
+        """Return the facts of each episode as a tuple."""
         return list(zip(*(column.to_pylist() for column in self._table.columns), strict=True))
 
     def of(self, episodes: Array) -> Any:
-        """Return an Arrow table of the facts of some rows' episodes."""
+        """Return an Arrow table with the facts of the episodes of some rows."""
         wanted = np.unique(episodes)
         at = np.searchsorted(self.ids, wanted)
         there = at < self.ids.size
@@ -494,7 +495,7 @@ class _Facts:
 
 
 def _rows_of(storage: ReadView, table: EpisodeTable, episodes: IntArray, low: int) -> IntArray:
-    """Return the ids above `low` of the rows of episodes. Shape `(n,)`."""
+    """Return the ids above `low` of the rows of some episodes. Shape `(n,)`."""
     if not episodes.size:
         return _NONE
     with storage.locks.episodes:
@@ -504,9 +505,9 @@ def _rows_of(storage: ReadView, table: EpisodeTable, episodes: IntArray, low: in
 
 
 class _Worker:
-    """The thread of a filter.
+    """The background thread of a filter.
 
-    It holds filter and storage weakly, so that both can go while it waits.
+    It refers weakly to the filter and the storage, so that both can be freed while it waits.
     """
 
     def __init__(self, filter: Filter, storage: ReadView) -> None:
@@ -520,19 +521,19 @@ class _Worker:
             daemon=True,
         )
         self._thread.start()
-        # At the process's end, too: a thread that is computing then would end it otherwise.
+        # Also at interpreter exit: a thread that still evaluates then could abort the process.
         self._finalizer = weakref.finalize(filter, self.end)
 
     def hurry(self) -> bool:
-        """Ask for an evaluation; say whether the thread is there to make it."""
+        """Request an evaluation; return whether the thread is alive to make it."""
         if not self._wanted.is_set():
             self._wanted.set()
         return self._thread.is_alive() and not self._ended.is_set()
 
     def end(self) -> None:
-        """Let it end, and wait for it."""
+        """End the thread, and wait until it has ended."""
         if self._pid != os.getpid():
-            return  # a fork, in which there is no such thread
+            return  # the thread does not exist in a forked child
         self._finalizer.detach()
         self._ended.set()
         self._wanted.set()

@@ -1,7 +1,7 @@
-"""Trajectories by other fields than the store's own.
+"""Trajectories defined by other fields than the store's own.
 
-Used by samplers of slices that were given such a field. It reads those fields of new rows once, keeps where
-each trajectory's rows lie, and never reads a row twice unless rows were changed.
+Used by slice samplers that were given such a field. It reads these fields of each new row once and remembers
+where the rows of each trajectory are. It reads rows again only after they were changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TRIES = 3
 
 
 class Trajectories:
-    """Find the runs of whichever storage is asked about, by the fields that a user has named.
+    """Find the trajectories of a storage, as runs of steps, by the fields that the user named.
 
-    Threads: any number may ask. Processes, crashes: it keeps nothing but the last answer.
+    Threads: any number may call. Processes, crashes: it stores nothing; it caches the last result.
 
     Args:
-        name: The field that names trajectories; None: the store's episodes.
-        ends: Fields that end them; None: as the store has it.
+        name: The field that identifies trajectories; None for the store's episodes.
+        ends: The fields that end trajectories; None for the store's own.
     """
 
     def __init__(self, name: Key | None = None, ends: Sequence[Key] | None = None) -> None:
@@ -46,14 +46,14 @@ class Trajectories:
 
     @property
     def keys(self) -> frozenset[Key]:
-        """The fields that a user has named."""
+        """The fields that the user named."""
         return frozenset(() if self.name is None else (self.name,)) | frozenset(self.ends or ())
 
     def of(self, storage: ReadView) -> Runs:
-        """Return the runs of a storage, the same object while its fields are the same.
+        """Return the runs of a storage; the same object as long as the storage has the same schema.
 
         Raises:
-            SchemaError: There is no such field, or it has more than one value per row.
+            SchemaError: A field does not exist, or has more than one value per row.
         """
         known, schema = self._known, storage.require_schema()
         if known is None or known[0]() is not storage or known[1] is not schema:
@@ -61,20 +61,20 @@ class Trajectories:
         return known[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it finds runs by itself."""
+        """Return the state of a copy, which finds runs for itself."""
         return {"name": self.name, "ends": self.ends, "_known": None}
 
 
 def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
-    """Return the runs of a storage by these fields: the storage's own where they are its own.
+    """Return the runs of a storage by these fields; the storage's own runs if the fields are its own.
 
     Args:
-        storage: What holds the rows.
-        trajectory: The field that names trajectories; None: the store's episodes.
-        ends: Fields that end trajectories, of which some are stored; None: as the store has it.
+        storage: The storage with the rows.
+        trajectory: The field that identifies trajectories; None for the store's episodes.
+        ends: The fields that end trajectories, at least one of them stored; None for the store's own.
 
     Raises:
-        SchemaError: There is no such field, or it has more than one value per row.
+        SchemaError: A field does not exist, or has more than one value per row.
     """
     keys, schema = storage.keys, storage.require_schema()
     if trajectory is not None:
@@ -100,22 +100,23 @@ def _check(storage: ReadView, key: Key) -> None:
 
 
 class KeyedRuns(Runs):
-    """Number runs of steps that have one value in a field, in the order in which they came.
+    """Trajectories defined by a field: rows with the same value, in the order in which they were written.
 
-    After a row that ends a trajectory, and before one that begins one, the value stands for another
-    trajectory. Without a field of names, episodes of the store are parted at their ends.
+    A row that ends a trajectory, or one that begins one, splits rows with the same value into two
+    trajectories. Without such a field the store's episodes are split at their ends.
 
     Threads, processes, crashes: as `Runs`.
 
     Args:
-        storage: Whose rows they are; held weakly.
-        trajectory: The field that names trajectories; None: the episodes of the store.
-        ends: Fields that end them; None: as the store does, an end that is not only a truncation.
+        storage: The storage with the rows; referenced weakly.
+        trajectory: The field that identifies trajectories; None for the store's episodes.
+        ends: The fields that end trajectories; None for the store's own, where rows that are only truncated
+            do not end a trajectory.
     """
 
     def __init__(self, storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> None:
         super().__init__(storage)
-        self.lock = storage.lock  # which reading rows may take
+        self.lock = storage.lock  # because reading rows may take it
         keys = storage.keys
         fields = len(storage.require_schema().fields)
         self._names = fields + 1 if trajectory is None else storage.require_schema().place_of(trajectory)
@@ -132,10 +133,10 @@ class KeyedRuns(Runs):
 
     def _forget(self) -> None:
         self._fragments = Fragments()
-        self._next: dict[int, int] = {}  # the next step of each trajectory's name
-        self._newest: dict[int, int] = {}  # its newest fragment
+        self._next: dict[int, int] = {}  # the next step, by value of the field
+        self._newest: dict[int, int] = {}  # the newest fragment, by value of the field
         self._read = 0  # the newest id that was read
-        self._held_back = 64  # fragments from which on those of rows that have left are dropped
+        self._held_back = 64  # with more fragments than this, fragments of evicted rows are dropped
         self._state: tuple[object, int] | None = None
 
     def _names_place(self) -> int:
@@ -170,7 +171,7 @@ class KeyedRuns(Runs):
         return Taken(fragments, window, touched, fragments.rows.copy() if whole else None)
 
     def _read_on(self, storage: ReadView, window: Window) -> bool:
-        """Read rows up to the window's last; say whether all of them were still there."""
+        """Read rows up to the end of the window; return whether all of them were still there."""
         for first, count in Window(max(self._read, window.low), window.last, window.deleted).runs():
             for start in range(first, first + count, _CHUNK):
                 ids = np.arange(start, min(start + _CHUNK, first + count))
@@ -182,7 +183,7 @@ class KeyedRuns(Runs):
         return True
 
     def _cuts(self, columns: Sequence[Array], rows: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which rows end a trajectory, and which begin one. Shapes `(rows,)`."""
+        """Return which rows end a trajectory, and which rows begin one. Shapes `(rows,)`."""
         none = np.zeros(rows, np.bool_)
         if self._ends is not None:
             return np.logical_or.reduce([column.reshape(-1).astype(np.bool_) for column in columns]), none
@@ -200,7 +201,7 @@ class KeyedRuns(Runs):
         order = np.argsort(names, kind="stable")
         named, ended, begun = names[order], ends[order], starts[order]
         new = np.flatnonzero(np.append(True, named[1:] != named[:-1]))
-        # A step is left out at every cut, so that what follows is a run of its own.
+        # Skip a step at every cut, so that a new run begins there.
         cuts = np.append(False, ended[:-1]) | begun
         cuts[new] = begun[new] & np.isin(named[new], np.fromiter(self._next, np.int64, len(self._next)))
         counts = np.diff(np.append(new, named.size))

@@ -30,7 +30,7 @@ SamplerName = Literal[
     "streaming_slices",
     "consuming",
 ]
-#: The class of each name.
+#: The class of each sampler, by its name.
 SAMPLERS: dict[SamplerName, type[Sampler]] = {
     "uniform": RandomSampler,
     "prioritized": PrioritizedSampler,
@@ -48,11 +48,11 @@ def make_sampler(name: str, **options: Any) -> Sampler:
     """Return a new sampler.
 
     Args:
-        name: Its name.
-        options: Keywords of its class; the others have their defaults.
+        name: Name of the sampler: a key of `SAMPLERS`.
+        options: Keyword arguments of its class.
 
     Raises:
-        ArgumentError: There is no sampler of this name, or it needs an option that is missing.
+        ArgumentError: There is no sampler of this name, or its class does not accept these arguments.
 
     Example:
         >>> make_sampler("prioritized", alpha=0.7)

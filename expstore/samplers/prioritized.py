@@ -1,7 +1,7 @@
-"""Sampling in proportion to priorities, with weights that undo the bias.
+"""A sampler that draws rows in proportion to their priorities, with weights that correct the bias.
 
-Prioritized experience replay (Schaul et al. 2016, proportional variant). Buffers take the sampler; it
-keeps a sum tree over the storage's priorities and never touches rows.
+Prioritized experience replay (Schaul et al. 2016, proportional variant). The sampler keeps a sum tree over
+the storage's priorities and never reads rows.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ _WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}
 class PrioritizedSampler(Sampler):
     """Draw row i with probability p_i^alpha / sum of p_j^alpha, where p is priority + eps.
 
-    Batches carry `priority_weight`, (P_i / min P)^-beta with the minimum over all readable rows, so that
-    the largest is 1. Rows are new at the largest priority seen so far, and drawn soon.
+    Batches have `priority_weight`: (P_i / min P)^-beta, with the minimum over all readable rows, so that the
+    largest possible weight is 1. New rows get the largest priority so far, so that they are drawn soon.
 
-    Threads: any number may sample while one writes. Crashes: priorities are on the disk 0.1 s after they
-    were set, and at `flush`; the tree is made from them when the store is opened.
+    Threads: any number may sample while one writes. Crashes: priorities are on disk 0.1 s after they were
+    set, and after `flush`. The tree is built from them when the store is opened.
 
     Args:
-        max_capacity: As in TorchRL, how many rows to expect. The tree grows with the storage, so that
-            storages with more rows, or without a capacity, work too; None: as many as the storage has.
-        alpha: How much priorities count; 0: every row has the same chance.
-        beta: How much of the bias the weights undo; 1: all of it.
-        eps: Added to priorities, so that a row of priority 0 has a chance.
-        dtype: Of the weights: torch.float32 or torch.float64. Probabilities are float64 always.
-        reduction: What becomes of several priorities for one row: "max", "min", "mean" or "median".
-        max_priority_within_buffer: Take the largest priority of the readable rows, not the largest ever.
-        device: Where the tree is kept: "cpu", or None.
-        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
-            `priority_weight` is then of the rows that match.
-        weight: By what the chance of each is multiplied: a numeric one; None: 1. `priority_weight` counts it
-            in: with alpha=0 and beta=1 it undoes it.
+        max_capacity: As in TorchRL, the expected number of rows; None for the largest number that the storage
+            keeps. It does not limit anything: the tree grows with the storage.
+        alpha: Exponent of the priorities; 0 gives every row the same probability.
+        beta: Exponent of `priority_weight`; 0 corrects nothing, 1 corrects the bias fully.
+        eps: Added to every priority, so that rows with priority 0 can be drawn.
+        dtype: Dtype of `priority_weight`: torch.float32 or torch.float64. Probabilities are always float64.
+        reduction: How several priorities of one row are reduced to one: "max", "min", "mean" or "median".
+        max_priority_within_buffer: Whether new rows get the largest priority of the readable rows, instead of
+            the largest priority ever set.
+        device: "cpu" or None: the tree is kept in host memory.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows. The minimum in `priority_weight` is then over the rows that match.
+        weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
+            `priority_weight` takes it into account: with alpha=0 and beta=1 it cancels the factor.
 
     Example:
         >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
@@ -87,7 +88,7 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"eps must be a number >= 0, got {eps}")
         self._max_capacity = max_capacity
         self._eps = float(eps)
-        #: Of the weights.
+        #: Dtype of the weights.
         self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
@@ -98,7 +99,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def alpha(self) -> float:
-        """How much priorities count. Setting it weighs every row anew."""
+        """Exponent of the priorities. Setting it computes the weights of all rows again."""
         return self._alpha
 
     @alpha.setter
@@ -110,7 +111,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def beta(self) -> float:
-        """How much of the bias the weights undo."""
+        """Exponent of `priority_weight`."""
         return self._beta
 
     @beta.setter
@@ -119,25 +120,25 @@ class PrioritizedSampler(Sampler):
 
     @property
     def max_size(self) -> int:
-        """The number of rows to expect, as given; otherwise the largest number that the storage keeps."""
+        """The expected number of rows, if it was given; else the largest number that the storage keeps."""
         return self._require_storage().max_size if self._max_capacity is None else self._max_capacity
 
     @property
     def device(self) -> torch.device:
-        """Where the tree is kept: in host memory."""
+        """The device of the tree: the CPU."""
         return torch.device("cpu")
 
     @property
     def default_priority(self) -> float:
-        """The priority of new rows: the largest so far, 1 before any was set or without a storage."""
+        """The priority of new rows: the largest so far; 1 before any was set, or without a storage."""
         storage = None if self._attached is None else self._attached()
         return super().default_priority if storage is None else float(storage.priorities.largest)
 
     def attach(self, storage: ReadView) -> None:
-        """Follow the priorities of a storage.
+        """Attach the sampler to a storage, and follow the storage's priorities.
 
         Raises:
-            QueryError: Its rows have no such fields as the filter names.
+            QueryError: The filter names a field that the storage does not have.
         """
         super().attach(storage)
         self._weights.drop()
@@ -156,8 +157,8 @@ class PrioritizedSampler(Sampler):
         """Choose `batch_size` readable rows, with replacement.
 
         Raises:
-            NotReadyError: Every priority is 0, and so is eps; or no row matches.
-            QueryError: The filter cannot be computed.
+            NotReadyError: All priorities and eps are 0, or no row matches.
+            QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
             return self._draw_filtered(
@@ -181,7 +182,11 @@ class PrioritizedSampler(Sampler):
         return Selection(storage.geometry.ids_in(places, window.last), {("priority_weight",): bias})
 
     def _undo_bias(self, chances: Array) -> Array:
-        """Return the weights of rows with these chances, in units of the smallest. Shapes `(n,)`."""
+        """Return the weights of rows. Shapes `(n,)`.
+
+        Args:
+            chances: Probabilities of the rows, divided by the smallest probability.
+        """
         weights: Array = (chances**-self._beta).astype(_WEIGHTS[self.dtype])
         return weights
 
@@ -194,35 +199,40 @@ class PrioritizedSampler(Sampler):
         return weights
 
     def on_priorities(self, storage: ReadView, places: IntArray) -> None:
-        """Be told of slots whose priorities have been set."""
+        """Update the tree after priorities were set.
+
+        Args:
+            storage: The storage with the rows.
+            places: Slots of the rows. Shape `(n,)`.
+        """
         with self._lock:
             self._weights.change(storage, places, lambda known: self._weigh(storage, known))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it makes its own tree."""
+        """Return the state of a copy, which builds its own tree."""
         kept = super().__getstate__().items()
         return {name: value for name, value in kept if name not in ("_lock", "_weights")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state, _lock=threading.Lock(), _weights=WindowTree(state.get("filter")))
 
     # -- state -----------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """Return settings that a program changes while it runs, which versions keep."""
+        """Return the settings that a program may change while it runs, as JSON values for snapshots."""
         return {"alpha": self._alpha, "beta": self._beta}
 
     def set_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take over what `settings` returned, perhaps of a sampler of another kind."""
+        """Apply what `settings` returned, possibly for a sampler of another class."""
         self.alpha, self.beta = settings.get("alpha", self._alpha), settings.get("beta", self._beta)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes; priorities belong to the storage."""
+        """Return the state for `load_state_dict`. Priorities are stored with the rows instead."""
         return self.settings() | {"eps": self._eps, "reduction": self.reduction} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._eps, self.reduction = float(state_dict["eps"]), state_dict["reduction"]
         self.beta, self.alpha = state_dict["beta"], state_dict["alpha"]
 

@@ -1,7 +1,6 @@
-"""Sampling slices whose first rows are drawn in proportion to priorities.
+"""A sampler that draws slices by the priorities of their first rows.
 
-Buffers take the sampler. It is a `PrioritizedSampler` over the rows at which a slice can begin; it never
-reads rows.
+It is a `PrioritizedSampler` over the rows at which a slice can begin. It never reads rows.
 """
 
 from __future__ import annotations
@@ -40,34 +39,43 @@ _TRIES = 3
 
 
 class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
-    """Draw slices, of which row i is the first with probability p_i^alpha / sum of p_j^alpha.
+    """Draw slices; row i is the first row of a slice with probability p_i^alpha / sum of p_j^alpha.
 
-    The sum is over the rows at which a slice can begin; p is priority + eps. A slice is made of steps of one
-    episode that follow one another, wherever their rows lie; see `SliceSampler`, also for what batches say
-    of their ends. `priority_weight` is (P_i / min P)^-beta of a slice's first row, at each of its rows.
+    The sum is over the rows at which a slice can begin; p is priority + eps. A slice has consecutive steps of
+    one episode, wherever their rows are stored. `SliceSampler` describes slices, and how batches mark their
+    ends. `priority_weight` is (P_i / min P)^-beta of a slice's first row, repeated for each of its rows.
 
     Threads, crashes: as `PrioritizedSampler`.
 
     Args:
-        max_capacity: As `PrioritizedSampler`, as are the next ones.
-        alpha: See there.
-        beta: See there.
-        eps: See there.
-        dtype: See there.
-        reduction: See there.
-        num_slices: As `SliceSampler`, as are the next ones.
-        slice_len: See there.
-        end_key: See there.
-        end_keys: See there.
-        traj_key: See there.
-        truncated_key: See there.
-        init_key: See there.
-        strict_length: Let slices begin only where a whole one does; otherwise a shorter trajectory makes one
-            slice, from its first row on.
-        span: How many steps a slice may lack at its right. A left one is turned off with a warning.
-        max_priority_within_buffer: As `PrioritizedSampler`.
-        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
-            at all. A `Where` also says by what the chance of each row is multiplied.
+        max_capacity: As in TorchRL, the expected number of rows; None for the largest number that the storage
+            keeps. It does not limit anything: the tree grows with the storage.
+        alpha: Exponent of the priorities; 0 gives every row the same probability.
+        beta: Exponent of `priority_weight`; 0 corrects nothing, 1 corrects the bias fully.
+        eps: Added to every priority, so that rows with priority 0 can be drawn.
+        dtype: Dtype of `priority_weight`: torch.float32 or torch.float64. Probabilities are always float64.
+        reduction: How several priorities of one row are reduced to one: "max", "min", "mean" or "median".
+        num_slices: Number of slices in a batch; the batch size must be a multiple of it. Pass either this or
+            `slice_len`.
+        slice_len: Number of steps in a slice; the batch size must be a multiple of it. Pass either this or
+            `num_slices`.
+        end_key: A single field that ends trajectories; pass either this or `end_keys`.
+        end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
+            store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
+        traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
+            not the store's own, a table is built when it is first needed, and kept current.
+        truncated_key: The field that marks the last step of each slice; None to mark none.
+        init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
+        strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
+            trajectory makes a shorter slice, and a batch may have fewer rows than its batch size. The shorter
+            slice begins at the trajectory's first row.
+        span: How many steps a slice may lack on its right, because it extends beyond its trajectory: a
+            number, False for none, True for all but one, or a pair of these for left and right. A span on the
+            left is turned off with a warning.
+        max_priority_within_buffer: Whether new rows get the largest priority of the readable rows, instead of
+            the largest priority ever set.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`, or a
+            `Where`; None for all rows. The weight of a `Where` is a factor for the probability of each row.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
@@ -122,18 +130,21 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         self._starts = _Starts()
 
     def attach(self, storage: ReadView) -> None:
-        """Follow the priorities and the episodes of a storage."""
+        """Attach the sampler to a storage, and follow the storage's priorities and episodes.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         self._starts = _Starts()
         super().attach(storage)
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose slices of `batch_size` rows together, with replacement.
+        """Choose slices with `batch_size` rows in all, with replacement.
 
         Raises:
-            NotReadyError: No trajectory is long enough, all priorities are 0, and so is eps, or no row
-                matches.
-            QueryError: The filter cannot be computed.
-            StateError: The batch size cannot be cut into such slices.
+            NotReadyError: No trajectory is long enough, all priorities and eps are 0, or no row matches.
+            QueryError: The filter cannot be evaluated.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
         """
         self.slicing.sizes(batch_size)
         if self.filter is not None:
@@ -153,7 +164,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
                     window = runs.look()
                     tree = self._follow(storage, runs, length - slicing.slack(length)[1])
                     smallest = tree.smallest
-                    # The ring may have gone round since the look: loading compiled loops takes that long.
+                    # Loading compiled loops takes so long that all rows may have been overwritten meanwhile.
                     if math.isfinite(smallest) or self._weights.window.low < window.last:
                         break
                 if not math.isfinite(smallest):
@@ -172,11 +183,11 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose slices in the place of some that were overwritten while they were read."""
+        """Draw slices again because some of their rows were overwritten while they were read."""
         return self.select(storage, selection.asked, generator)
 
     def _follow(self, storage: ReadView, runs: Runs, least: int) -> SumTree:
-        """Return a tree in which rows at which a slice can begin have their weights, all others none."""
+        """Return a tree with the weights of the rows at which a slice can begin; other rows weigh 0."""
         weights = self._weights
         if not self._starts.go_on(runs, least):
             self._starts = _Starts()
@@ -194,19 +205,19 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         return weights
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return in how many places a slice can begin, whatever `where` says."""
+        """Return the number of positions at which a slice can begin; `where` is ignored."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether there is a slice to be drawn."""
+        """Return whether a slice can be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it finds rows by itself."""
+        """Return the state of a copy, which finds starts of slices for itself."""
         return {name: value for name, value in super().__getstate__().items() if name != "_starts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         super().__setstate__(state)
         self._starts = _Starts()
 
@@ -219,32 +230,37 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
 
 
 def _drop_left(span: Span) -> Span:
-    """Turn off a span on the left, with a warning."""
+    """Return a span without its left side; warn if it had one."""
     left, right = span if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
     if left:
         warnings.warn(
             "Left spanning is disabled for PrioritizedSliceSampler and will be automatically turned off: "
-            "priorities belong to first rows, and there are none before a trajectory",
+            "a slice is drawn by the priority of its first row, which must be in the trajectory",
             stacklevel=3,
         )
     return span if not isinstance(right, bool | int) else (False, right)
 
 
 class _Starts:
-    """Know at which rows a slice can begin, and what they are called in their runs.
+    """The rows at which a slice can begin, with the run and the step of each.
 
-    A row at which one can begin stays one until it leaves: what follows it is newer than it is.
+    A row at which a slice can begin remains one until it is evicted: the rows after it are newer.
     """
 
     def __init__(self) -> None:
-        self._id = np.zeros(0, np.int64)  # by slot; 0: no slice begins here
-        self._step = np.zeros(0, np.int64)
-        self._name = np.zeros(0, np.int64)  # of the row's run
-        self._done = np.zeros(0, np.int64)  # by run: the steps below are known
-        self._seen: tuple[Runs, int, int] | None = None  # the runs, the least length, and when that was
+        self._id = np.zeros(0, np.int64)  # by slot; 0: no slice can begin there
+        self._step = np.zeros(0, np.int64)  # by slot
+        self._name = np.zeros(0, np.int64)  # by slot: the trajectory of the row's run
+        self._done = np.zeros(0, np.int64)  # by run: steps below this one were searched
+        self._seen: tuple[Runs, int, int] | None = None  # runs, `least` and `runs.moves` of the last `find`
 
     def can_begin(self, places: IntArray, ids: IntArray) -> Array:
-        """Say at which rows in slots a slice can begin. Shapes `(n,)`."""
+        """Return whether a slice can begin at each of some rows. Shapes `(n,)`.
+
+        Args:
+            places: Slots of the rows.
+            ids: Ids of the rows.
+        """
         size = self._id.size
         held: Array = places < size
         if not held.all():
@@ -254,26 +270,26 @@ class _Starts:
         return held
 
     def at(self, places: IntArray, runs: Runs) -> tuple[IntArray, IntArray]:
-        """Return run and step of the rows in slots. Shapes `(n,)`."""
+        """Return the run and the step of the rows in some slots. Shapes `(n,)`."""
         steps = self._step[places]
         return runs.table.find(self._name[places], steps), steps
 
     def go_on(self, runs: Runs, least: int) -> bool:
-        """Return whether it is known what has changed since rows were last looked for, in these runs."""
+        """Return whether `find` can continue: the runs and the length are the same, and changes are known."""
         seen = self._seen
         return seen is not None and seen[:2] == (runs, least) and runs.find_changed(seen[2]) is not None
 
     def find(self, storage: ReadView, runs: Runs, least: int, *, strict: bool) -> IntArray:
-        """Find rows at which a slice can begin since they were last looked for.
+        """Find the rows at which a slice can begin since the last call.
 
         Args:
-            storage: Where they lie.
-            runs: As of a look just now.
-            least: How many steps a slice must have.
-            strict: Leave out runs that have fewer; otherwise a slice begins at their first row.
+            storage: The storage with the rows.
+            runs: The runs, up to date.
+            least: The smallest number of steps in a slice.
+            strict: Whether to leave out runs with fewer steps; otherwise a slice begins at their first row.
 
         Returns:
-            Their ids. Shape `(n,)`.
+            Ids of the rows. Shape `(n,)`.
         """
         count = runs.table.count
         changed = runs.find_changed(self._seen[2]) if self._seen and self.go_on(runs, least) else None

@@ -1,7 +1,7 @@
-"""Sampling whole groups: rows that share a value, answers to one prompt for instance.
+"""A sampler that draws whole groups: rows that share a value, such as the answers to one prompt.
 
-Buffers take the sampler. It reads the field that names groups, and rewards where it goes by them, when rows
-have come or changed; it changes nothing.
+It reads the field that identifies groups, and rewards if the strategy needs them, after rows were written or
+changed. It changes nothing.
 """
 
 from __future__ import annotations
@@ -23,50 +23,58 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptGroupSampler"]
 
-#: Which rows of a group are drawn.
+#: How the rows of a group are chosen.
 Strategy = Literal["random", "recency", "reward", "variance"]
 _STRATEGIES = ("random", "recency", "reward", "variance")
 
 
 class _Groups(NamedTuple):
-    """Rows, group after group."""
+    """The ids of all rows, sorted by group."""
 
     of: weakref.ref[ReadView]
     moment: tuple[Any, ...]
     ids: IntArray
     rewards: Array | None
-    starts: IntArray  # where groups begin in `ids`, and its length
+    starts: IntArray  # where each group begins in `ids`; the last number is the length of `ids`
 
     @property
     def number(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return self.starts.size - 1
 
 
 class PromptGroupSampler(Sampler):
-    """Draw groups, each with the same chance, and the same number of rows of each.
+    """Draw groups with equal probabilities, and the same number of rows from each.
 
-    A group is the rows that have one value in a field. A batch is group after group; none comes twice, and
-    no row, unless there are fewer than asked for: then some are drawn again, and a warning says so once.
-    Sampling takes nothing away. After new rows or changes that one field (and the rewards) of all rows is
-    read anew.
+    A group is all rows with the same value in a field. The rows of a batch are sorted by group. No group and
+    no row is drawn twice in a batch, unless there are fewer than needed: then some are drawn again, and the
+    sampler warns once. Sampling removes no rows. After rows were written or changed, the field (and the
+    rewards) of all rows are read again.
 
-    By RePO (Li et al. 2025, arXiv:2506.09340) rows are drawn at random, or are the newest, those of the
-    highest reward, or those whose rewards vary most (of equal ones those with the highest sum).
+    The rows of a group are chosen as in RePO (Li et al. 2025, arXiv:2506.09340): at random, the newest, those
+    with the highest rewards, or those whose rewards have the largest variance (if several choices have it,
+    the one with the largest sum).
 
-    Threads: any number may sample. Crashes: a restart goes on with the next batch.
+    Threads: any number may sample. Crashes: after a restart the next batch is the one that would have
+    followed.
 
     Args:
-        num_groups: How many groups make up a batch, whose size it divides; or else
-        samples_per_group: how many rows of each.
-        group_key: The field that names groups: numbers, or text.
-        strategy: Which rows of a group: "random", "recency", "reward" or "variance".
-        reward_key: The field of rewards, for the last two; several of one row are averaged.
-        cache_groups: There is nothing to choose: what has changed is noticed.
+        num_groups: Number of groups in a batch; the batch size must be a multiple of it. Pass either this or
+            `samples_per_group`.
+        samples_per_group: Number of rows from each group; the batch size must be a multiple of it. Pass
+            either this or `num_groups`.
+        group_key: The field that identifies groups: numbers or text.
+        strategy: How the rows of a group are chosen: "random", "recency" (the newest), "reward" (the highest
+            rewards) or "variance" (the largest variance of rewards).
+        reward_key: The field with rewards, for "reward" and "variance"; several rewards of one row are
+            averaged.
+        cache_groups: Accepted for compatibility with TorchRL. Groups are always cached, and changes are
+            always noticed.
 
     Raises:
-        TypeError: Not just one of the numbers is given, or it is no whole one.
-        ValueError: It is below 1; or there is no such strategy.
+        TypeError: Both or neither of `num_groups` and `samples_per_group` are given, or the number is not an
+            integer.
+        ValueError: The number is below 1, or `strategy` is unknown.
 
     Example:
         >>> sampler = PromptGroupSampler(num_groups=2, group_key="prompt")
@@ -109,10 +117,10 @@ class PromptGroupSampler(Sampler):
         self._known: _Groups | None = None
 
     def sizes(self, batch_size: int) -> tuple[int, int]:
-        """Return how many groups make up a batch, and how many rows of each.
+        """Return the number of groups in a batch, and the number of rows from each.
 
         Raises:
-            ValueError: It cannot be cut so.
+            ValueError: The batch size is not a multiple of `num_groups` or `samples_per_group`.
         """
         number = self.num_groups or self.samples_per_group or 1
         if batch_size % number:
@@ -123,18 +131,19 @@ class PromptGroupSampler(Sampler):
 
     @property
     def reads(self) -> frozenset[Key]:
-        """Fields that it reads itself, beside those of `where` and `weight`."""
+        """The fields that the sampler itself reads: the groups' field, and rewards if they are needed."""
         needs = self.strategy in ("reward", "variance")
         return frozenset(map(to_key, [self.group_key, *([self.reward_key] if needs else [])]))
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose groups, and rows of each.
+        """Choose groups, and rows of each group.
 
         Raises:
             NotReadyError: The storage is empty.
-            SchemaError: There is no such field.
-            TypeError: Rewards are no numbers.
-            ValueError: The batch cannot be cut into groups; or the storage has several dims.
+            SchemaError: A field does not exist.
+            TypeError: The rewards are not numbers.
+            ValueError: The batch size is not a multiple of `num_groups` or `samples_per_group`, or the
+                storage has several dims.
         """
         groups, rows = self.sizes(batch_size)
         readable(storage)
@@ -147,7 +156,7 @@ class PromptGroupSampler(Sampler):
         return Selection(np.concatenate([self._rows(found, group, rows, generator) for group in chosen]))
 
     def _fill_up(self, items: IntArray, count: int, generator: np.random.Generator) -> IntArray:
-        """Return so many of some items, in random order; if there are fewer, some again."""
+        """Return `count` items in random order; if there are fewer, some of them again."""
         if items.size >= count:
             return generator.permutation(items)[:count]
         if not self._warned:
@@ -177,7 +186,7 @@ class PromptGroupSampler(Sampler):
         return found
 
     def _groups(self, storage: ReadView) -> _Groups:
-        """Return the groups as of now."""
+        """Return the groups of the rows that can be read now."""
         with self._lock:
             moment = (storage.window, storage.version)
             known = self._known
@@ -208,12 +217,12 @@ class PromptGroupSampler(Sampler):
         return _Groups(weakref.ref(storage), moment, ids[order], rewards, starts)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it finds groups by itself."""
+        """Return the state of a copy, which finds groups for itself."""
         own = ("_lock", "_known")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._begin()
 
@@ -227,7 +236,12 @@ class PromptGroupSampler(Sampler):
 
 
 def _most_varied(rewards: Array, count: int) -> int:
-    """Return how many of the lowest rewards, beside the highest, vary most. `rewards` ascend; `(n,)`."""
+    """Return how many of the lowest rewards make the variance largest, the others being the highest.
+
+    Args:
+        rewards: Rewards of a group, in ascending order. Shape `(n,)`.
+        count: Number of rewards to choose.
+    """
     low = np.arange(count + 1)
     sums = np.append(0.0, np.cumsum(rewards))
     squares = np.append(0.0, np.cumsum(np.square(rewards)))
@@ -239,7 +253,7 @@ def _most_varied(rewards: Array, count: int) -> int:
 
 
 def _number(column: Any) -> IntArray:
-    """Return whole numbers that are equal where values are. Shapes `(n, ...)` in, `(n,)` out."""
+    """Return integers that are equal where the values are equal. Shapes `(n, ...)` in, `(n,)` out."""
     if not isinstance(column, np.ndarray) or column.dtype.kind == "O":
         values = column.tolist() if isinstance(column, np.ndarray) else column.to_pylist()
         known: dict[Any, int] = {}
@@ -258,7 +272,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _of_items(items: Array, key: Key) -> Array:
-    """Return an entry of rows that are TensorDicts, one object each."""
+    """Return an entry of rows that are TensorDicts, stored as one object each."""
     values = np.empty(items.size, object)
     for number, item in enumerate(items.tolist()):
         get = getattr(item, "get", None)

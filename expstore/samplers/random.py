@@ -1,6 +1,6 @@
-"""Uniform sampling with replacement.
+"""A sampler that draws rows uniformly, with replacement.
 
-The default sampler of every buffer; without a filter it keeps no state.
+It is the default sampler of every buffer. Without a filter it keeps no state.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ __all__ = ["RandomSampler"]
 class RandomSampler(Sampler):
     """Draw every readable row with the same probability, with replacement.
 
-    With `where` only rows that match are drawn. With `weight` a row is drawn in proportion to it; batches
-    do not say how to undo that: `PrioritizedSampler(alpha=0, beta=1, weight=...)` draws by the same law and
-    gives its `priority_weight`.
+    With `where` only rows that match are drawn. With `weight` rows are drawn in proportion to it. Batches
+    have no weights to correct for this: `PrioritizedSampler(alpha=0, beta=1, weight=...)` draws with the same
+    probabilities, and its batches have `priority_weight`.
 
-    Threads: any number may sample. Crashes: a restart goes on with the next batch.
+    Threads: any number may sample. Crashes: after a restart the next batch is the one that would have
+    followed.
 
     Args:
-        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
-        weight: By what the chance of each is multiplied: a numeric one; None: 1.
-        replacement: False makes a `SamplerWithoutReplacement`, which takes its own arguments.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows.
+        weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
+        replacement: False constructs a `SamplerWithoutReplacement` with the other arguments.
 
     Example:
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=RandomSampler(), batch_size=8)
@@ -52,7 +54,11 @@ class RandomSampler(Sampler):
         self._masses = WindowTree(self.filter)
 
     def attach(self, storage: ReadView) -> None:
-        """Begin anew, with a storage."""
+        """Start over with a storage.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         super().attach(storage)
         self._begin()
         if self.filter is not None:
@@ -62,8 +68,8 @@ class RandomSampler(Sampler):
         """Choose `batch_size` readable rows.
 
         Raises:
-            NotReadyError: There is none, or none that matches.
-            QueryError: The filter cannot be computed.
+            NotReadyError: No row is readable, or no row matches.
+            QueryError: The filter cannot be evaluated.
         """
         window = readable(storage)
         if self.filter is not None:
@@ -81,13 +87,13 @@ class RandomSampler(Sampler):
             return Selection(storage.geometry.ids_in(places, self._masses.window.last))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         return {
             name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_masses")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._begin()
 

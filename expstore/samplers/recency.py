@@ -1,7 +1,6 @@
-"""Sampling that prefers new rows.
+"""A sampler that draws newer rows more often.
 
-Buffers take the sampler; without a filter it keeps no state beside its two attributes. It never looks at
-rows.
+Without a filter it keeps no state besides its two attributes. It never reads rows.
 """
 
 from __future__ import annotations
@@ -24,32 +23,35 @@ if TYPE_CHECKING:
 __all__ = ["RecencySampler"]
 
 _LN2 = math.log(2.0)
-#: Weights of rows that are so many half-lives younger than another's are still numbers, and their sums too.
+#: The id that weighs 1 changes every 100 half-lives, so that no weight, and no sum of weights, overflows.
 _SCALED = 100
+#: Below this sum of weights, weights are computed relative to the newest matching row.
 _FAINT = 1e-200
 
 
 class RecencySampler(Sampler):
     """Draw a row of age a with probability proportional to 0.5^(a / half_life), with replacement.
 
-    The newest row that can be read has age 0, the one before it age 1, and so on. A row costs the same
-    however many there are: the age is the inverse of the truncated geometric law's distribution
-    function at a uniform number. Ages beyond 53 half-lives, of chance 2^-53 together, are never drawn.
+    The newest readable row has age 0, the row before it age 1, and so on. A draw takes the same time for any
+    number of rows: an age is the inverse of the truncated geometric distribution function at a uniform random
+    number. Ages beyond 53 half-lives, with a total probability of 2^-53, are never drawn.
 
-    `newest` leaves out all but the newest rows; setting it step by step is the "emphasizing recent
-    experience" of Wang and Ross 2019, which is uniform over them (`half_life=None`).
+    `newest` restricts the draw to the newest rows. Setting it step by step is the "emphasizing recent
+    experience" of Wang and Ross 2019, which draws uniformly from them (`half_life=None`).
 
-    Threads: any number may sample. Crashes: a restart goes on with the next batch; the attributes are
-    the program's to set.
+    Threads: any number may sample. Crashes: after a restart the next batch is the one that would have
+    followed; the program must set the attributes again.
 
-    With `where` or `weight` a row's chance is multiplied by what they say of it. Age and `newest` count all
-    rows of which that is known.
+    With `where` or `weight`, the probability of a row is multiplied by its weight, or by 0 if it does not
+    match. Age and `newest` count all rows that are evaluated so far.
 
     Args:
-        half_life: After how many rows the chance is half as large; None: it is the same for all.
-        newest: How many of the newest rows take part; None: all.
-        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
-        weight: By what the chance of each is multiplied: a numeric one; None: 1.
+        half_life: Number of rows after which the probability is half as large; None for the same probability
+            for all.
+        newest: Number of newest rows that are drawn from; None for all.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows.
+        weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
 
     Example:
         >>> sampler = RecencySampler(half_life=10_000)
@@ -77,7 +79,11 @@ class RecencySampler(Sampler):
         self._scale: tuple[float | None, int] = (None, 0)  # the half-life, and the id that weighs 1
 
     def attach(self, storage: ReadView) -> None:
-        """Begin anew, with a storage."""
+        """Start over with a storage.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         super().attach(storage)
         self._begin()
         if self.filter is not None:
@@ -85,7 +91,7 @@ class RecencySampler(Sampler):
 
     @property
     def half_life(self) -> float | None:
-        """After how many rows the chance is half as large; None: never."""
+        """Number of rows after which the probability is half as large; None if it is the same for all."""
         return self._half_life
 
     @half_life.setter
@@ -98,7 +104,7 @@ class RecencySampler(Sampler):
 
     @property
     def newest(self) -> int | None:
-        """How many of the newest rows take part; None: all. A fraction, from a schedule, is cut off."""
+        """Number of newest rows drawn from; None for all. Fractions, as from a schedule, are cut off."""
         return self._newest
 
     @newest.setter
@@ -111,8 +117,8 @@ class RecencySampler(Sampler):
         """Choose `batch_size` readable rows.
 
         Raises:
-            NotReadyError: There is none, or none that matches.
-            QueryError: The filter cannot be computed.
+            NotReadyError: No row is readable, or no row matches.
+            QueryError: The filter cannot be evaluated.
         """
         window, half_life, newest = readable(storage), self._half_life, self._newest
         if self.filter is not None:
@@ -123,14 +129,14 @@ class RecencySampler(Sampler):
             ages = generator.integers(0, taking_part, batch_size)
         else:
             rate = -_LN2 / half_life
-            within = -math.expm1(taking_part * rate)  # the chance that an age of all is one of these
+            within = -math.expm1(taking_part * rate)  # the probability of these ages among all ages
             ages = (np.log1p(-within * generator.random(batch_size)) / rate).astype(np.int64)
-            np.minimum(ages, taking_part - 1, out=ages)  # rounding
+            np.minimum(ages, taking_part - 1, out=ages)  # rounding errors
         if window.deleted:
             return Selection(window.nth(rows - 1 - ages))
         return Selection(window.last - ages)
 
-    # -- with a filter: chances that stay in proportion while rows grow older ------------------------
+    # -- with a filter: weights whose ratios do not change while rows grow older ---------------------
 
     def _draw_by_weight(
         self, storage: ReadView, size: int, generator: np.random.Generator
@@ -145,7 +151,7 @@ class RecencySampler(Sampler):
     def _draw_by_faint_weight(
         self, storage: ReadView, window: Window, size: int, generator: np.random.Generator
     ) -> Selection | None:
-        """Draw where the rows that match are so old that their weights are hardly numbers."""
+        """Draw rows whose weights in the tree are too small to sum up, because all matching rows are old."""
         ids = window.ids()
         masses = np.zeros(0) if self.filter is None else self.filter.masses_of(storage, ids)
         ids, masses = ids[masses > 0], masses[masses > 0]
@@ -158,7 +164,7 @@ class RecencySampler(Sampler):
         return Selection(ids[np.searchsorted(sums, under, side="right")])
 
     def _narrow(self, window: Window) -> Window:
-        """Return the rows that take part, and say which of them weighs 1."""
+        """Return the window of the newest rows, and choose the id that weighs 1."""
         rows, newest, half_life = window.rows, self._newest, self._half_life
         if newest is not None and rows > newest:
             window = replace(window, low=int(window.nth(np.array([rows - newest]))[0]) - 1)
@@ -178,21 +184,21 @@ class RecencySampler(Sampler):
         return weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         own = ("_lock", "_weights", "_window", "_scale")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
         return {"half_life": self._half_life, "newest": self._newest} | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.half_life, self.newest = state_dict["half_life"], state_dict["newest"]
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""How much the rows between any two count together, by a filter.
+"""Sums of the masses that a filter gives to runs of rows.
 
-Used by samplers that draw a run of rows first and then a row of it. It is made anew where the filter has
-evaluated something; it follows nothing.
+Used by samplers that draw a run of rows first, then a row of it. The sums are computed again after the filter
+has evaluated rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasses:
-    """Hold running sums over the rows from id `low` + 1 on: of masses, and of those that are above 0.
+    """Running sums over the rows from id `low` + 1 on: of masses, and of the number of masses above 0.
 
-    Shapes `(rows + 1,)`, the first is 0. Threads: it never changes.
+    Shapes `(rows + 1,)`; the first sum is 0. Threads: it is immutable.
     """
 
     evaluation: int
@@ -37,7 +37,7 @@ class RowMasses:
 
     @classmethod
     def of(cls, filter: Filter, storage: ReadView) -> Self:
-        """Sum up what a filter says of all rows that it shows."""
+        """Sum the masses of all rows that a filter has evaluated."""
         with filter.lock:
             window, evaluation = filter.readable(storage), filter.evaluation
             masses = np.zeros(window.size + 1)
@@ -46,7 +46,12 @@ class RowMasses:
         return cls(evaluation, window.low, np.cumsum(masses), np.cumsum(masses > 0))
 
     def between(self, first: IntArray, last: IntArray) -> tuple[Floats, IntArray]:
-        """Return the mass of runs of rows, and how many rows of each have some. Shapes `(runs,)`."""
+        """Return the total mass of runs of rows, and how many of their rows have a mass. Shapes `(runs,)`.
+
+        Args:
+            first: First id of each run. Shape `(runs,)`.
+            last: Last id of each run. Shape `(runs,)`.
+        """
         start, stop = self._places(first, last)
         return self.sums[stop] - self.sums[start], self.counts[stop] - self.counts[start]
 
@@ -56,10 +61,16 @@ class RowMasses:
         return start, np.maximum(start, np.clip(last - self.low, 0, end))
 
     def pick(self, first: IntArray, last: IntArray, share: Floats) -> IntArray:
-        """Return of each run, none without mass, the row under a share of its mass. Shapes `(n,)`."""
+        """For each run of rows, pick a row by cumulative mass. Shapes `(n,)`.
+
+        Args:
+            first: First id of each run; every run must have some mass.
+            last: Last id of each run.
+            share: The share of the run's mass at which the row is picked, from 0 to 1.
+        """
         start, stop = self._places(first, last)
         low, high = self.sums[start], self.sums[stop]
-        under = np.minimum(low + share * (high - low), np.nextafter(high, 0.0))  # rounding
+        under = np.minimum(low + share * (high - low), np.nextafter(high, 0.0))  # rounding errors
         ids: IntArray = np.searchsorted(self.sums, under, side="right") + self.low
         return ids
 

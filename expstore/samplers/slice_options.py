@@ -1,6 +1,6 @@
-"""What slices are: how long, where they may begin, and what a batch of them says at their ends.
+"""The settings of slices: their lengths, where they may begin, and how a batch marks their ends.
 
-Used by the samplers that draw slices. It chooses none and touches no storage.
+Used by the slice samplers. It draws no slices and uses no storage.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ _MASK: Key = ("collector", "mask")
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """Hold the settings of a sampler of slices.
+    """The settings of a slice sampler.
 
     Args:
-        num_slices: How many slices make up a batch; or else
-        slice_len: how many steps a slice has.
-        strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short ones.
-        pad_output: Fill up short slices with their last row.
-        span: How many steps a slice may lack on the left and on the right, because it reaches beyond the
-            trajectory's end there: a number, False for none, True for all but one.
-        truncated_key: Where the ends of slices are marked; None: nowhere.
-        init_key: Where their beginnings are marked, if the field is stored; None: nowhere.
+        num_slices: Number of slices in a batch; the batch size must be a multiple of it. Pass either this or
+            `slice_len`.
+        slice_len: Number of steps in a slice; the batch size must be a multiple of it. Pass either this or
+            `num_slices`.
+        strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
+            trajectory makes a shorter slice, and a batch may have fewer rows than its batch size.
+        pad_output: Whether to pad short slices with copies of their last row.
+        span: How many steps a slice may lack on its left and on its right, because it extends beyond its
+            trajectory: a number, False for none, True for all but one, or a pair of these.
+        truncated_key: The field that marks the last step of each slice; None to mark none.
+        init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
 
     Raises:
-        TypeError: Not just one of `num_slices` and `slice_len` is given.
-        ValueError: A number is too small, or short slices are to be filled up where there are none.
+        TypeError: Both or neither of `num_slices` and `slice_len` are given, or a number is not an integer.
+        ValueError: A number is out of range, or `pad_output` is set although there are no short slices.
     """
 
     num_slices: int | None
@@ -66,7 +69,7 @@ class Slicing:
         truncated_key: NestedKey | None,
         init_key: NestedKey | None,
     ) -> Slicing:
-        """Check what a user has asked for."""
+        """Check the arguments of a sampler and return them as settings."""
         if (num_slices is None) == (slice_len is None):
             raise TypeError(
                 "Either num_slices or slice_len must be not None, and not both. "
@@ -74,7 +77,7 @@ class Slicing:
             )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
+                raise TypeError(f"{name} must be an integer, got {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if pad_output and strict_length:
@@ -98,10 +101,10 @@ class Slicing:
         )
 
     def sizes(self, batch_size: int) -> tuple[int, int]:
-        """Return how long slices are, and how many make up a batch.
+        """Return the number of steps in a slice, and the number of slices in a batch.
 
         Raises:
-            StateError: The batch cannot be cut so.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
         """
         number = self.slice_len or self.num_slices or 1
         if batch_size % number:
@@ -120,12 +123,16 @@ class Slicing:
 
     @property
     def size_text(self) -> str:
-        """The size as it was given."""
+        """`num_slices` or `slice_len` with its value, for messages."""
         number, length = self.num_slices, self.slice_len
         return f"num_slices={number}" if length is None else f"slice_len={length}"
 
     def slack(self, length: int) -> tuple[int, int]:
-        """Return how many steps a slice of this length may lack on the left and on the right."""
+        """Return how many steps a slice of this length may lack on its left and on its right.
+
+        Raises:
+            ValueError: The span is not smaller than the length.
+        """
         for side in self.span:
             if side is not True and side >= length:
                 raise ValueError(
@@ -136,7 +143,7 @@ class Slicing:
         return left, right
 
     def starts(self, have: IntArray, length: int) -> IntArray:
-        """Return in how many places a slice can begin in runs of `have` steps. Shapes `(n,)`."""
+        """Return the number of positions at which a slice can begin in runs of `have` steps. Shape `(n,)`."""
         if self._whole:
             return np.maximum(0, have - (length - 1))
         left, right = self.slack(length)
@@ -147,10 +154,10 @@ class Slicing:
         return np.where(have > 0, have - full + 1 + spare, 0)
 
     def windows(self, runs: Runs, batch_size: int) -> int:
-        """Return in how many places a slice can begin, in all runs together, for such a batch.
+        """Return the number of positions at which a slice of such a batch can begin, in all runs together.
 
         Raises:
-            StateError: The batch cannot be cut so.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
         """
         length, _ = self.sizes(batch_size)
         with runs.lock:
@@ -162,12 +169,13 @@ class Slicing:
         """Place one slice in each of some runs.
 
         Args:
-            have: How many steps they have, enough for a slice. Shape `(n,)`.
-            length: Of a slice.
-            share: Which of the places it can begin in, from 0 to less than 1. Shape `(n,)`.
+            have: Number of steps of each run, which must be enough for a slice. Shape `(n,)`.
+            length: Number of steps of a slice.
+            share: Which of the possible positions to take: a number from 0 to less than 1 each. Shape `(n,)`.
 
         Returns:
-            The first step of each, counted from its run's first one, and how many it has. Shapes `(n,)`.
+            First step of each slice, counted from the first step of its run, and number of its steps. Shapes
+            `(n,)`.
         """
         begins = (share * self.starts(have, length)).astype(np.int64)
         if self._whole:
@@ -175,13 +183,13 @@ class Slicing:
         return self.cut(begins - self.before(have, length), have, length)
 
     def before(self, have: IntArray, length: int) -> IntArray:
-        """Return in how many places before a run's first step a slice can begin. Shapes `(n,)`."""
+        """Return the number of positions before a run's start at which a slice can begin. Shapes `(n,)`."""
         left = self.slack(length)[0]
         found: IntArray = np.minimum(left, np.minimum(have, length) - 1)
         return found
 
     def cut(self, begins: IntArray, have: IntArray, length: int) -> tuple[IntArray, IntArray]:
-        """Cut off of slices what lies beyond their runs; return first steps and lengths as `place` does."""
+        """Cut off the parts of slices beyond their runs; return first steps and lengths as `place` does."""
         full = np.minimum(have, length)
         lengths = np.minimum(full + np.minimum(begins, 0), have - np.maximum(begins, 0))
         return np.maximum(begins, 0), lengths
@@ -192,11 +200,11 @@ class Slicing:
         """Return the rows of slices as a selection.
 
         Args:
-            ids: One slice behind another. Shape `(sum of lengths,)`.
-            lengths: How many rows each has. Shape `(slices,)`.
-            length: How many a whole one has.
-            asked: How many rows the user wants.
-            padded: Fill up short slices.
+            ids: Ids of the slices' rows, concatenated. Shape `(sum of lengths,)`.
+            lengths: Number of rows of each slice. Shape `(slices,)`.
+            length: Number of rows of a whole slice.
+            asked: Number of rows that the user requested.
+            padded: Whether to pad short slices.
         """
         mask, ends = None, np.cumsum(lengths)
         if padded:
@@ -233,9 +241,9 @@ class Slicing:
 
 
 class SlicingNames:
-    """The names by which TorchRL's samplers of slices tell their settings.
+    """The settings of slice samplers under TorchRL's names.
 
-    Subclasses have `slicing` and `_trajectories`.
+    Subclasses set `slicing` and `_trajectories`.
     """
 
     slicing: Slicing
@@ -243,17 +251,17 @@ class SlicingNames:
 
     @property
     def num_slices(self) -> int | None:
-        """The number of slices in a batch; None: it follows from `slice_len`."""
+        """The number of slices in a batch; None if it follows from `slice_len`."""
         return self.slicing.num_slices
 
     @property
     def slice_len(self) -> int | None:
-        """The number of steps in a slice; None: it follows from `num_slices`."""
+        """The number of steps in a slice; None if it follows from `num_slices`."""
         return self.slicing.slice_len
 
     @property
     def span(self) -> tuple[bool | int, bool | int]:
-        """The number of steps that a slice may lack at its left and at its right."""
+        """The number of steps that a slice may lack on its left and on its right."""
         return self.slicing.span
 
     @property
@@ -263,32 +271,37 @@ class SlicingNames:
 
     @property
     def pad_output(self) -> bool:
-        """Whether short slices are filled up with their last row."""
+        """Whether short slices are padded with copies of their last row."""
         return self.slicing.pad_output
 
     @property
     def truncated_key(self) -> NestedKey | None:
-        """The field in which batches mark the ends of slices; None: there is no such field."""
+        """The field that marks the last step of each slice, or None."""
         return _short(self.slicing.truncated_key)
 
     @property
     def init_key(self) -> NestedKey | None:
-        """The field in which batches mark the first steps of slices; None: there is no such field."""
+        """The field that marks the first step of each slice, or None."""
         return _short(self.slicing.init_key)
 
     @property
     def traj_key(self) -> NestedKey | None:
-        """The field that names trajectories, as given; None: slices follow the store's episodes."""
+        """The field that identifies trajectories, as given; None for the store's episodes."""
         return _short(self._trajectories.name)
 
 
 def _short(key: Key | None) -> NestedKey | None:
-    """Return a key as users write it."""
+    """Return a key as users write it: a key with one part as a string."""
     return key if key is None or len(key) > 1 else key[0]
 
 
 def build_too_short_error(lengths: IntArray, length: int) -> NotReadyError:
-    """Return the error where no slice can be drawn. `lengths` are those of all runs with rows."""
+    """Return the error for a draw that finds no slice.
+
+    Args:
+        lengths: Number of steps of every run that has any. Shape `(runs,)`.
+        length: Number of steps of a slice.
+    """
     if not lengths.size:
         return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
     return NotReadyError(
@@ -304,16 +317,27 @@ def trajectory_fields(
     traj_key: NestedKey | None,
     trajectory_key: NestedKey | None = None,
 ) -> tuple[Key | None, tuple[Key, ...] | None]:
-    """Return the field that names trajectories and those that end them, as far as a user has said so."""
+    """Return the field that identifies trajectories and the fields that end them, None for each not given.
+
+    Args:
+        end_key: A single field that ends trajectories; pass either this or `end_keys`.
+        end_keys: The fields that end trajectories.
+        traj_key: The field that identifies trajectories.
+        trajectory_key: Another name for `traj_key`; pass one of them.
+
+    Raises:
+        RuntimeError: Both `end_key` and `end_keys` are given.
+        ValueError: `end_keys` is not a list of keys, or both `traj_key` and `trajectory_key` are given.
+    """
     if isinstance(end_keys, str) or (end_keys is not None and not end_keys):
-        raise ValueError(f"end_keys must be a list of keys, got {end_keys!r}; one alone is end_key=")
+        raise ValueError(f"end_keys must be a list of keys, got {end_keys!r}; pass a single key as end_key")
     if end_key is not None and end_keys is not None:
         raise RuntimeError(
             "`end_key` and `end_keys` are exclusive arguments: pass the single boundary key through "
             "`end_key`, or the sequence of keys to be OR-ed together through `end_keys`."
         )
     if traj_key is not None and trajectory_key is not None:
-        raise ValueError("traj_key and trajectory_key are the same: give one of them")
+        raise ValueError("traj_key and trajectory_key are the same argument: pass one of them")
     name = trajectory_key if traj_key is None else traj_key
     ends = end_keys if end_key is None else [end_key]
     return (

@@ -1,7 +1,7 @@
-"""Sampling slices: steps of one episode that follow one another.
+"""A sampler that draws slices: consecutive steps of one episode.
 
-Buffers take the sampler. It finds slices by episode and step, wherever their rows lie; it keeps a weight per
-run of steps, and never reads rows.
+It finds slices by episode and step, wherever their rows are stored. It keeps a weight per run of steps, and
+never reads rows.
 """
 
 from __future__ import annotations
@@ -35,57 +35,63 @@ if TYPE_CHECKING:
 
 __all__ = ["SliceSampler", "Weighting"]
 
-#: What has the same chance: every trajectory, or every place where a slice can begin.
+#: What has the same probability: every trajectory, or every position at which a slice can begin.
 Weighting = Literal["trajectory", "start"]
 
 
 class SliceSampler(SlicingNames, Sampler):
-    """Draw slices of episodes, with replacement: steps that follow one another, in one batch dim.
+    """Draw slices of episodes with replacement: consecutive steps, concatenated along one batch dim.
 
-    A slice follows its episode wherever the rows lie: through interleaved workers and lanes, the end of the
-    ring and restarts; what the store knows of an episode that is still open takes part. A draw costs the
-    same however many rows there are, also while others write.
+    A slice follows its episode wherever the rows are stored: across interleaved workers and lanes, the end of
+    the ring and restarts. An open episode takes part with the steps that it has so far. A draw takes the same
+    time for any number of rows, also while others write.
 
-    `by="trajectory"` is TorchRL's law: a trajectory, each with the same chance, then one of the places in it
-    where a slice can begin; steps of short trajectories come more often. With `by="start"` every such place
-    in the store has the same chance.
+    With `by="trajectory"`, as in TorchRL, a trajectory is drawn first, all with the same probability, then
+    one of its positions at which a slice can begin. So steps of short trajectories are drawn more often. With
+    `by="start"` every such position in the store has the same probability.
 
-    Batches say where slices end: `truncated_key` is True at the last step of each and False elsewhere,
-    `done` beside it is so, too, and keeps what is stored. `init_key` is True at first steps if that field is
-    stored. Buffers of TensorDicts write this into the batch, others tell it in the info of
-    `sample(return_info=True)`.
+    Batches mark where slices end: `truncated_key` is True at the last step of each slice and False elsewhere.
+    The field `done` next to it is True there, too, and keeps its stored values elsewhere. `init_key` is True
+    at first steps, if that field is stored. Buffers of TensorDicts write these fields into the batch; other
+    buffers return them in the info of `sample(return_info=True)`.
 
-    Threads: any number may sample while one writes. Crashes: a restart goes on with the next batch.
+    Threads: any number may sample while one writes. Crashes: after a restart the next batch is the one that
+    would have followed.
 
     Args:
-        num_slices: How many slices make up a batch, whose size it divides; or else
-        slice_len: how many steps a slice has.
-        end_key: A field that ends trajectories; see `end_keys`.
-        end_keys: Fields that end trajectories; those that are not stored are left out. The store's own
-            (`done_keys` of `expstore.open`) do so anyway.
-        traj_key: The field that names trajectories; None: as the store knows its episodes. For another one
-            than the store's own a table is built when it is first needed, and kept current.
-        trajectory_key: The same.
-        truncated_key: Where the ends of slices are marked; None: nowhere.
-        init_key: Where their beginnings are; None: nowhere.
-        strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short
-            slices, and batches that are shorter than asked for.
-        pad_output: Fill up short slices with their last row, while there are trajectories that are shorter
-            than a slice, as torchrl does; `("collector", "mask")` is False there.
-        span: How many steps a slice may lack at its left and at its right, because it reaches beyond the
-            trajectory there: a number, False for none, True for all but one, or a pair of these.
-        by: Which law.
-        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
-            at all. By trajectory, every one in which a slice may begin has the same chance.
-        weight: By what the chance of each place is multiplied, within its trajectory or in the store: a
-            numeric one; None: 1.
-        replacement: False makes a `SliceSamplerWithoutReplacement`, which takes its own arguments.
+        num_slices: Number of slices in a batch; the batch size must be a multiple of it. Pass either this or
+            `slice_len`.
+        slice_len: Number of steps in a slice; the batch size must be a multiple of it. Pass either this or
+            `num_slices`.
+        end_key: A single field that ends trajectories; pass either this or `end_keys`.
+        end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
+            store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
+        traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
+            not the store's own, a table is built when it is first needed, and kept current.
+        trajectory_key: Another name for `traj_key`; pass one of them.
+        truncated_key: The field that marks the last step of each slice; None to mark none.
+        init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
+        strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
+            trajectory makes a shorter slice, and a batch may have fewer rows than its batch size.
+        pad_output: Whether to pad short slices with copies of their last row, at which
+            `("collector", "mask")` is False. As in torchrl, slices are only padded while some trajectory is
+            shorter than a slice. Requires `strict_length=False`.
+        span: How many steps a slice may lack on its left and on its right, because it extends beyond its
+            trajectory: a number, False for none, True for all but one, or a pair of these.
+        by: What has the same probability: "trajectory" for every trajectory, "start" for every position at
+            which a slice can begin.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`, or a
+            `Where`; None for all rows. With `by="trajectory"`, all trajectories in which a slice may begin
+            have the same probability.
+        weight: Factor for the probability of each start of a slice, within its trajectory or in the store: a
+            numeric SQL expression, at least 0; None for 1.
+        replacement: False constructs a `SliceSamplerWithoutReplacement` with the other arguments.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
     Raises:
-        TypeError: Not just one of `num_slices` and `slice_len` is given, or there is no such keyword.
-        ValueError: An option does not fit the others, or is not supported.
+        TypeError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown.
+        ValueError: An argument is out of range, not supported, or does not fit another one.
 
     Example:
         >>> sampler = SliceSampler(slice_len=4)
@@ -137,17 +143,21 @@ class SliceSampler(SlicingNames, Sampler):
         self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
 
     def attach(self, storage: ReadView) -> None:
-        """Follow the episodes of a storage."""
+        """Attach the sampler to a storage, and follow the storage's episodes.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         super().attach(storage)
         load_in_background(_compile_loops)
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose slices of `batch_size` rows together.
+        """Choose slices with `batch_size` rows in all.
 
         Raises:
             NotReadyError: No trajectory is long enough, or no row matches.
-            StateError: The batch size cannot be cut into such slices.
-            QueryError: The filter cannot be computed.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
+            QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
             return self._draw_filtered(storage, lambda: self._choose_filtered(storage, batch_size, generator))
@@ -158,7 +168,7 @@ class SliceSampler(SlicingNames, Sampler):
     def _choose_rows(
         self, storage: ReadView, length: int, count: int, generator: np.random.Generator
     ) -> tuple[IntArray, IntArray, bool]:
-        """Return the rows of slices, how many each has, and whether short ones are filled up."""
+        """Choose slices; return the ids of their rows, the rows of each, and whether to pad short slices."""
         slicing = self.slicing
         slicing.slack(length)
         runs = self._trajectories.of(storage)
@@ -178,7 +188,7 @@ class SliceSampler(SlicingNames, Sampler):
     def _choose_filtered(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
-        """Choose slices as the filter has it; None: there is nowhere to begin."""
+        """Choose slices whose first rows match the filter; return None if there is no such row."""
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         slicing.slack(length)
@@ -207,24 +217,24 @@ class SliceSampler(SlicingNames, Sampler):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose slices in the place of some that were overwritten while they were read."""
+        """Draw slices again because some of their rows were overwritten while they were read."""
         return self.select(storage, selection.asked, generator)
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return in how many places a slice can begin, whatever `where` says."""
+        """Return the number of positions at which a slice can begin; `where` is ignored."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether there is a slice to be drawn."""
+        """Return whether a slice can be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it weighs runs by itself."""
+        """Return the state of a copy, which computes weights for itself."""
         own = ("_weights", "_candidates")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._begin()
 
@@ -237,7 +247,7 @@ class SliceSampler(SlicingNames, Sampler):
 
 
 def _lengths(runs: Runs) -> IntArray:
-    """Return how many steps the runs have that have any."""
+    """Return the number of steps of every run that has any."""
     have = runs.stop - runs.first
     return have[have > 0]
 

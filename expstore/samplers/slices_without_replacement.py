@@ -1,7 +1,7 @@
-"""Sampling one slice of every trajectory before any trajectory comes again.
+"""A sampler that draws one slice of every trajectory before it draws any trajectory again.
 
-Buffers take the sampler. The order of trajectories is that of `SamplerWithoutReplacement`; slices are found
-as by `SliceSampler`. It never reads rows.
+It orders trajectories as `SamplerWithoutReplacement` orders rows, and finds slices as `SliceSampler` does. It
+never reads rows.
 """
 
 from __future__ import annotations
@@ -35,32 +35,41 @@ __all__ = ["SliceSamplerWithoutReplacement"]
 
 
 class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
-    """Draw one slice of every trajectory per pass, in a new order each time, beginning anywhere in it.
+    """Draw one slice of every trajectory per pass, at a random position, in a new order in each pass.
 
-    No trajectory comes twice in a batch; a batch has fewer slices than asked for where the pass ends. A pass
-    is over the trajectories that make a slice, and begins anew when their number changes. What slices are,
-    and what batches say of their ends: see `SliceSampler`.
+    No trajectory is drawn twice in a batch; at the end of a pass a batch may have fewer slices. A pass covers
+    the trajectories that are long enough for a slice; a new pass begins when their number changes.
+    `SliceSampler` describes slices, and how batches mark their ends.
 
     Threads, crashes: as `SamplerWithoutReplacement`.
 
     Args:
-        num_slices: As `SliceSampler`, as are the next ones.
-        slice_len: See there.
-        drop_last: Leave out the trajectories at the end of a pass that do not fill a batch.
-        end_key: See `SliceSampler`, as are the next ones.
-        end_keys: See there.
-        traj_key: See there.
-        trajectory_key: See there.
-        truncated_key: See there.
-        init_key: See there.
-        strict_length: See there.
-        shuffle: Draw trajectories in random order; otherwise in that of their episodes' ids.
-        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
-            at all. A pass is over the trajectories in which one may, and begins anew when their number
-            changes.
-        weight: Not taken: every trajectory comes once per pass.
+        num_slices: Number of slices in a batch; the batch size must be a multiple of it. Pass either this or
+            `slice_len`.
+        slice_len: Number of steps in a slice; the batch size must be a multiple of it. Pass either this or
+            `num_slices`.
+        drop_last: Whether to leave out the trajectories at the end of a pass that do not fill a batch.
+        end_key: A single field that ends trajectories; pass either this or `end_keys`.
+        end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
+            store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
+        traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
+            not the store's own, a table is built when it is first needed, and kept current.
+        trajectory_key: Another name for `traj_key`; pass one of them.
+        truncated_key: The field that marks the last step of each slice; None to mark none.
+        init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
+        strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
+            trajectory makes a shorter slice, and a batch may have fewer rows than its batch size.
+        shuffle: Whether to draw in random order; otherwise in the order of the episodes' ids.
+        where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`, or a
+            `Where`; None for all rows. A pass covers the trajectories in which a slice may begin, and a new
+            pass begins when their number changes.
+        weight: Not supported, because every trajectory is drawn once per pass.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
+
+    Raises:
+        TypeError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown.
+        ValueError: An argument is out of range, not supported, or does not fit another one.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=4)
@@ -113,9 +122,9 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
 
         Raises:
             NotReadyError: No trajectory is long enough, or no row matches.
-            QueryError: The filter cannot be computed.
-            StateError: The batch size cannot be cut into such slices.
-            ValueError: There are fewer trajectories than that, and the last batch is to be dropped.
+            QueryError: The filter cannot be evaluated.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
+            ValueError: `drop_last` is True, and the trajectories do not fill a batch.
         """
         self.slicing.sizes(batch_size)
         if self.filter is not None:
@@ -146,7 +155,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose other slices of the same trajectories, in the place of some that were overwritten."""
+        """Choose other slices of the same trajectories, because some of their rows were overwritten."""
         length, _ = self.slicing.sizes(selection.asked)
         size, number, begin, count = selection.progress[3:]
         runs = self._trajectories.of(storage)
@@ -158,7 +167,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         return self.select(storage, selection.asked, generator)
 
     def _count(self, storage: ReadView, runs: Runs, length: int) -> int:
-        """Return how many trajectories make a slice, as of now."""
+        """Return the number of trajectories in which a slice can begin now."""
         runs.look()
         slicing, candidates = self.slicing, self._candidates
         if candidates is not None:
@@ -193,27 +202,27 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         return slicing.selection(ids, lengths, length=length, asked=asked)
 
     def stands(self, storage: ReadView, selection: Selection) -> bool:
-        """Return whether the pass of a selection goes on: it does while the number of trajectories stays."""
+        """Return whether the pass of a selection is still valid: the number of trajectories is the same."""
         length, _ = self.slicing.sizes(selection.asked)
         runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             return selection.progress[3] == self._count(storage, runs, length)
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return in how many places a slice can begin, whatever `where` says."""
+        """Return the number of positions at which a slice can begin; `where` is ignored."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether there is a slice to be drawn."""
+        """Return whether a slice can be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it finds trajectories by itself."""
+        """Return the state of a copy, which finds trajectories for itself."""
         own = ("_weights", "_candidates", "_tree")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         super().__setstate__(state)
         self._begin()
 

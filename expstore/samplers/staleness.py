@@ -1,7 +1,7 @@
-"""Sampling by how old the policy was that collected a row.
+"""A sampler that draws rows by the age of the policy that collected them.
 
-Buffers take the sampler. It reads one field, the policy's version, of rows that are new to it, and keeps
-runs of rows of one version; the rows themselves it leaves to others.
+It reads one field of new rows, the version of the policy, and keeps runs of rows with the same version. It
+reads no other fields.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["StalenessAwareSampler"]
 
 Floats = NDArray[np.float64]
 
-#: What its progress begins with, so that another sampler's is not taken for it.
+#: First number of its progress, which identifies the class of sampler.
 _KIND = 2
-#: Versions read at once.
+#: Number of versions that are read at once.
 _CHUNK = 1 << 16
 _TRIES = 3
-#: Draws of a batch until so many different rows are found; then every row is given a number.
+#: Rounds in which a batch without repeated rows is drawn; then all remaining rows get a random number.
 _ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Versions:
-    """Hold which ids have which version: runs, as long as they can be, ascending. Shapes `(runs,)`."""
+    """The versions of ids, as runs of consecutive ids with the same version. Ascending; shapes `(runs,)`."""
 
     first: IntArray
     last: IntArray
@@ -52,7 +52,12 @@ class _Versions:
         return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
     def add(self, first_id: int, versions: Floats) -> _Versions:
-        """Return them and the versions of the rows from `first_id` on, which are all newer."""
+        """Return these runs and those of newer rows.
+
+        Args:
+            first_id: Id of the first new row, above all ids so far.
+            versions: Versions of the new rows, which have consecutive ids.
+        """
         starts = np.flatnonzero(np.append(True, versions[1:] != versions[:-1]))
         first = starts + first_id
         last = np.append(first[1:] - 1, first_id + versions.size - 1)
@@ -69,7 +74,7 @@ class _Versions:
         )
 
     def above(self, low: int) -> _Versions:
-        """Return those of rows with larger ids."""
+        """Return the runs of ids above `low`."""
         left = int(np.searchsorted(self.last, low, side="right"))
         if not left and (not self.first.size or self.first[0] > low):
             return self
@@ -78,7 +83,7 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Hold the versions of the rows of a window, and the changes and deleted ids that they are valid for."""
+    """The versions of the rows in a window, and the counters of changes for which they are valid."""
 
     versions: _Versions = field(default_factory=_Versions.none)
     window: Window = field(default_factory=lambda: Window(0, 0))
@@ -87,32 +92,32 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Hold the runs that take part, with the weight of one row of each. Shapes `(runs,)`."""
+    """The runs of rows that are drawn from, with the weight of one row of each. Shapes `(runs,)`."""
 
     first: IntArray
     count: IntArray
     staleness: Floats
     weight: Floats
     reach: Floats  # running sum of weight times count, or of weight times mass
-    rows: int  # that take part
-    masses: RowMasses | None = None  # by which rows of a run count
+    rows: int  # number of rows to draw from
+    masses: RowMasses | None = None  # masses of the rows within a run, if there is a filter
 
     def draw(self, size: int, generator: np.random.Generator) -> IntArray:
         """Draw ids with replacement. Shape `(size,)`."""
         share, place = generator.random((2, size))
         run = np.searchsorted(self.reach, share * self.reach[-1], side="right")
-        np.minimum(run, self.reach.size - 1, out=run)  # rounding
+        np.minimum(run, self.reach.size - 1, out=run)  # rounding errors
         if self.masses is not None:
             return self.masses.pick(self.first[run], self.first[run] + self.count[run] - 1, place)
         ids: IntArray = self.first[run] + (place * self.count[run]).astype(np.int64)
         return ids
 
     def draw_different(self, size: int, generator: np.random.Generator) -> IntArray:
-        """Draw ids of which none comes twice. Shape `(size,)`, at most `rows`.
+        """Draw ids without replacement. Shape `(size,)`, at most `rows`.
 
-        What a draw with replacement would bring, less what was there before. Where that takes too
-        long, the rest comes by the exponential numbers of Efraimidis and Spirakis 2006, which give the
-        same law.
+        Ids are drawn with replacement, and repeated ids are dropped. If that takes too many rounds, the rest
+        is drawn with exponential random numbers (Efraimidis and Spirakis 2006), which gives the same
+        probabilities.
         """
         ids = np.empty(0, np.int64)
         for _ in range(_ROUNDS):
@@ -130,37 +135,42 @@ class _Table:
         return np.append(ids, every[left][np.argsort(arrivals, kind="stable")[: size - ids.size]])
 
     def staleness_of(self, ids: IntArray) -> Floats:
-        """Return how stale rows are. Shapes `(n,)`."""
+        """Return the staleness of rows. Shapes `(n,)`."""
         found: Floats = self.staleness[np.searchsorted(self.first, ids, side="right") - 1]
         return found
 
 
 class StalenessAwareSampler(Sampler):
-    """Draw rows by staleness: how many versions the policy that collected them lies behind.
+    """Draw rows by staleness: the number of versions by which the policy that collected them is behind.
 
-    Under torchrl's name and with its law: a row of staleness s has weight 1 / (s + 1), one of more than
-    `max_staleness` is left out, and a batch holds no row twice unless it is larger than the number of
-    rows that take part. With `where` only rows that match do; with `weight` a row's own is multiplied by it.
-    Your program says with `consumer_version` which version it trains; batches carry
-    `staleness`.
+    Name and probabilities are torchrl's: a row of staleness s has weight 1 / (s + 1), rows with a larger
+    staleness than `max_staleness` are left out, and no row is drawn twice in a batch unless the batch is
+    larger than the number of rows to draw from. With `where` only matching rows are drawn; with `weight` the
+    weight of a row is multiplied by it. Set `consumer_version` to the version that you train. Batches have a
+    field `staleness`.
 
-    A row of a version above `consumer_version` counts as staleness 0. Nothing is fresher than what the
-    newest policy has collected, and while collectors run beside the training their versions may arrive
-    before the program has counted its own; torchrl's draw fails then.
+    A row with a version above `consumer_version` has staleness 0, because no row can be fresher. Collectors
+    that run during training may write rows of a new version before the program has set `consumer_version`;
+    torchrl's draw fails then.
 
-    A batch costs as much as there are runs of rows of one version, not as there are rows. After `[]=`
-    all versions are read again.
+    The time of a draw depends on the number of runs of rows with the same version, not on the number of rows.
+    After `rb[i] = ...` all versions are read again.
 
-    Threads: any number may sample while one writes. Crashes: `consumer_version` is kept in the store when
-    it is set; a sampler that is given none goes on with it, and a restart with the next batch.
+    Threads: any number may sample while one writes. Crashes: `consumer_version` is stored when it is set. A
+    sampler on which it was not set continues with the stored one, and after a restart the next batch is the
+    one that would have followed.
 
     Args:
-        max_staleness: Rows of a larger staleness are left out; -1: none are.
-        staleness_weight_fn: Makes weights of staleness; both float32 tensors of shape `(n,)`, weights
-            finite and not negative. None: 1 / (s + 1).
-        version_key: The field that holds the version: one number per row.
-        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
-        weight: By what the weight of each is multiplied: a numeric one; None: 1.
+        max_staleness: The largest staleness of rows that are drawn; -1 for no limit.
+        staleness_weight_fn: Returns the weights for a tensor of staleness; both are float32 tensors of shape
+            `(n,)`, and weights must be finite and at least 0. None for 1 / (s + 1).
+        version_key: The field with the version: one number per row.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows.
+        weight: Factor for the weight of each row: a numeric SQL expression, at least 0; None for 1.
+
+    Raises:
+        ValueError: `max_staleness` is below -1.
 
     Example:
         >>> sampler = StalenessAwareSampler(max_staleness=5)
@@ -182,12 +192,13 @@ class StalenessAwareSampler(Sampler):
         self._version_key = to_key(version_key)
         self._weight_fn = staleness_weight_fn
         self._consumer_version = 0
-        self._told = False  # whether the program has said its version, and no storage keeps it yet
+        self._told = False  # whether a version was set that is not stored in a storage yet
         self._forget()
 
     def _forget(self) -> None:
         self._storage: weakref.ref[ReadView] | None = None
-        # Swapped as one, so that threads need no lock: who reads versions may have to wait for a writer.
+        # Replaced by one assignment, because a lock would be held while versions are read, which may wait
+        # for a writer.
         self._known = _Known()
         self._cached: tuple[_Versions, int, int, RowMasses | None, _Table] | None = None
         self._masses: RowMasses | None = None
@@ -196,7 +207,7 @@ class StalenessAwareSampler(Sampler):
 
     @property
     def consumer_version(self) -> int:
-        """The version of the policy that is trained."""
+        """The version of the policy that is being trained."""
         return self._consumer_version
 
     @consumer_version.setter
@@ -213,7 +224,7 @@ class StalenessAwareSampler(Sampler):
 
     @property
     def max_staleness(self) -> int:
-        """Rows of a larger staleness are left out; -1: none are."""
+        """The largest staleness of rows that are drawn; -1 for no limit."""
         return self._max_staleness
 
     @max_staleness.setter
@@ -230,11 +241,17 @@ class StalenessAwareSampler(Sampler):
 
     @property
     def reads(self) -> frozenset[Key]:
-        """Fields that it reads itself, beside those of `where` and `weight`."""
+        """The field that the sampler itself reads: the version."""
         return frozenset((self._version_key,))
 
     def attach(self, storage: ReadView) -> None:
-        """Go on with the version that the storage's last sampler of this kind had, unless one was set."""
+        """Attach the sampler to a storage.
+
+        Unless `consumer_version` was set, continue with the one of the storage's last sampler of this class.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         super().attach(storage)
         self._storage, self._known, self._masses = weakref.ref(storage), _Known(), None
         kind, version, *_ = storage.draws.progress
@@ -250,10 +267,10 @@ class StalenessAwareSampler(Sampler):
         """Choose `batch_size` readable rows.
 
         Raises:
-            SchemaError: The rows have no such field, or it is not one number.
-            NotReadyError: Every row is too stale, or has weight 0; or no row matches.
-            ValueError: `staleness_weight_fn` has returned something else than weights.
-            QueryError: The filter cannot be computed.
+            SchemaError: There is no field `version_key`, or it is not one number per row.
+            NotReadyError: All rows are too stale or have weight 0, or no row matches.
+            ValueError: `staleness_weight_fn` returned something other than weights.
+            QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
             return self._draw_filtered(
@@ -279,19 +296,19 @@ class StalenessAwareSampler(Sampler):
         return Selection(ids, {("staleness",): table.staleness_of(ids).astype(np.float32)}, progress)
 
     def stands(self, storage: ReadView, selection: Selection) -> bool:
-        """Return whether a selection is by the versions of now."""
+        """Return whether `consumer_version` and `max_staleness` are still those of a selection."""
         return selection.progress == (self._consumer_version, self._max_staleness)
 
     def _catch_up(self, storage: ReadView) -> _Versions:
-        """Read the versions of new rows and drop those of rows that have left.
+        """Read the versions of new rows, and drop those of evicted rows.
 
-        A version that was read from a slot while a later row came there stands for a row that is
-        overwritten: the buffer finds that out of every row that it has drawn, and draws again.
+        A slot may be overwritten while its version is read. Then the row that the version belongs to is gone:
+        the buffer checks this for every row that it has drawn, and draws again.
         """
         for _ in range(_TRIES):
-            known = self._known  # before the window, which then is not the older of them
+            known = self._known  # read before the window, so that the window is not older
             changes, deleted, window = storage.changes.number, storage.epochs.deleted, storage.window
-            place = self._place(storage)  # after `deleted`, which move when it does
+            place = self._place(storage)  # read after `deleted`, which is incremented when it changes
             seen = deleted, changes, window.deleted
             if seen == known.seen and window == known.window:
                 break
@@ -314,7 +331,7 @@ class StalenessAwareSampler(Sampler):
         return masses
 
     def _place(self, storage: ReadView) -> int:
-        """Return the position of the version's field."""
+        """Return the position of the field with the version."""
         schema, name = storage.require_schema(), key_name(self._version_key)
         place = schema.place(self._version_key)
         if place < 0:
@@ -328,7 +345,7 @@ class StalenessAwareSampler(Sampler):
         return place
 
     def _weigh(self, versions: _Versions, masses: RowMasses | None) -> _Table:
-        """Return the runs that take part."""
+        """Return the runs of rows to draw from, with their weights."""
         consumer, limit = self._consumer_version, self._max_staleness
         cached = self._cached
         if cached is not None and cached[0] is versions and cached[1:4] == (consumer, limit, masses):
@@ -352,37 +369,37 @@ class StalenessAwareSampler(Sampler):
         some = weight > 0
         if not some.any():
             raise NotReadyError(
-                f"staleness_weight_fn gives all {int(count.sum())} rows weight 0",
-                hint="it must give some of them more",
+                f"staleness_weight_fn returned weight 0 for all {int(count.sum())} rows",
+                hint="return a weight above 0 for some staleness",
             )
         first, count, staleness, weight = first[some], count[some], staleness[some], weight[some]
         mass, rows = (count, count) if masses is None else masses.between(first, first + count - 1)
         reach = np.cumsum(weight * mass)
         table = _Table(first, count, staleness, weight, reach, int(rows.sum()), masses)
-        if ask is None:  # another function may answer otherwise next time
+        if ask is None:  # a user's function may return other weights next time
             self._cached = versions, consumer, limit, masses, table
         return table
 
     # -- state -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it reads versions by itself."""
+        """Return the state of a copy, which reads versions for itself."""
         kept = ("_max_staleness", "_version_key", "_weight_fn", "_consumer_version")
         filter = super().__getstate__().get("filter")
         return {name: self.__dict__[name] for name in kept} | {"_told": False, "filter": filter}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state)
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
         own = {"consumer_version": self._consumer_version, "max_staleness": self._max_staleness}
         return own | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.max_staleness = int(state_dict["max_staleness"])
         self.consumer_version = int(state_dict["consumer_version"])
 
@@ -394,7 +411,7 @@ class StalenessAwareSampler(Sampler):
 
 
 def _read_on(storage: ReadView, place: int, versions: _Versions, window: Window) -> _Versions:
-    """Return versions with those of a window of newer rows."""
+    """Return versions extended by those of a window of newer rows."""
     for first, count in window.runs():
         for start in range(first, first + count, _CHUNK):
             ids = np.arange(start, min(start + _CHUNK, first + count))
@@ -404,12 +421,15 @@ def _read_on(storage: ReadView, place: int, versions: _Versions, window: Window)
 
 
 def _ask_weights(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats) -> Floats:
-    """Return the weights that a user's function gives, the largest of them 1 or all 0. Shapes `(n,)`."""
+    """Return the weights from a user's function, scaled so that the largest is 1. Shapes `(n,)`.
+
+    If all weights are 0, they remain 0.
+    """
     given = ask(torch.from_numpy(staleness.astype(np.float32)))
     weights: Floats = torch.as_tensor(given).detach().cpu().to(torch.float64).numpy()
     if weights.shape != staleness.shape or not (np.isfinite(weights) & (weights >= 0)).all():
         raise ValueError(
-            f"staleness_weight_fn must give {staleness.size} finite weights >= 0, one per staleness; "
-            f"it gave {given}"
+            f"staleness_weight_fn must return {staleness.size} finite weights >= 0, one per staleness; "
+            f"it returned {given}"
         )
     return weights / (weights.max() or 1.0)

@@ -1,7 +1,7 @@
-"""Where slices may begin, and how much each place counts, under `where` and `weight`.
+"""Where slices may begin under `where` and `weight`, and the weight of each position.
 
-Used by samplers that draw trajectories first. It adds up the masses of a filter over the places in a run; it
-knows nothing of expressions, and never reads rows.
+Used by samplers that draw trajectories first. It sums the masses that a `Filter` gives to rows over the
+positions in each run of steps. It never evaluates expressions or reads rows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Floats = NDArray[np.float64]
 
 
 class Candidates:
-    """Keep the mass of each run: of the places in it where a slice can begin, at each that of its first row.
+    """Keep the mass of each run of steps: the sum of the masses of all rows at which a slice can begin.
 
-    A look costs as many rows as the runs have that have changed, a draw as many as those have that are
-    drawn.
+    The time of `catch_up` is proportional to the rows of changed runs, that of `place` to the rows of the
+    chosen runs.
 
-    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+    Threads: the caller holds the lock of the runs. Crashes: it is rebuilt from the rows.
 
     Args:
-        filter: What gives rows their masses.
-        alike: Every run with any mass weighs 1; otherwise its whole mass.
+        filter: The filter that computes the masses of rows.
+        alike: Whether all runs with a mass above 0 weigh 1; otherwise a run weighs its mass.
     """
 
     def __init__(self, filter: Filter, *, alike: bool) -> None:
@@ -44,16 +44,16 @@ class Candidates:
         self._alike = alike
         self._tree: SumTree | None = None
         self._runs: Runs | None = None
-        self._seen = (0, -1, 0)  # length, moves of the runs, version of the filter
+        self._seen = (0, -1, 0)  # length, `runs.moves`, version of the filter
 
     def catch_up(self, storage: ReadView, runs: Runs, slicing: Slicing, length: int) -> SumTree:
-        """Weigh the runs that have changed, or in which masses have.
+        """Weigh the runs that have changed, or whose rows' masses have changed.
 
         Args:
-            storage: What holds the rows.
-            runs: As of a look just now.
-            slicing: Where slices can begin.
-            length: Of a slice.
+            storage: The storage with the rows.
+            runs: The runs, up to date.
+            slicing: The settings of slices.
+            length: Number of steps of a slice.
         """
         tree, seen, filter = self._tree, self._seen, self._filter
         with filter.lock:
@@ -86,7 +86,7 @@ class Candidates:
     def _masses(
         self, storage: ReadView, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
     ) -> tuple[Floats, IntArray]:
-        """Return the masses of the rows at which slices can begin, run behind run, and how many each has."""
+        """Return the masses of the rows at which slices can begin, run after run, and their count per run."""
         first = runs.first[numbers]
         have = runs.stop[numbers] - first
         starts, before = slicing.starts(have, length), slicing.before(have, length)
@@ -94,7 +94,7 @@ class Candidates:
         ids = runs.rows(numbers, first, counts)
         masses = self._filter.masses_of(storage, ids)
         some = counts > 0
-        # Slices that would begin before a run begin at its first row.
+        # Slices that begin before a run count at its first row.
         masses[(np.cumsum(counts) - counts)[some]] *= 1.0 + before[some]
         return masses, counts
 
@@ -111,26 +111,26 @@ class Candidates:
         """Place one slice in each of some runs, as `Slicing.place` does.
 
         Args:
-            storage: As `catch_up`, as are the next ones.
-            runs: See there.
-            slicing: See there.
-            length: See there.
-            chosen: The runs, of some mass each. Shape `(n,)`.
-            shares: Which of a run's mass, and which of the places at one row; from 0 to less than 1 each.
-                Shape `(2, n)`.
+            storage: The storage with the rows.
+            runs: The runs, up to date.
+            slicing: The settings of slices.
+            length: Number of steps of a slice.
+            chosen: The runs; each must have some mass. Shape `(n,)`.
+            shares: Which share of the run's mass, and which of the positions before the run's first step if
+                the slice begins there; each from 0 to less than 1. Shape `(2, n)`.
         """
         numbers, which = np.unique(chosen, return_inverse=True)
         masses, counts = self._masses(storage, runs, slicing, length, numbers)
         stops = np.cumsum(counts)
         starts = stops - counts
-        # As shares of their runs': the masses of one run are not to drown those of another.
+        # Normalize the masses of each run: in one running sum, large masses would absorb small ones.
         run = np.repeat(np.arange(counts.size), counts)
         masses = masses / np.bincount(run, weights=masses, minlength=counts.size)[run]
         reach = np.concatenate([[0.0], np.cumsum(masses)])
         mass = reach[stops] - reach[starts]
         at = np.searchsorted(reach[1:], reach[starts][which] + shares[0] * mass[which], side="right")
         some = np.flatnonzero(masses)
-        # Rounding may pass the last row of a run that has any mass.
+        # Rounding errors may lead past the last row of a run that has any mass.
         last = some[np.searchsorted(some, stops, side="left") - 1][which]
         begins = np.minimum(at, last) - starts[which]
         have = (runs.stop[numbers] - runs.first[numbers])[which]

@@ -1,7 +1,7 @@
-"""Sampling slices as they come: each new one once, then any.
+"""A sampler that draws each new slice once, in order, and fills batches up with other slices.
 
-Buffers take the sampler. What it has handed out is known by one id, so that a restart goes on there; it keeps
-no list of slices.
+It stores one id, up to which new slices were returned, so that a restart continues there. It keeps no list of
+slices.
 """
 
 from __future__ import annotations
@@ -28,40 +28,48 @@ __all__ = ["StreamingSliceSampler"]
 
 
 class StreamingSliceSampler(SliceSampler):
-    """Draw every new slice once, the first completed first; beyond these any, as `SliceSampler`.
+    """Draw every new slice once, in the order of completion; fill batches up like `SliceSampler`.
 
-    Episodes are cut into slices that follow one another, from their first step on. One whose rows have begun
-    to leave before it was drawn is left out, and so is what an episode has left at its end. All lanes and
-    streams are told apart.
+    Episodes are cut into consecutive slices from their first step on. A slice is skipped if some of its rows
+    are evicted before it is drawn, and so are the steps at the end of an episode that do not fill a slice.
+    Lanes and sources are kept apart.
 
-    Threads: any number may sample; each new slice is handed to one of them. Crashes: after a kill it goes on
-    with the next new slice; after a power cut with that after the last sync. Rows that were there before the
-    store had such a sampler are not new. With a `traj_key` or `end_keys` that are not the store's own,
-    trajectories of which rows have left are cut anew after a restart.
+    Threads: any number may sample; each new slice is returned to one of them. Crashes: after a kill the
+    sampler continues with the next new slice, after a power cut with the one after the last sync. Rows that
+    were written before the store had such a sampler are not new. With a `traj_key` or `end_keys` that are not
+    the store's own, a trajectory with evicted rows is cut from its first remaining row after a restart.
 
     Args:
-        slice_len: How many steps a slice has.
-        end_key: As `SliceSampler`, as are the next ones.
-        end_keys: See there.
-        traj_key: See there.
-        truncated_key: See there.
-        init_key: See there.
-        strict_length: See there.
-        pad_output: See there.
-        span: See there.
+        slice_len: Number of steps in a slice; the batch size must be a multiple of it.
+        end_key: A single field that ends trajectories; pass either this or `end_keys`.
+        end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
+            store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
+        traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
+            not the store's own, a table is built when it is first needed, and kept current.
+        truncated_key: The field that marks the last step of each slice; None to mark none.
+        init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
+        strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
+            trajectory makes a shorter slice, and a batch may have fewer rows than its batch size. New slices
+            are never shorter.
+        pad_output: Whether to pad short slices with copies of their last row, at which
+            `("collector", "mask")` is False. As in torchrl, slices are only padded while some trajectory is
+            shorter than a slice. Requires `strict_length=False`.
+        span: How many steps a slice may lack on its left and on its right, because it extends beyond its
+            trajectory: a number, False for none, True for all but one, or a pair of these. New slices never
+            lack steps.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
     Raises:
-        TypeError: `slice_len` is no integer.
-        ValueError: It is below 1; or an option is not supported.
+        TypeError: `slice_len` is not an integer.
+        ValueError: `slice_len` is below 1, or an option is not supported.
 
     Example:
         >>> sampler = StreamingSliceSampler(slice_len=4)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """
 
-    #: What its progress begins with.
+    #: First number of its progress, which identifies the class of sampler.
     _kind = 4
 
     def __init__(
@@ -103,10 +111,12 @@ class StreamingSliceSampler(SliceSampler):
         self._begins = _Begins()
 
     def attach(self, storage: ReadView) -> None:
-        """Go on where the storage's last sampler of this kind stopped; otherwise what comes next is new.
+        """Continue where the storage's last sampler of this class stopped.
+
+        If it had none, only rows that are written from now on are new.
 
         Raises:
-            ValueError: It can never hold a slice.
+            ValueError: The storage's capacity is too small for a slice.
         """
         length = self.slicing.slice_len or 1
         if storage.capacity is not None and storage.capacity < length * storage.geometry.lanes:
@@ -123,11 +133,11 @@ class StreamingSliceSampler(SliceSampler):
             storage.draws.note_progress((self._kind, _count_written(storage, self._mark), 0, 0))
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose the next new slices, and others.
+        """Choose the next new slices, and other slices if there are too few.
 
         Raises:
-            NotReadyError: There is no new one, and no trajectory is long enough.
-            StateError: The batch size cannot be cut into such slices.
+            NotReadyError: There is no new slice, and no trajectory is long enough.
+            StateError: The batch size is not a multiple of `slice_len`.
         """
         length, count = self.slicing.sizes(batch_size)
         with self._own:
@@ -143,7 +153,7 @@ class StreamingSliceSampler(SliceSampler):
         generator: np.random.Generator,
         progress: tuple[int, ...],
     ) -> Selection:
-        """Return new slices and others, as many as asked for. `fresh` has shape `(slices, length)`."""
+        """Fill a batch up with other slices. `fresh` has the new slices, shape `(slices, length)`."""
         length, count = self.slicing.sizes(batch_size)
         ids, lengths, padded = fresh.reshape(-1), np.full(len(fresh), length), False
         if len(fresh) < count:
@@ -153,9 +163,9 @@ class StreamingSliceSampler(SliceSampler):
         return replace(found, progress=progress)
 
     def _fresh(self, storage: ReadView, length: int, count: int, mark: int, end: int) -> tuple[IntArray, int]:
-        """Return new slices that were completed by rows after `mark`, up to `end`; and the new mark.
+        """Return the slices that were completed by the rows after `mark` up to `end`, and the new mark.
 
-        Slices have shape `(n, length)`, n at most `count`.
+        The slices have shape `(n, length)`, with n at most `count`.
         """
         runs = self._trajectories.of(storage)
         found: list[IntArray] = [np.empty((0, length), np.int64)]
@@ -177,7 +187,7 @@ class StreamingSliceSampler(SliceSampler):
     def _find_complete(
         self, storage: ReadView, runs: Runs, ids: IntArray, length: int
     ) -> tuple[IntArray, IntArray]:
-        """Return run and step of those rows that complete a slice; run -1 for rows that are not shown."""
+        """Return the run and the step of rows that complete a slice; run -1 for rows that cannot be read."""
         if runs is storage.runs:
             (steps,) = storage.take(storage.geometry.slot_of(ids), [len(storage.require_schema().fields) + 2])
             return runs.locate(ids[steps.reshape(-1) % length == length - 1])
@@ -191,43 +201,43 @@ class StreamingSliceSampler(SliceSampler):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose the same new slices, as far as they are still there, and others for the rest."""
+        """Choose the same new slices, as far as they can still be read, and other slices for the rest."""
         length, count = self.slicing.sizes(selection.asked)
         _, after, before = selection.progress
         fresh, _ = self._fresh(storage, length, count, before, after)
         return self._fill_up(storage, fresh, selection.asked, generator, selection.progress)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Keep which new slices were handed out."""
+        """Store which new slices were returned to the user."""
         with self._own:
-            if selection.progress[1] > self._handed:  # of two threads the later ones may come first
+            if selection.progress[1] > self._handed:  # two threads may return batches in another order
                 self._handed = selection.progress[1]
                 storage.draws.note_progress((self._kind, _count_written(storage, self._handed), 0, 0))
 
     def rewind(self, storage: ReadView) -> None:
-        """Go back to where the last batch that was handed out has ended."""
+        """Continue after the last batch that was returned to the user."""
         with self._own:
             self._mark = self._handed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
         storage = self._storage()
         return {"written": 0 if storage is None else _count_written(storage, self._handed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         storage = self._storage()
         if storage is not None:
             with self._own:
                 self._mark = self._handed = _mark_at(storage, int(state_dict["written"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         own = ("_own", "_storage", "_begins")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         super().__setstate__(state)
         self._part()
 
@@ -236,25 +246,28 @@ class StreamingSliceSampler(SliceSampler):
 
 
 def _count_written(storage: ReadView, mark: int) -> int:
-    """Return how many rows had ever been written when `mark` was the newest: loads change ids, not that."""
+    """Return how many rows had ever been written when `mark` was the newest id.
+
+    Unlike ids, this number does not change when a snapshot is loaded.
+    """
     with storage.locks.episodes:
         return storage.write_count - (storage.last - mark)
 
 
 def _mark_at(storage: ReadView, written: int) -> int:
-    """Return the row that was the newest when so many had been written."""
+    """Return the id that was the newest when `written` rows had been written."""
     with storage.locks.episodes:
         return storage.last - max(0, storage.write_count - written)
 
 
 class _Begins:
-    """Remember where trajectories that are not the store's own began, also when their first rows have left.
+    """The first steps of trajectories that are not the store's own, even if their first rows were evicted.
 
-    After a restart they begin with the first row that is left.
+    After a restart a trajectory begins with its first remaining row.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, list[tuple[int, int]]] = {}  # of each name: first step and the last one seen
+        self._known: dict[int, list[tuple[int, int]]] = {}  # by trajectory: first steps, and last known steps
 
     def of(self, runs: Runs, run: int) -> int:
         """Return the first step that a run ever had."""

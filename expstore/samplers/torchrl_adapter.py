@@ -1,6 +1,6 @@
-"""Samplers written for torchrl: they choose indices, and are told of what is written.
+"""Samplers written for torchrl, which choose indices and are notified of writes.
 
-Buffers adapt whatever sampler they are given. The user's object keeps its state to itself; torchrl is never
+Buffers adapt the sampler that they are given. The user's object keeps its own state. torchrl is never
 imported.
 """
 
@@ -27,50 +27,53 @@ __all__ = ["AdaptedSampler", "adapt", "to_selection", "unwrap"]
 
 
 def adapt(sampler: Any) -> Sampler:
-    """Return a sampler that buffers can draw by: the given one, one made by its name, or an adapter of it.
+    """Return a buffer's sampler: the given one, a new one by its name, or an adapter of the given object.
 
     Raises:
-        ArgumentError: No sampler has this name, or the sampler has no defaults.
-        TypeError: It has no method `sample`.
+        ArgumentError: There is no sampler of this name, or it has required arguments.
+        TypeError: The object has no method `sample`, or is a sampler of torchrl itself.
     """
     if isinstance(sampler, str):
         return make_sampler(sampler)
     if not callable(getattr(sampler, "sample", None)):
-        raise TypeError(f"a buffer draws by a Sampler, not by {type(sampler).__name__}")
+        raise TypeError(
+            f"sampler must be a name, or an object with a method sample; got {type(sampler).__name__}"
+        )
     if isinstance(sampler, Sampler) and _takes_generator(sampler):
         return sampler
     kind = type(sampler)
     if kind.__module__.partition(".")[0] == "torchrl":
         raise TypeError(
-            f"torchrl's own {kind.__name__} reads torchrl's storages; expstore.samplers has its samplers "
-            "under the same names"
+            f"torchrl's {kind.__name__} reads torchrl's storages only; use the sampler of the same name in "
+            "expstore.samplers"
         )
     return AdaptedSampler(sampler)
 
 
 def unwrap(sampler: Sampler) -> Any:
-    """Return what the user gave to the buffer."""
+    """Return the object that the user gave to the buffer."""
     return sampler.sampler if isinstance(sampler, AdaptedSampler) else sampler
 
 
 def _takes_generator(sampler: Sampler) -> bool:
-    """Return whether `sample` is called as here, not as in torchrl."""
+    """Return whether `sample` takes a generator, unlike in torchrl."""
     parameters = inspect.signature(sampler.sample).parameters
     return "generator" in parameters or len(parameters) > 2
 
 
 class AdaptedSampler(Sampler):
-    """Draw by an object written for torchrl: `sample(storage, batch_size) -> (index, info)`.
+    """Draw with an object written for torchrl: `sample(storage, batch_size) -> (index, info)`.
 
     The object may have `add(index)`, `extend(index)`, `update_priority(index, priority, storage=...)`,
     `mark_update(index, storage=...)`, `_empty()`, `ran_out`, `can_sample(storage, batch_size)`,
-    `state_dict()` and `load_state_dict(state)`. The storage that it is given has `len()`, `ndim`, `max_size`,
-    `get(index)` and `[]`. Before each draw its `_rng` is a torch.Generator seeded for that draw: who draws by
-    it draws the same after a restart; who draws by torch's global generator does not.
+    `state_dict()` and `load_state_dict(state)`. The storage that it gets has `len()`, `ndim`, `max_size`,
+    `get(index)` and `[]`. Before each draw its attribute `_rng` is set to a torch.Generator seeded for that
+    draw: an object that uses it draws the same batches after a restart; one that uses torch's global
+    generator does not.
 
-    Threads: it is asked by one at a time. Processes: a copy has a copy of the object. Crashes: what the
-    object keeps is lost with the process; `state_dict` of the buffer has it. With `prefetch` it is asked
-    ahead, and batches that are drawn again are not taken back from it.
+    Threads: one thread at a time calls the object. Processes: a copy has a copy of the object. Crashes: the
+    object's state is lost with the process; a buffer's `state_dict` contains it. With `prefetch` the object
+    is asked for batches in advance, and its state is not rolled back when a batch is drawn again.
 
     Args:
         sampler: The object.
@@ -91,35 +94,35 @@ class AdaptedSampler(Sampler):
 
     @property
     def windowed(self) -> bool:  # type: ignore[override]
-        """Whether its rows are windows of steps already."""
+        """Whether the object draws whole slices of steps."""
         return bool(getattr(self.sampler, "windowed", False))
 
     @property
     def prioritized(self) -> bool:  # type: ignore[override]
-        """Whether priorities that come with new rows are to be taken in."""
+        """Whether the object draws by priority: it has `update_priority`."""
         return is_written(self.sampler, "update_priority")
 
     @property
     def ran_out(self) -> bool:
-        """Whether the object had run out of rows with the last batch that was handed out."""
+        """Whether the object had run out of rows after the last batch that was returned to the user."""
         return self._ran_out
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
-        """Choose rows by asking the object.
+        """Choose rows by calling the object.
 
         Raises:
-            NotFoundError: It chose an index of which there is no row.
+            NotFoundError: The object chose an index without a row.
             NotReadyError: The storage is empty.
-            StateError: What it returned is no pair of index and info.
+            StateError: The object did not return a pair of index and info.
         """
         readable(storage)
         sampler = self.sampler
         with self._lock:
             self._rng.manual_seed(int(generator.integers(1 << 63)))
-            with suppress(AttributeError):  # it has slots, or frozen fields: it has its own ways
+            with suppress(AttributeError):  # slots or frozen fields: such an object does not use it
                 sampler._rng = self._rng
             if getattr(sampler, "ran_out", False):
-                with suppress(AttributeError):  # a property of its own, which its next draw moves
+                with suppress(AttributeError):  # a property without a setter: the next draw updates it
                     sampler.ran_out = False
             drawn = sampler.sample(storage, batch_size)
             ran_out = bool(getattr(sampler, "ran_out", False))
@@ -127,22 +130,22 @@ class AdaptedSampler(Sampler):
             raise StateError(
                 f"{type(sampler).__name__}.sample returned {type(drawn).__name__}, not a pair of index and "
                 "info",
-                hint="return (index, {}); samplers of expstore itself also take a generator",
+                hint="return (index, {}); a subclass of expstore's Sampler may implement select() instead",
             )
         return replace(to_selection(storage, *drawn), progress=(int(ran_out),))
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Keep whether this was the last batch of a pass."""
+        """Record whether this batch was the last one of a pass."""
         self._ran_out = bool(selection.progress[0])
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether the object could choose so many rows now."""
+        """Return whether the object can draw a batch now."""
         if is_written(self.sampler, "can_sample"):
             return bool(self.sampler.can_sample(storage, batch_size))
         return len(storage) > 0
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return how many rows the object draws from: all, if it can draw now."""
+        """Return the number of rows that the object draws from: all of them if it can draw now."""
         return len(storage) if self.can_sample(storage, batch_size) else 0
 
     def reduce(self, priorities: Array) -> Array:
@@ -157,7 +160,13 @@ class AdaptedSampler(Sampler):
             tell_write(self.sampler, self._require_storage(), ids)
 
     def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
-        """Tell the object priorities."""
+        """Pass new priorities to the object.
+
+        Args:
+            storage: The storage with the rows.
+            ids: Ids of the rows. Shape `(n,)`.
+            priorities: The new priorities. Shape `(n,)`, or one for all.
+        """
         if is_written(self.sampler, "update_priority"):
             here = storage.window.holds(ids)
             index = torch.from_numpy(_index(storage, ids[here]))
@@ -166,34 +175,39 @@ class AdaptedSampler(Sampler):
                 call_with_storage(self.sampler.update_priority, index, values, storage=storage)
 
     def mark_update(self, index: Any, *, storage: ReadView | None = None) -> None:
-        """Tell the object that rows were changed in place."""
+        """Notify the object of rows that the user changed.
+
+        Args:
+            index: Indices of the rows.
+            storage: The storage with the rows; None for the storage that the sampler is attached to.
+        """
         if is_written(self.sampler, "mark_update"):
             with self._lock:
                 call_with_storage(self.sampler.mark_update, index, storage=self._require_storage(storage))
 
     def on_empty(self) -> None:
-        """Tell the object that there are no rows any more."""
+        """Notify the object that all rows were removed."""
         if is_written(self.sampler, "_empty"):
             with self._lock:
                 self.sampler._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the object keeps, if it says so."""
+        """Return the object's state, if it has a `state_dict`."""
         return {"given": self.sampler.state_dict()} if is_written(self.sampler, "state_dict") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand the object what `state_dict` returned."""
+        """Pass the object what `state_dict` returned."""
         if "given" in state_dict:
             with self._lock:
                 self.sampler.load_state_dict(state_dict["given"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         own = ("_lock", "_rng")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state, _lock=threading.RLock(), _rng=torch.Generator())
 
     def __repr__(self) -> str:
@@ -201,16 +215,16 @@ class AdaptedSampler(Sampler):
 
 
 def to_selection(storage: ReadView, index: Any, info: Any) -> Selection:
-    """Return what code written for torchrl has chosen: rows by index, and what is said of them.
+    """Return rows that code written for torchrl has chosen as a selection.
 
     Args:
-        storage: What holds the rows.
-        index: Numbers, or one tensor of them per dim of the storage.
-        info: What is said of each row, or beside them.
+        storage: The storage with the rows.
+        index: Indices of the rows: integers, or a tensor of integers for each dim of the storage.
+        info: Values for each row, and other values.
 
     Raises:
-        NotFoundError: There is no row of some index.
-        StateError: They are no integers.
+        NotFoundError: There is no row at an index.
+        StateError: The indices are not integers.
     """
     ids = storage.geometry.ids_at(_numbers(storage, index), storage.window)
     columns, marks, notes = _sort_info(info, ids.size)
@@ -218,16 +232,20 @@ def to_selection(storage: ReadView, index: Any, info: Any) -> Selection:
 
 
 def _numbers(storage: ReadView, index: Any) -> IntArray:
-    """Return indices, of a tensor or a list, or of one per dim in a tuple, as one number per row: `(n,)`.
+    """Return indices as one integer per row. Shape `(n,)`.
+
+    Args:
+        storage: The storage with the rows.
+        index: A tensor or a list; a tuple with one of these for each dim of the storage.
 
     Raises:
-        StateError: They are no integers.
+        StateError: The indices are not integers.
     """
     if isinstance(index, tuple):
         index = np.stack([_array(one) for one in index], axis=-1)
     numbers = _array(index)
     if numbers.dtype.kind not in "iu":
-        raise StateError(f"rows are found by integers, not by {numbers.dtype}")
+        raise StateError(f"indices of rows must be integers, got dtype {numbers.dtype}")
     if storage.ndim > 1 and numbers.ndim > 1:
         return storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
     flat: IntArray = numbers.reshape(-1).astype(np.int64)
@@ -235,7 +253,7 @@ def _numbers(storage: ReadView, index: Any) -> IntArray:
 
 
 def _index(storage: ReadView, ids: IntArray) -> IntArray:
-    """Return the indices of rows as torchrl has them. Shape `(n,)`; `(n, ndim)` where ndim is above 1."""
+    """Return the indices of rows as torchrl has them. Shape `(n,)`; `(n, ndim)` if ndim is above 1."""
     numbers = storage.geometry.index_of(ids)
     return numbers if storage.ndim == 1 else storage.geometry.unravel(numbers)
 
@@ -245,14 +263,14 @@ def _array(values: Any) -> Array:
 
 
 def _sort_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
-    """Return what is said of every row, what of it are flags below the root, and what is said beside it."""
+    """Split info into columns (a value per row), marks (flags in nested fields) and all other values."""
     columns: dict[Key, Array] = {}
     marks: list[Mark] = []
     notes: dict[Any, Any] = {}
     for name, value in info.items():
         array = _array(value) if isinstance(value, (torch.Tensor, np.ndarray)) else None
         if name in ("index", "id"):
-            continue  # of the rows themselves the buffer tells
+            continue  # the buffer adds these itself
         if array is None or not array.ndim or len(array) != count or not isinstance(name, (str, tuple)):
             notes[name] = value
         elif len(key := to_key(name)) > 1 and array.dtype == np.bool_ and array.size == count:

@@ -1,6 +1,7 @@
-"""A sum tree over the runs of a storage.
+"""A sum tree over the trajectories of a storage, as runs of steps.
 
-Used by samplers that draw trajectories. It asks for weights where runs have changed; it never chooses them.
+Used by samplers that draw trajectories. The caller computes the weights; the tree asks only for those of
+changed runs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ __all__ = ["RunWeights"]
 
 
 class RunWeights:
-    """Keep the weights of runs, which follow from how many steps they have.
+    """Keep the weights of runs, which depend on their numbers of steps.
 
-    Weights are whole numbers, so that sums are exact, and what is found follows from the rows alone.
+    Weights are integers, so that sums are exact, and draws depend on the rows alone.
 
-    Threads: whoever calls holds the lock of the runs. Crashes: it is made anew.
+    Threads: the caller holds the lock of the runs. Crashes: it is rebuilt from the rows.
     """
 
     def __init__(self) -> None:
@@ -31,12 +32,12 @@ class RunWeights:
         self._seen: tuple[Runs, int, int] | None = None
 
     def catch_up(self, runs: Runs, length: int, weigh: Callable[[IntArray], Array]) -> SumTree:
-        """Weigh the runs that have changed, all of them for another length of slices.
+        """Weigh the runs that have changed; weigh all runs if the length of slices has changed.
 
         Args:
-            runs: As of a look just now.
-            length: Of a slice, from which weights follow beside the lengths of runs.
-            weigh: Returns weights of runs of so many steps. Shapes `(n,)` in, float64 `(n,)` out.
+            runs: The runs, up to date.
+            length: Number of steps of a slice, on which weights depend, too.
+            weigh: Returns weights for numbers of steps. Shapes `(n,)` in, float64 `(n,)` out.
         """
         tree, seen = self._tree, self._seen
         known = seen is not None and seen[0] is runs and seen[1] == length

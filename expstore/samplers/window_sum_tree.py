@@ -1,7 +1,7 @@
-"""A sum tree over the rows that a storage can read just now.
+"""A sum tree over the rows that a storage can read now.
 
-Used by samplers that draw by weights which rows keep while they are there. It asks for the weights of rows
-that are new and takes away those of rows that have left; it never chooses weights.
+Used by samplers whose rows keep their weights. It asks for the weights of new rows and removes those of
+evicted rows; the caller computes the weights.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ Weigh = Callable[[IntArray], Array]
 
 
 def warm() -> None:
-    """Compile the sum tree in the background, when a buffer is made: the first batch needs it."""
+    """Compile the sum tree in the background when a buffer is created; its first batch needs the tree."""
     load_in_background(lambda: new_sum_tree(1))
 
 
 def new_sum_tree(size: int) -> SumTree:
-    """Return a sum tree of `size` weights, all 0; the first call compiles it."""
+    """Return a sum tree with `size` weights of 0; the first call compiles it."""
     with compiling:
         from expstore.kernels.sum_tree import SumTree
     return SumTree(size)
 
 
 class WindowTree:
-    """Keep weights by slot.
+    """Keep the weights of rows, by slot.
 
-    Threads: whoever calls holds the sampler's lock. Processes: each has its own. Crashes: it is made anew.
+    Threads: the caller holds the sampler's lock. Processes: each has its own. Crashes: it is rebuilt from the
+    rows.
 
     Args:
-        filter: What weights are multiplied by; rows of which it knows nothing yet are left out.
+        filter: Its masses are factors of the weights; rows that it has not evaluated yet are left out.
 
     Example:
         >>> tree = WindowTree().catch_up(storage, lambda places: np.ones(places.size))
@@ -52,9 +53,9 @@ class WindowTree:
 
     def __init__(self, filter: Filter | None = None) -> None:
         self._filter = filter
-        #: None: it is to be made anew.
+        #: None if it must be built.
         self.tree: SumTree | None = None
-        #: What it shows.
+        #: The rows in the tree.
         self.window = Window(0, 0)
         self.deleted = -1
         self._version = 0
@@ -66,13 +67,13 @@ class WindowTree:
     def catch_up(
         self, storage: ReadView, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
     ) -> SumTree:
-        """Give new rows their weights, and take away those of rows that have left.
+        """Add the weights of new rows, and remove those of evicted rows.
 
         Args:
-            storage: What holds the rows.
+            storage: The storage with the rows.
             weigh: Returns the weights of slots. Shapes `(n,)` in, float64 `(n,)` out.
-            narrow: Returns which rows take part of those that are shown, after `drop` if others weigh
-                otherwise than before.
+            narrow: Returns the part of a window that is drawn from. It calls `drop` if rows in the tree get
+                other weights.
         """
         filter = self._filter
         if filter is None:
@@ -97,7 +98,7 @@ class WindowTree:
         changed = moved is not None and moved.size > 0
         if tree is not None and (deleted, window) == (self.deleted, readable) and not changed:
             return tree
-        # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
+        # The size decides how sums are rounded. So it must depend on the rows alone, not on their history.
         size = storage.geometry.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = (
             readable.low <= window.low <= readable.last <= window.last and readable.deleted == window.deleted
@@ -120,11 +121,11 @@ class WindowTree:
         return tree
 
     def change(self, storage: ReadView, places: IntArray, weigh: Weigh) -> None:
-        """Give slots other weights, as far as it shows the rows that lie there."""
+        """Weigh slots again, if their rows are in the tree."""
         tree, window, filter = self.tree, self.window, self._filter
         if tree is None or self.deleted != storage.epochs.deleted:
-            return  # it will be made of all weights
-        if window != storage.window:  # rows have come of which the tree does not know
+            return  # `catch_up` builds it from all weights
+        if window != storage.window:  # rows were written that are not in the tree
             places = places[places < tree.size]
             places = places[window.holds(storage.geometry.ids_in(places, window.last))]
         if filter is None:

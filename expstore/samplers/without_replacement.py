@@ -1,7 +1,7 @@
-"""Sampling every row once before any row comes again.
+"""A sampler that draws every row once before it draws any row again.
 
-Buffers take the sampler. Its order is a permutation that follows from seed and pass, so that a restart
-goes on in the middle of one; it keeps no list of rows.
+Its order is a permutation computed from the seed and the number of the pass, so that a restart continues in
+the middle of a pass. It keeps no list of rows.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ if TYPE_CHECKING:
 
 __all__ = ["SamplerWithoutReplacement", "Step"]
 
-#: Up to so many rows a permutation is written down; beyond, every place is computed by itself.
+#: Up to this many rows a permutation is computed as a whole; for more rows, place by place.
 _LISTED = 1 << 14
 _ROUNDS = 8
-#: So many places are looked at for rows that match, at first and at most.
+#: Number of places that are searched at once for matching rows, at first and at most.
 _LOOK, _LOOK_MOST = 1024, 1 << 16
 _TRIES = 3
 
 
 class Step(NamedTuple):
-    """Some places of a pass: its key and number, where they begin, how far it has come after them."""
+    """A part of a pass: its places, the key and the number of the pass, its first place, and the next one."""
 
     places: IntArray
     key: tuple[int, int]
     number: int
     begin: int
-    after: tuple[int, int, int]  # pass, position, size
+    after: tuple[int, int, int]  # pass, position and size after this part
 
 
 class SamplerWithoutReplacement(Sampler):
-    """Draw every row once per pass, in a new order each time.
+    """Draw every row once per pass, in a new order in each pass.
 
-    A pass is over the indices that the buffer has when it begins; it begins anew when the number of rows
-    changes. In a full ring, an index whose row is replaced during a pass stands for the new row. With `where`
-    it is over the rows that match when the pass comes to them; a row of which that is not known yet waits
-    for the next pass.
+    A pass covers the indices that the buffer has when it begins; a new pass begins when the number of rows
+    changes. In a full ring, an index whose row is replaced during a pass stands for the new row. With
+    `where`, a pass covers the rows that match when the pass reaches them; a row that is not evaluated by then
+    is left for the next pass.
 
-    Threads: any number may sample; each row is handed to one of them. Crashes: after a kill the pass
-    goes on with the next batch.
+    Threads: any number may sample; each row is returned to one of them. Crashes: after a kill the pass
+    continues with the next batch.
 
     Args:
-        drop_last: Leave out the rows at the end of a pass that do not fill a batch; otherwise the last
-            batch is shorter.
-        shuffle: Draw in random order; otherwise in the order of the indices.
-        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`; None: all.
-        weight: Not taken: every row comes once per pass.
+        drop_last: Whether to leave out the rows at the end of a pass that do not fill a batch; otherwise the
+            last batch is shorter.
+        shuffle: Whether to draw in random order; otherwise in the order of the indices.
+        where: Which rows are drawn: a boolean SQL expression over a row and its `episode`, or a `Where`; None
+            for all rows.
+        weight: Not supported, because every row is drawn once per pass.
 
     Raises:
-        ValueError: There is a weight.
+        ValueError: A weight was given.
 
     Example:
         >>> rb = TensorDictReplayBuffer(
@@ -72,7 +73,7 @@ class SamplerWithoutReplacement(Sampler):
     """
 
     without_replacement = True
-    #: What its progress begins with, so that another sampler's is not taken for it.
+    #: First number of its progress, which identifies the class of sampler.
     _kind = 1
 
     def __init__(
@@ -88,23 +89,27 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._lock = threading.Lock()
-        self._key: tuple[int, int] | None = None  # of the pass; None: not known since a restart
+        self._key: tuple[int, int] | None = None  # key of the pass; None if unknown after a restart
         self._start(0, 0, 0)
         self._ran_out = False
         self._listed: tuple[tuple[int, int, int, int], IntArray] | None = None
 
     def _start(self, number: int, position: int, size: int) -> None:
-        """Go on in a pass, of which everything before `position` was handed out."""
+        """Set the position in a pass; everything before it was returned to the user."""
         self._pass, self._position, self._size = number, position, size
         self._handed = (number, position, size)
 
     @property
     def ran_out(self) -> bool:
-        """Whether the last batch has ended a pass."""
+        """Whether the last batch completed a pass."""
         return self._ran_out
 
     def attach(self, storage: ReadView) -> None:
-        """Go on where the storage's last sampler of this kind stopped."""
+        """Continue where the storage's last sampler of this class stopped.
+
+        Raises:
+            QueryError: The filter names a field that the storage does not have.
+        """
         super().attach(storage)
         with self._lock:
             self._ran_out = False
@@ -116,9 +121,9 @@ class SamplerWithoutReplacement(Sampler):
         """Choose the next `batch_size` rows of the pass; fewer at its end.
 
         Raises:
-            NotReadyError: There is none, or none that matches.
-            ValueError: There are fewer rows than that, and the last batch is to be dropped.
-            QueryError: The filter cannot be computed.
+            NotReadyError: No row is readable, or no row matches.
+            ValueError: `drop_last` is True, and the rows do not fill a batch.
+            QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
             return self._draw_filtered(storage, lambda: self._try(storage, batch_size, generator))
@@ -136,7 +141,7 @@ class SamplerWithoutReplacement(Sampler):
                     break
                 try:
                     return choose(storage, size, count, generator)
-                except NotFoundError:  # rows were given up at this moment
+                except NotFoundError:  # rows were removed at this moment
                     self._size = 0
         return None
 
@@ -151,7 +156,7 @@ class SamplerWithoutReplacement(Sampler):
     def _next_matching(
         self, storage: ReadView, size: int, count: int, generator: np.random.Generator
     ) -> Selection | None:
-        """Do as `_next` with the rows that match; None: there are none."""
+        """Choose the next rows of the pass that match the filter; return None if no row matches."""
         begun = self._pass, self._position
         key = _key_of(generator)
         if size != self._size or key != (self._key or key):
@@ -164,7 +169,7 @@ class SamplerWithoutReplacement(Sampler):
             if ids.size:
                 raise ValueError(
                     f"The batch size ({count}) is greater than the number of rows ({ids.size}) that match "
-                    f"{self.filter}, and the last batch is to be dropped"
+                    f"{self.filter}, and drop_last=True drops smaller batches"
                 )
             return None
         ends = stop == size
@@ -177,7 +182,7 @@ class SamplerWithoutReplacement(Sampler):
     def _matches(
         self, storage: ReadView, named: tuple[tuple[int, int], int, int], position: int, count: int
     ) -> tuple[IntArray, int]:
-        """Return the next rows of a pass that match, `count` or all that are left; and where others begin."""
+        """Return the next matching rows of a pass, `count` or all that remain, and the place after them."""
         found: list[IntArray] = [np.empty(0, np.int64)]
         size, reach = named[2], max(_LOOK, 2 * count)
         while position < size and self.filter is not None:
@@ -194,10 +199,10 @@ class SamplerWithoutReplacement(Sampler):
         return np.concatenate(found), position
 
     def _step(self, size: int, count: int, generator: np.random.Generator) -> Step:
-        """Return the next `count` places of the pass, or those that are left of it; nothing changes yet.
+        """Return the next `count` places of the pass, or all that remain; the state does not change yet.
 
         Raises:
-            ValueError: There are fewer than that, and the last batch is to be dropped.
+            ValueError: `drop_last` is True, and the rows do not fill a batch.
         """
         number, position = self._pass, self._position
         key = _key_of(generator)
@@ -205,8 +210,8 @@ class SamplerWithoutReplacement(Sampler):
             number, position = number + 1, 0
         if self.drop_last and count > size:
             raise ValueError(
-                f"The batch size ({count}) is greater than the storage capacity ({size}), and the "
-                "last batch is to be dropped"
+                f"The batch size ({count}) is greater than the storage capacity ({size}), and "
+                "drop_last=True drops smaller batches"
             )
         if self.drop_last and size - position < count:
             number, position = number + 1, 0
@@ -217,7 +222,7 @@ class SamplerWithoutReplacement(Sampler):
         return Step(places, key, number, position, after)
 
     def _settle(self, step: Step) -> None:
-        """Go on after these places."""
+        """Continue after these places."""
         self._key = step.key
         self._pass, self._position, self._size = step.after
 
@@ -227,7 +232,7 @@ class SamplerWithoutReplacement(Sampler):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Choose the rows that have taken the places of those that were overwritten."""
+        """Choose the rows that are now at the indices of a selection, because some were overwritten."""
         filter = self.filter
         with suppress(NotFoundError):
             ids = storage.geometry.ids_at(storage.geometry.index_of(selection.ids), storage.window)
@@ -235,28 +240,28 @@ class SamplerWithoutReplacement(Sampler):
                 more = self.select(storage, int(np.count_nonzero(~good)), generator)
                 return replace(more, ids=np.concatenate([ids[good], more.ids]))
             return replace(selection, ids=ids)
-        # A long extend gives up rows before it writes others: a pass over those that are left begins.
+        # A long extend removes rows before it writes new ones: begin a pass over the remaining rows.
         return self.select(storage, selection.ids.size, generator)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
-        """Keep how far the pass has come."""
+        """Store how far the pass has come."""
         with self._lock:
-            if selection.progress[1:3] > self._handed[:2]:  # of two threads the later rows may come first
+            if selection.progress[1:3] > self._handed[:2]:  # two threads may return them in another order
                 self._handed = selection.progress[1], selection.progress[2], selection.progress[3]
                 storage.draws.note_progress(selection.progress[:4])
             self._ran_out = selection.progress[2] == 0
 
     def stands(self, storage: ReadView, selection: Selection) -> bool:
-        """Return whether the pass of a selection goes on: it does while the number of rows stays."""
+        """Return whether the pass of a selection is still valid: the number of rows is the same."""
         return selection.progress[3] == len(storage)
 
     def rewind(self, storage: ReadView) -> None:
-        """Go back to where the last selection that was handed out has ended."""
+        """Continue after the last selection that was returned to the user."""
         with self._lock:
             self._start(*self._handed)
 
     def _permute(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
-        """Return where places of the pass lie in its permutation. Shapes `(n,)`."""
+        """Return the rows' numbers at places of the pass. Shapes `(n,)`."""
         mixed = key[0] ^ int(_mix(np.array([key[1]], np.uint64))[0])
         if size > _LISTED:
             return permute(places, size, key=(mixed, number))
@@ -268,20 +273,20 @@ class SamplerWithoutReplacement(Sampler):
         return chosen
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
+        """Return the state of a copy."""
         kept = super().__getstate__().items()
         return {name: value for name, value in kept if name not in ("_lock", "_listed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore what `__getstate__` returned."""
         self.__dict__.update(state, _lock=threading.Lock(), _listed=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes."""
+        """Return the state for `load_state_dict`."""
         return dict(zip(("pass", "position", "size"), self._handed, strict=True)) | super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         with self._lock:
             self._key = None
             self._start(*(int(state_dict[name]) for name in ("pass", "position", "size")))
@@ -295,13 +300,19 @@ _MASK64 = (1 << 64) - 1
 
 
 def _key_of(generator: np.random.Generator) -> tuple[int, int]:
-    """Return the key of a draw's numbers: a pass is of one key."""
+    """Return the key of a generator. All draws of a pass have the same key."""
     first, second = generator.bit_generator.state["state"]["key"].tolist()
     return first, second
 
 
 def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
-    """Return the indices of rows number `places`, of `size`; in a full ring a row's number is its index."""
+    """Return the indices of rows by their numbers. In a full ring a row's number is its index.
+
+    Args:
+        storage: The storage with the rows.
+        size: Number of readable rows.
+        places: Numbers of the rows, from 0 to less than `size`. Shape `(n,)`.
+    """
     window = storage.window
     if window.deleted:
         return _skip_deleted(storage, window, places)
@@ -314,7 +325,7 @@ def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
 
 
 def _skip_deleted(storage: ReadView, window: Window, places: IntArray) -> IntArray:
-    """Return the indices of rows number `places`, in the order of their indices, where some were given up."""
+    """Return the indices of rows by their numbers, in the order of indices, if some rows were deleted."""
     if storage.capacity is None:
         indices: IntArray = window.nth(places) - 1
         return indices
@@ -332,15 +343,15 @@ def _skip_deleted(storage: ReadView, window: Window, places: IntArray) -> IntArr
 
 
 def permute(places: IntArray, size: int, *, key: tuple[int, int]) -> IntArray:
-    """Return where places lie in a permutation of `size` that follows from a key.
+    """Return the numbers at some places of a permutation of `size` numbers; a key chooses it.
 
-    A Feistel network over the next even number of bits; what falls beyond `size` walks on until it does
-    not (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    The permutation is a Feistel network over the next even number of bits; results from `size` on are
+    permuted again until they are below it (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
 
     Args:
-        places: In [0, size). Shape `(n,)`, int64.
+        places: The places, in [0, size). Shape `(n,)`, int64.
         size: Less than 2^62.
-        key: Two numbers, of which 64 bits each count.
+        key: Two numbers, of which the lower 64 bits are used.
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     mask = (np.uint64(1) << half) - np.uint64(1)

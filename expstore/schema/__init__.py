@@ -1,6 +1,6 @@
-"""What fields rows have.
+"""Fields of rows: names, dtypes, shapes and roles.
 
-Names load when first used.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

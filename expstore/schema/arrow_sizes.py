@@ -1,6 +1,6 @@
-"""How many bytes rows of Arrow columns take, by their offsets alone.
+"""Sizes of rows of Arrow columns in bytes, computed from their offsets alone.
 
-Used where a read is bounded before its values are copied.
+Used to bound a read before its values are copied.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["row_sizes"]
 
 
 def row_sizes(column: Any) -> IntArray:
-    """Return how many bytes each row of a pyarrow Array takes, its offsets included. Shape `(n,)`, int64."""
+    """Return the size of each row of a pyarrow Array in bytes, offsets included. Shape `(n,)`, int64."""
     starts = np.arange(len(column))
     return _sizes(column, starts, starts + 1)
 
 
 def _sizes(column: Any, starts: IntArray, stops: IntArray) -> IntArray:
-    """Return how many bytes runs of values take. Shapes `(n,)`."""
+    """Return the sizes of runs of values in bytes. Shapes `(n,)`."""
     import pyarrow as pa
 
     kind, is_a = column.type, pa.types

@@ -1,7 +1,7 @@
-"""Types of variable-length fields as text: strings, lists, structs, tensors of any length.
+"""Types of variable-length fields as text: strings, lists, structs, tensors whose shapes differ.
 
-Used by schemas, which store the text, and by code that needs the Arrow type. It handles types, never values;
-pyarrow is imported when an Arrow type is first needed.
+Used by schemas, which store the text, and by code that needs the Arrow type. This module handles types, never
+values; pyarrow is imported when an Arrow type is first needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "type_text",
 ]
 
-#: Names of types without parameters, as pyarrow's functions have them.
+#: Names of types without parameters: the names of pyarrow's functions.
 _PLAIN = frozenset({
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
     "float64", "string", "large_string", "binary", "large_binary", "date32", "date64",
@@ -38,7 +38,7 @@ _MORE = re.compile(
     r"(timestamp)\[(s|ms|us|ns)(?:, (.+))?\]|(time32|time64|duration)\[(s|ms|us|ns)\]|"
     r"(decimal128|decimal256)\((\d+), (-?\d+)\)|(fixed_size_binary)\[(\d+)\]"
 )
-#: Dtypes that tensors have and Arrow has not: what stands for each of their values.
+#: Dtypes of tensors that Arrow lacks, with the Arrow type that represents one value.
 _STAND_INS = {"bfloat16": "uint16", "complex64": {"fixed": ["float32", 2]}}
 _DTYPES = frozenset({
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16",
@@ -48,15 +48,16 @@ _DTYPES = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Say of a field that its rows are tensors, each of a shape of its own.
+    """Describe a field whose rows are tensors of different shapes.
 
-    With None for the first dim only a row is a list: of values, or of fixed-size lists nested one in another
-    as the other dims are, the last one innermost. Otherwise it is what Arrow calls a variable shape tensor: a
-    struct of `data`, a list of its values in C order, and `shape`, a fixed-size list of int32.
+    If only the first dim differs, a row is an Arrow list. Its items are values, or nested fixed-size lists
+    for the other dims (the last dim is the innermost list). Otherwise a row is a variable shape tensor in
+    Arrow's sense: a struct of `data` (a list of the values in C order) and `shape` (a fixed-size list of
+    int32).
 
     Args:
-        dtype: As of a `Field` of fixed size; bfloat16 lies as uint16 bits, complex64 as two float32.
-        shape: Of a row; None where rows differ.
+        dtype: A dtype of `Field`. bfloat16 is stored as its uint16 bits, complex64 as two float32.
+        shape: Shape of a row, with None for each dim that differs between rows.
     """
 
     dtype: str
@@ -64,7 +65,7 @@ class Ragged:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row is a list; otherwise it is a struct of `data` and `shape`."""
+        """Whether a row is an Arrow list; otherwise it is a struct of `data` and `shape`."""
         return self.shape[0] is None and None not in self.shape[1:]
 
     def __str__(self) -> str:
@@ -75,11 +76,11 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
     """Return the text of the type of tensors whose shapes differ.
 
     Args:
-        dtype: As of a `Field` of fixed size.
-        shape: Of a row; None where rows differ.
+        dtype: A dtype of `Field`.
+        shape: Shape of a row, with None for each dim that differs between rows.
 
     Raises:
-        SchemaError: There is no such dtype, or no dim differs.
+        SchemaError: The dtype does not exist, or no dim is None.
 
     >>> ragged_text("int32", (None, 3))
     '{"ragged":["int32",[null,3]]}'
@@ -90,7 +91,7 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
 
 
 def ragged_of(text: str) -> Ragged | None:
-    """Return what the rows of a field of this type are if they are tensors; None: they are not."""
+    """Return the type of a field's tensors, or None if its rows are not tensors."""
     data = json.loads(text)
     if isinstance(data, dict) and "ragged" in data:
         dtype, shape = data["ragged"]
@@ -99,7 +100,7 @@ def ragged_of(text: str) -> Ragged | None:
 
 
 def ragged_type(found: Ragged) -> pa.DataType:
-    """Return how tensors whose shapes differ lie in Arrow."""
+    """Return the Arrow type of tensors whose shapes differ."""
     import pyarrow as pa
 
     item = _build(_STAND_INS.get(found.dtype, found.dtype))
@@ -111,10 +112,10 @@ def ragged_type(found: Ragged) -> pa.DataType:
 
 
 def type_text(kind: pa.DataType) -> str:
-    """Return the text of an Arrow type; `to_type` returns an equal one.
+    """Return the text of an Arrow type; `to_type` is the inverse.
 
     Raises:
-        SchemaError: Fields cannot have it.
+        SchemaError: Fields cannot have this type.
 
     >>> import pyarrow as pa
     >>> type_text(pa.list_(pa.string()))
@@ -125,12 +126,12 @@ def type_text(kind: pa.DataType) -> str:
 
 @lru_cache(maxsize=256)
 def to_type(text: str) -> pa.DataType:
-    """Return the Arrow type that a text stands for, which `check_text` has checked."""
+    """Return the Arrow type for a text that `check_text` has accepted."""
     return _build(json.loads(text))
 
 
 def check_text(text: str) -> None:
-    """Raise SchemaError for a text that stands for no type."""
+    """Raise SchemaError if a text does not describe a type."""
     try:
         _describe(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
@@ -138,7 +139,7 @@ def check_text(text: str) -> None:
 
 
 def describe(text: str) -> str:
-    """Return a readable description of a type, given as text, for messages.
+    """Return a readable description of a type given as text, for messages.
 
     >>> describe('{"list":{"fixed":["int32",2]}}'), describe('{"ragged":["int32",[null,3]]}')
     ('list<int32[2]>', 'int32[?, 3]')
@@ -151,7 +152,7 @@ def _dumps(data: Any) -> str:
 
 
 def _tell(kind: pa.DataType) -> Any:
-    """Return what JSON keeps of a type."""
+    """Return the JSON value that describes a type."""
     import pyarrow as pa
 
     is_a = pa.types
@@ -213,7 +214,7 @@ def _build_leaf(text: str) -> pa.DataType:
     import pyarrow as pa
 
     found = _MORE.fullmatch(text)
-    assert found is not None  # `check_text` has seen it
+    assert found is not None  # checked by `check_text`
     stamp, stamp_unit, zone, time, unit, decimal, digits, scale, binary, width = found.groups()
     if stamp:
         return pa.timestamp(stamp_unit, zone)

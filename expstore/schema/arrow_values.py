@@ -1,7 +1,8 @@
-"""Python's own values as a column of a field without a fixed size.
+"""Python values as a column of a variable-length field.
 
-Used where batches come in. Only what comes back as it was is taken: texts do not become bytes, nor numbers
-texts. It knows nothing of tensors; pyarrow is imported when values come.
+Used to read incoming batches. Only values that can be returned unchanged are accepted: text never becomes
+bytes, and numbers never become text. This module does not handle tensors; pyarrow is imported with the first
+values.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = ["column_of"]
 
-#: Lists in lists, deeper than which nothing is taken.
+#: Deepest nesting of lists and dicts that is accepted.
 _DEPTH = 32
 _LISTS: tuple[type, ...] = (list, tuple, np.ndarray)
 _HINT = "rows are texts, bytes, numbers, flags, dates, None, or lists and dicts of these, all of one kind"
 
 
 def column_of(key: Key, values: Sequence[Any]) -> pa.Array:
-    """Return values of Python as one column.
+    """Return Python values as one column.
 
-    A dict is a struct: what is missing in some rows is None there. A tuple is a list. Of integers and floats
-    in one field all are floats.
+    A dict becomes a struct; members that a row lacks are None. A tuple becomes a list. If a field has
+    integers and floats, all become floats.
 
     Args:
-        key: The field's, for messages.
-        values: One per row; None where a row has none.
+        key: Key of the field, for messages.
+        values: One value per row; None for a row without a value.
 
     Raises:
-        SchemaError: Arrow has no form for them, or not one for all of them.
+        SchemaError: Arrow cannot represent a value, or the values have no common type.
 
     >>> column_of(("tags",), [["a", "b"], [], None]).to_pylist()
     [['a', 'b'], [], None]
@@ -63,7 +64,7 @@ def _refuse(key: Key, reason: str) -> SchemaError:
 
 
 def _check_kinds(key: Key, values: Iterable[Any]) -> None:
-    """Raise SchemaError for values that Arrow would take, but not give back as they were."""
+    """Raise SchemaError for values that Arrow accepts but would not return unchanged."""
     level = list(values)
     for _ in range(_DEPTH):
         kinds = set(map(type, level))
@@ -84,7 +85,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mixes(values: Iterable[Any], kind: pa.DataType) -> bool:
-    """Return whether texts have become bytes, since others were bytes."""
+    """Return whether text was converted to bytes because other rows have bytes."""
     import pyarrow as pa
 
     is_a = pa.types

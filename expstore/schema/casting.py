@@ -1,7 +1,7 @@
-"""Columns of a batch held against the types of fields without a fixed size, and cast where nothing is lost.
+"""Convert columns of a batch to the types of variable-length fields if no value is lost.
 
-Used by schemas. Tensors are widened as fields of fixed size are, by what dtypes say; Python's own values have
-no width, and fit where each of them does. pyarrow is imported when there is a column.
+Used by schemas. Tensors are widened by the rules for dtypes, as in fixed-size fields. Python values have no
+width: they fit if each value does. pyarrow is imported with the first column.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ _ARROW = "arrow:"
 
 
 def fit_arrow(key: Key, text: str, column: Any, dtype: str = "") -> pa.Array:
-    """Return a column as an Arrow array of the type that a field has.
+    """Return a column as an Arrow array of a field's type.
 
     Args:
-        key: The field's, for messages.
-        text: Of its type.
-        column: A pyarrow.Array; or an array of shape `(n, *row shape)`: of rows that are all of one size, or
-            of objects.
-        dtype: Of such an array, as of a `Field` of fixed size, or as `expstore.schema.arrow_dtype` names it;
-            "": as NumPy or Arrow calls it.
+        key: Key of the field, for messages.
+        text: Text of the field's Arrow type.
+        column: A pyarrow.Array, or an array of shape `(n, *row shape)`: rows of one size, or objects.
+        dtype: Dtype of the column: a dtype of `Field`, or the result of `expstore.schema.arrow_dtype`.
+            "" uses the array's own dtype.
 
     Raises:
-        SchemaError: It is something else, or values would be lost.
+        SchemaError: The column has another type, or values would be lost.
     """
     import pyarrow as pa
 
@@ -68,10 +67,10 @@ def fit_arrow(key: Key, text: str, column: Any, dtype: str = "") -> pa.Array:
 
 
 def _cast(column: pa.Array, found: Ragged | None, kind: pa.DataType, wanted: Ragged | None) -> pa.Array:
-    """Return a column with a type.
+    """Return a column converted to a type.
 
     Raises:
-        ValueError: It does not fit.
+        ValueError: The type does not fit.
     """
     if found is not None and wanted is not None:
         return convert(column, found, wanted)
@@ -79,7 +78,7 @@ def _cast(column: pa.Array, found: Ragged | None, kind: pa.DataType, wanted: Rag
         raise ValueError(f"Arrow has no {found.dtype}")
     if not column.type.equals(kind):
         if not fits(column.type, kind):
-            raise ValueError(f"{column.type} is not {kind}, nor one that can be widened to it")
+            raise ValueError(f"{column.type} is neither {kind} nor a type that can be widened to it")
         column = column.cast(kind)
     if wanted is not None:
         _check_ragged(column, wanted)
@@ -87,10 +86,10 @@ def _cast(column: pa.Array, found: Ragged | None, kind: pa.DataType, wanted: Rag
 
 
 def _from_numpy(column: Array, found: Ragged | None, dtype: str) -> pa.Array:
-    """Return rows of one shape as rows of any shape.
+    """Return an array of rows of one shape as a column whose rows may differ in shape.
 
     Raises:
-        ValueError: They do not fit.
+        ValueError: The rows do not fit the type.
     """
     if found is not None:
         return _to_ragged(column, found, dtype)
@@ -100,7 +99,7 @@ def _from_numpy(column: Array, found: Ragged | None, dtype: str) -> pa.Array:
     if not shape:
         import pyarrow as pa
 
-        return pa.array(column.copy())  # what the user does to it later is not to reach the store
+        return pa.array(column.copy())  # the user may change the array later
     return _to_ragged(column, Ragged(dtype, (None, *shape[1:])), dtype)
 
 
@@ -110,19 +109,19 @@ def _to_ragged(column: Array, wanted: Ragged, dtype: str) -> pa.Array:
         raise ValueError("a row is one number, not a tensor with dims")
     found = Ragged(dtype, (None, *shape[1:]))
     shapes = np.tile(np.array(shape, np.int64), (len(column), 1))
-    flat = np.array(column, order="C").reshape(-1)  # what the user does to it later is not to reach the store
+    flat = np.array(column, order="C").reshape(-1)  # the user may change the array later
     return convert(join(found, flat, shapes), found, wanted)
 
 
 def _check_ragged(column: pa.Array, found: Ragged) -> None:
-    """Raise ValueError unless rows are tensors: without gaps, of as many values as their shapes say."""
+    """Raise ValueError unless rows are tensors without nulls whose shapes match their numbers of values."""
     import pyarrow as pa
 
     values = column.flatten() if found.is_list else column.field(0).flatten()
     while isinstance(values, pa.FixedSizeListArray):
         values = values.flatten()
     if values.null_count:
-        raise ValueError("a tensor has no value in some place")
+        raise ValueError("a tensor contains a null")
     if found.is_list or not len(column):
         return
     valid = column.drop_null()
@@ -131,7 +130,7 @@ def _check_ragged(column: pa.Array, found: Ragged) -> None:
         raise ValueError("a tensor has no values, or no shape")
     sizes = shapes.flatten().to_numpy().reshape(len(valid), -1)
     if (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
-        raise ValueError("a tensor has not as many values as its shape says")
+        raise ValueError("a tensor's shape does not match its number of values")
     for place, size in enumerate(found.shape):
         if size is not None and (sizes[:, place] != size).any():
             raise ValueError(f"dim {place} of a tensor is not {size}")

@@ -1,6 +1,6 @@
-"""Fields as users name them for `schema=`: by dtypes, shapes and Arrow types.
+"""Convert the fields that users pass as `schema=` (dtypes, shapes, Arrow types) to a `Schema`.
 
-Used by `expstore.open`. It makes a `Schema`, and never looks at a value.
+Used by `expstore.open`. This module never reads values.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HINT = (
 
 
 def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
-    """Return the schema of rows with these fields; None for None.
+    """Return a schema with these fields; None for None.
 
     Args:
         types: The type of each field by its key: a dtype (a name or a torch dtype) for one number; a pair of
-            a dtype and a row shape for a tensor, with None for dims in which rows differ; str or bytes for a
-            nullable text or bytes; a pyarrow type for a nullable value of it. A nested mapping is a group of
-            fields.
+            a dtype and a row shape for a tensor, with None for dims that differ between rows; str or bytes
+            for nullable text or bytes; a pyarrow type for nullable values of that type. A nested mapping is
+            a group of fields.
 
     Raises:
         SchemaError: A type does not exist, or an Arrow type is not supported.
-        TypeError: A key is not a key.
+        TypeError: `types` is not a mapping, or a key is not a string or a tuple of strings.
 
     Example:
         >>> schema_of({"prompt": str, "tokens": ("int32", (None,)), "next": {"reward": "float32"}})

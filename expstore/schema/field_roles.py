@@ -1,7 +1,7 @@
-"""Which fields say what a row is to its episode.
+"""Find the fields that describe a row's role in its episode: trajectory ids, ends, rewards.
 
-Used by storages when the fields are fixed, and by what reads steps out of batches. It knows names and
-shapes, never rows.
+Used by storages when the fields are fixed, and by code that reads steps from batches. This module uses names
+and shapes, never values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys"
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Name the fields that say what a row is to its episode; None where a store has none.
+    """Name the fields that describe a row's role in its episode; None for fields that a store lacks.
 
-    `reward_reduce` and `done_reduce` say how several values of a row become one; None: by default.
+    `reward_reduce` and `done_reduce` say how several values of a row become one; None uses the default.
     """
 
     trajectory: Key | None = None
@@ -34,7 +34,7 @@ class Keys:
     done_reduce: str | None = None
 
 
-#: How several rewards, or several flags, of a row become one; the first is the default.
+#: How several rewards, or several flags, of a row become one. The first is the default.
 REWARD_REDUCTIONS = ("sum", "mean", "min", "max")
 DONE_REDUCTIONS = ("any", "all")
 
@@ -50,21 +50,23 @@ def find_keys(
     reward_reduce: str | None = None,
     done_reduce: str | None = None,
 ) -> Keys:
-    """Find the fields that say what a row is to its episode.
+    """Find the fields that describe a row's role in its episode.
 
-    TorchRL's names are used unless others are given. A field found by its name has one value per row; rewards
-    and ends that are given, or reduced, may have several: one for each agent, say.
+    TorchRL's names are the default. A field that is found by its default name has one value per row. Reward
+    and end fields that are passed, or that are reduced, may have several, for instance one per agent.
 
     Args:
         schema: The fields.
         trajectory: Field with the collector's trajectory ids.
-        ends: Fields that end an episode, known by their last part: terminated, truncated, or another.
+        ends: Fields that end an episode. The last part of a key says which: terminated, truncated, or any
+            other name for done.
         reward: Field that is summed up.
         reward_reduce: How several rewards of a row become one, see `REWARD_REDUCTIONS`.
         done_reduce: How several flags of a row become one, see `DONE_REDUCTIONS`.
 
     Raises:
-        SchemaError: A key that was given is no such field, or ends have different numbers of values.
+        SchemaError: A key that was passed does not name a suitable field, or end fields have different
+            numbers of values per row.
     """
 
     def usable(key: Key, several: bool = False) -> bool:
@@ -89,7 +91,7 @@ def find_keys(
         terminated, truncated = named.pop("terminated", None), named.pop("truncated", None)
         done = next(iter(named.values()), None)
     else:
-        # Root flags speak of the observation before the step; they count only where there is no "next".
+        # Root flags describe the observation before the step; they count only if there is no "next".
         group: Key = ("next",) if any(key[0] == "next" for key in schema.keys) else ()
         several = done_reduce is not None
         terminated, truncated, done = (
@@ -102,7 +104,7 @@ def find_keys(
     else:
         rewarded = demand(reward, several=True)
     if rewarded is not None and schema[rewarded].numpy_dtype.kind not in "fiub":
-        rewarded = None  # complex numbers
+        rewarded = None  # complex numbers have no order
     return Keys(
         trajectory=demand(trajectory) or first(("collector", "traj_ids"), ("episode",), integer=True),
         terminated=terminated,
@@ -117,7 +119,7 @@ def find_keys(
 
 
 def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:
-    """Raise SchemaError if ends with several values per row have different numbers of them."""
+    """Raise SchemaError if end fields with several values per row have different numbers of them."""
     found = {key_name(key): schema[key].row_items for key in ends if key is not None}
     if len(set(found.values()) - {1}) > 1:
         raise SchemaError(
@@ -127,18 +129,18 @@ def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:
         )
 
 
-#: Last parts of the names of fields that are no observations, though they may be stored under `next`, too.
+#: Last parts of keys of fields that are not observations, even if they are stored under `next` too.
 _NO_OBSERVATIONS = frozenset({"reward", "done", "terminated", "truncated", "is_init", "step_count"})
 
 
 def find_observations(schema: Schema, keys: Keys) -> list[tuple[int, int]]:
-    """Return the places of each observation field and of its next observation.
+    """Return the positions of each observation field and of its next observation.
 
-    Only fields of a fixed size count that are stored both as `name` and as `("next", name)`.
+    Only fixed-size fields count that are stored both as `name` and as `("next", name)`.
 
     Args:
         schema: The fields.
-        keys: Fields that say what a row is to its episode, which are no observations.
+        keys: The fields with a role in episodes; these are not observations.
     """
     roles = {key for name in Keys.__slots__ if (key := getattr(keys, name)) is not None}
     found = []

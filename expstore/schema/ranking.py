@@ -1,6 +1,6 @@
-"""A number per row, by which stores that keep the best rows rank them.
+"""Compute the number by which a store that keeps the best rows ranks a row.
 
-Used by the writer that keeps these, and to give up all but the best. It knows arrays only.
+Used by `TensorDictMaxValueWriter` and by deletion of all but the best rows. This module handles arrays only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["rank_rows", "reduce_values"]
 
 
 def rank_rows(entry: Field, column: Array, reduction: str) -> Array:
-    """Return a number per row, -inf for NaN.
+    """Return the rank of each row as a number; -inf for NaN.
 
     Args:
         entry: The field by which rows are ranked.
@@ -31,7 +31,7 @@ def rank_rows(entry: Field, column: Array, reduction: str) -> Array:
 
 
 def reduce_values(values: Array, reduction: str) -> Array:
-    """Return a number per row, -inf for NaN. Shapes `(n, values)` and `(n,)`, float64."""
+    """Return one number per row; -inf for NaN. Shapes `(n, values)` and `(n,)`, float64."""
     if values.shape[1] == 1:
         ranks = values[:, 0]
     elif reduction == "median":

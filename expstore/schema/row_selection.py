@@ -1,6 +1,6 @@
-"""Some rows of a column, whichever kind it is: an array, or one of Arrow.
+"""Select rows of a column: an array, or an Arrow array.
 
-Used wherever columns in flight are cut. It copies the rows.
+Used wherever columns of a batch are cut. The rows are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pick(column: Any, rows: Array) -> Any:
 
     Args:
         column: An array of shape `(n, *row shape)`, or a pyarrow Array of n rows.
-        rows: Their numbers, or flags. Shape `(m,)`, or `(n,)`.
+        rows: Positions of shape `(m,)`, or flags of shape `(n,)`.
     """
     if isinstance(column, np.ndarray):
         return column[rows]
@@ -31,7 +31,7 @@ def pick(column: Any, rows: Array) -> Any:
 
 
 def no_rows(entry: Field) -> Any:
-    """Return the column of a field in a batch of no rows."""
+    """Return an empty column of a field."""
     if entry.variable:
         import pyarrow as pa
 
@@ -40,11 +40,11 @@ def no_rows(entry: Field) -> Any:
 
 
 def in_shape(columns: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Return columns of rows as rows of this shape; those of Arrow stay flat.
+    """Return columns with their rows reshaped; Arrow columns stay flat.
 
     Args:
         columns: Shapes `(n, *row shape)`.
-        shape: Of n rows.
+        shape: New shape of the n rows.
     """
     return [
         column.reshape((*shape, *column.shape[1:])) if isinstance(column, np.ndarray) else column

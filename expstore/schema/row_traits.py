@@ -1,6 +1,6 @@
-"""What the rows of a storage may be, and how they are put together when they are read.
+"""What kinds of rows a storage accepts, and how rows are combined when they are read.
 
-A storage has one `RowTraits`; it is replaced as a whole. No value is looked at.
+A storage has one `RowTraits`, which is replaced as a whole. This module never reads values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from expstore.schema.schema import Schema
 
 __all__ = ["DATA", "RowTraits"]
 
-#: The field of rows that are one tensor, or one object, each.
+#: The field of rows that consist of one tensor or one object.
 DATA: Key = ("_data",)
 
 
@@ -22,12 +22,12 @@ class RowTraits:
     """Describe the rows that a storage keeps.
 
     Args:
-        variable: Whether rows may be of no fixed size.
-        objects: Whether fields may hold any Python object; otherwise such values become columns of Arrow.
+        variable: Whether fields may be of variable length.
+        objects: Whether fields may hold any Python object; otherwise such values become Arrow columns.
         whole: Whether a row is one object, in the field `DATA`, instead of a set of tensors.
-        stack_dim: The dim along which rows that are TensorDicts of any shapes are stacked; None: they are
-            returned as a list.
-        row_class: The tensorclass of the rows; None: it is unknown, or they are no tensorclass.
+        stack_dim: The dim along which rows that are TensorDicts of any shapes are stacked; None returns them
+            as a list.
+        row_class: The tensorclass of the rows; None if it is unknown, or if the rows are not tensorclasses.
     """
 
     variable: bool = False
@@ -37,14 +37,14 @@ class RowTraits:
     row_class: type | None = None
 
     def check(self, schema: Schema, kind: str) -> None:
-        """Check that fields can be kept.
+        """Raise SchemaError if a field cannot be stored.
 
         Args:
             schema: The fields.
-            kind: What the storage is called.
+            kind: Name of the kind of storage, for messages.
 
         Raises:
-            SchemaError: One of them cannot.
+            SchemaError: A field cannot be stored.
         """
         if schema.variable and not self.variable:
             entry = schema[schema.variable[0]]

@@ -1,7 +1,7 @@
-"""What a row holds: the names, dtypes and row shapes of its fields.
+"""The fields of a row: names, dtypes and row shapes.
 
-Used by buffers to check a batch, by storages to lay out columns and by SQL to name them. It never
-looks at values and never imports torch.
+Used by buffers to check a batch, by storages to lay out columns and by SQL to name them. This module never
+reads values and never imports torch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from expstore.schema.casting import fit_arrow
 
 __all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
 
-#: Dtype of a field without a fixed size: a string, a list, a tensor of any length, a value or None. Which of
-#: these it is says its Arrow type. Its columns are pyarrow Arrays of n rows, not chunked.
+#: Dtype of a variable-length field: a string, a list, a tensor whose shape differs between rows, or a
+#: nullable value. The Arrow type says which. Its columns are pyarrow Arrays of n rows, not chunked.
 ARROW = "arrow"
-#: Before the text of that type, where the dtypes of a batch's columns are named.
+#: Prefix of that type's text where the dtypes of a batch's columns are named.
 _ARROW = ARROW + ":"
 
-#: Dtype of a field that holds any Python object: kept in RAM only, as it is, not copied.
+#: Dtype of a field that holds any Python object. Objects are kept in RAM, by reference.
 OBJECT = "object"
 
-#: Field dtype -> how its bytes lie in a column (little-endian). NumPy has no bfloat16: its bits are kept.
+#: Field dtype -> dtype of its bytes in a column (little-endian). NumPy has no bfloat16: its bits are stored.
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype("?"),
     "uint8": np.dtype("u1"),
@@ -49,7 +49,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     OBJECT: np.dtype("O"),
 }
 
-#: Blanks stand between other characters only: some disks take them away at an end.
+#: Blanks are allowed only inside: some file systems strip them at the end of a name.
 _COMPONENT = re.compile(r"(?! )[A-Za-z0-9_.\- ]{1,100}(?<! )")
 
 
@@ -60,10 +60,10 @@ class Field:
     Args:
         key: Path of the leaf, for instance `("next", "reward")`.
         dtype: One of `DTYPES`, or `ARROW`.
-        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. Of objects, and where rows have
-            no fixed size, `()`.
-        arrow: Text of the Arrow type, as `expstore.schema.arrow_types` has it, of a field without a
-            fixed size.
+        shape: Shape of one row's value; `()` and `(1,)` are scalars in SQL. `()` for objects and for
+            variable-length fields.
+        arrow: Text of the Arrow type of a variable-length field, in the notation of
+            `expstore.schema.arrow_types`.
     """
 
     key: Key
@@ -73,27 +73,27 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """How the values lie in memory and on disk; a field without a fixed size has no such dtype."""
+        """Dtype of the values in memory and on disk; variable-length fields have none."""
         return DTYPES[self.dtype]
 
     @property
     def variable(self) -> bool:
-        """Whether rows have no fixed size."""
+        """Whether the field is of variable length."""
         return self.dtype == ARROW
 
     @property
     def row_items(self) -> int:
-        """How many values a row has; 0 where rows differ."""
+        """Number of values per row; 0 for a variable-length field."""
         return 0 if self.variable else int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes; of an object its reference, 0 where rows differ."""
+        """Size of a row in bytes: the reference for an object, 0 for a variable-length field."""
         return 0 if self.variable else self.row_items * self.numpy_dtype.itemsize
 
     @property
     def path(self) -> str:
-        """Where the column lies below `columns/`."""
+        """Path of the column below `columns/`."""
         return "/".join(self.key)
 
     def __str__(self) -> str:
@@ -104,11 +104,12 @@ class Schema:
     """The fields of a store in their order. Immutable.
 
     Args:
-        fields: At least one field; the class checks the names.
-        form: How rows are composed of the fields, as `expstore.data.containers` writes it; "" for
-            TensorDicts.
-        late: Fields that were added when the store had rows, with the value of rows that come without the
-            field; None if rows must have it. The value has the field's row shape and its bytes in a column.
+        fields: At least one field. Names are checked.
+        form: The kind of container that rows are returned as, in the notation of `expstore.data.containers`;
+            "" for TensorDicts.
+        late: Fields that were added to a store with rows, each with the value for rows that are written
+            without the field; None if rows must have it. The value has the field's row shape and the dtype
+            of its column.
 
     Raises:
         SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
@@ -155,12 +156,12 @@ class Schema:
 
     @classmethod
     def infer(cls, columns: Mapping[Key, tuple[str, tuple[int, ...]]], form: str = "") -> Schema:
-        """Make the schema that fits columns given as key -> (dtype, row shape).
+        """Return the schema of columns given as key -> (dtype, row shape).
 
         Args:
-            columns: The dtype of a column whose rows have no fixed size is what `arrow_dtype` returns, its
-                row shape `()`.
-            form: As the class has it.
+            columns: For a variable-length column the dtype is the result of `arrow_dtype`, and the row shape
+                `()`.
+            form: The kind of container of the rows, as for the class.
         """
         return cls([_to_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
 
@@ -171,7 +172,7 @@ class Schema:
 
     @cached_property
     def row_bytes(self) -> int:
-        """How many bytes the user's fields take per row."""
+        """Size of the user's fields of a row in bytes."""
         return sum(entry.row_bytes for entry in self.fields)
 
     @cached_property
@@ -181,7 +182,7 @@ class Schema:
 
     @cached_property
     def variable(self) -> tuple[Key, ...]:
-        """The keys of fields whose rows have no fixed size."""
+        """The keys of variable-length fields."""
         return tuple(entry.key for entry in self.fields if entry.variable)
 
     @cached_property
@@ -208,7 +209,7 @@ class Schema:
         return "Schema(" + ", ".join(f"{key_name(f.key)}: {f}" for f in self.fields) + ")"
 
     def place(self, key: Key) -> int:
-        """Return the position of a field; -1 if the schema does not have it."""
+        """Return the position of a field, or -1 if the schema does not have it."""
         return self._by_key.get(key, -1)
 
     def place_of(self, key: Key) -> int:
@@ -223,7 +224,7 @@ class Schema:
         return place
 
     def same(self, other: Schema | None) -> bool:
-        """Return whether rows of another schema are laid out as those of this one: the order counts, too."""
+        """Return whether another schema has the same layout of rows; the order of fields counts."""
         return other is not None and (self.fields, self.form) == (other.fields, other.form)
 
     def grow(self, entry: Field, default: Array | None) -> Schema:
@@ -231,8 +232,8 @@ class Schema:
 
         Args:
             entry: The field.
-            default: The value of rows that come without the field, of its row shape; None if rows must have
-                it.
+            default: The value for rows that are written without the field, of its row shape; None if rows
+                must have it.
 
         Raises:
             SchemaError: The field's name clashes with another one, or the default has another shape.
@@ -247,7 +248,7 @@ class Schema:
         """Return the schema without one of its fields.
 
         Raises:
-            SchemaError: It is the only one.
+            SchemaError: It is the only field.
         """
         rest = [entry for entry in self.fields if entry.key != key]
         if not rest:
@@ -257,10 +258,10 @@ class Schema:
         return Schema(rest, self.form, {name: value for name, value in self.late.items() if name != key})
 
     def find_given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
-        """Return the fields of these that rows bring which may lack late ones, in the schema's order.
+        """Return the fields of a batch that may lack late fields, in the schema's order.
 
         Raises:
-            SchemaError: Another one is missing, or one is unknown.
+            SchemaError: Another field is missing, or a key is unknown.
         """
         self._check_keys(keys, self.late)
         here = set(keys)
@@ -286,19 +287,19 @@ class Schema:
 
         Args:
             keys: The batch's keys, in any order.
-            dtypes: Field dtype of each column (bfloat16 comes as uint16 bits).
-            columns: Arrays of shape `(n, *row shape)`; where rows have no fixed size pyarrow Arrays, or
-                arrays of rows that happen to be of one size.
-            partial: Allow fields to be missing; the result then follows `keys`.
+            dtypes: Field dtype of each column (bfloat16 columns are uint16 bits).
+            columns: Arrays of shape `(n, *row shape)`. For variable-length fields pyarrow Arrays, or arrays
+                if all rows have one size.
+            partial: Allow fields to be missing; the result then has the order of `keys`.
 
         Returns:
-            C-contiguous arrays with the schema's dtypes; the given ones where they fit already. Of fields
-            without a fixed size pyarrow Arrays of the field's type. Rows that lack a late field have its
-            default.
+            C-contiguous arrays with the schema's dtypes, not copied if they fit already; for variable-length
+            fields pyarrow Arrays of the field's type. Late fields that are missing are filled with their
+            defaults.
 
         Raises:
-            SchemaError: A field is missing or unknown, has another row shape, or a dtype that does
-                not fit without loss.
+            SchemaError: A field is missing or unknown, or has another row shape or a dtype that cannot be
+                converted without loss.
         """
         if tuple(keys) == self.keys and not partial:
             return [
@@ -322,7 +323,7 @@ class Schema:
         return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
 
     def to_json(self) -> list[dict[str, Any]] | dict[str, Any]:
-        """Return what `expstore.json` keeps: the fields, and the form where rows are no TensorDicts."""
+        """Return the schema for `expstore.json`: the fields, and the form unless rows are TensorDicts."""
         fields = []
         for f in self.fields:
             known: dict[str, Any] = {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
@@ -354,16 +355,16 @@ class Schema:
 
 
 def arrow_dtype(text: str) -> str:
-    """Return what the dtype of a batch's column is called whose rows have no fixed size.
+    """Return the dtype that marks a variable-length column of a batch.
 
     Args:
-        text: Of its Arrow type, as `expstore.schema.arrow_types` has it.
+        text: Text of its Arrow type, in the notation of `expstore.schema.arrow_types`.
     """
     return _ARROW + text
 
 
 def _to_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
-    """Return a field of a dtype as a batch's columns name it."""
+    """Return the field for a dtype in the notation of a batch's columns."""
     if dtype.startswith(_ARROW):
         return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))
     return Field(key, dtype, shape)
@@ -375,13 +376,13 @@ def _check_dtype(entry: Field) -> None:
         check_text(entry.arrow)
         if entry.shape:
             raise SchemaError(
-                f"field {name!r} has row shape {list(entry.shape)}, and no fixed size",
-                hint="the Arrow type says how rows look: the shape is ()",
+                f"field {name!r} has row shape {list(entry.shape)}, but is of variable length",
+                hint="the Arrow type describes the rows: use the shape ()",
             )
     elif entry.arrow:
         raise SchemaError(
-            f"field {name!r} has dtype {entry.dtype}, and an Arrow type",
-            hint=f"its dtype is {ARROW!r}, or leave the type out",
+            f"field {name!r} has dtype {entry.dtype} and an Arrow type",
+            hint=f"use the dtype {ARROW!r}, or leave the type out",
         )
     elif entry.dtype not in DTYPES:
         raise SchemaError(
@@ -390,14 +391,14 @@ def _check_dtype(entry: Field) -> None:
 
 
 def _to_hex(entry: Field, value: Array) -> str:
-    """Return the bytes of one row's value; of a single one if all are the same."""
+    """Return the bytes of one row's value as hex; a single value if all values are equal."""
     items = np.ascontiguousarray(value, entry.numpy_dtype).reshape(-1)
     first = items[:1].tobytes()
     return (first if items.tobytes() == first * items.size else items.tobytes()).hex()
 
 
 def _from_hex(entry: Field, text: str | None) -> Array | None:
-    """Read what `_to_hex` returned."""
+    """Return the value that `_to_hex` wrote."""
     if text is None:
         return None
     items = np.frombuffer(bytes.fromhex(text), entry.numpy_dtype)
@@ -439,7 +440,7 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
         text = dtype.removeprefix(_ARROW)
         raise SchemaError(
             f"field {key_name(entry.key)!r}: expected {entry}, got {describe(text) if text else 'None'}",
-            hint="rows of a field of fixed size are all of one shape; schema= of a new store says otherwise",
+            hint="all rows of a fixed-size field have one shape; pass schema= to a new store for others",
         )
     if column.shape[1:] != entry.shape:
         raise SchemaError(

@@ -1,7 +1,7 @@
-"""What a store keeps of the specs of its fields: JSON text, and what can be said of it without torch.
+"""Specs of a store's fields as JSON text, and what can be read from the text without torch.
 
-Used by storages, which keep the text, by the command line and by `expstore.specs`, which makes it and reads
-it. It builds no spec and never looks at values.
+Used by storages, which keep the text, by the command line, and by `expstore.specs`, which writes and parses
+it. This module builds no specs and never reads values.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from expstore.schema.schema import OBJECT, Schema
 
 __all__ = ["VERSION", "check_specs", "describe", "leaves_of", "pack_specs", "same_specs", "unpack_specs"]
 
-#: Of the form that `pack_specs` writes; `unpack_specs` refuses newer ones.
+#: Version of the text that `pack_specs` writes; `unpack_specs` refuses newer ones.
 VERSION = 1
 
-_FEW, _WORDS = 4, 60  # how many specs `describe` names, and in how many characters each
+_FEW, _WORDS = 4, 60  # number of specs that `describe` names, and characters per spec
 _LEFT_OUT = {"kind", "shape", "dtype", "device", "domain"}
 
-#: Dtype (None: of objects) and shape of one row's value; -1 is a dim of whichever size.
+#: Dtype (None for objects) and shape of one row's value; -1 is a dim of any size.
 Leaf = tuple[str | None, tuple[int, ...]]
 
 
@@ -32,17 +32,17 @@ def pack_specs(node: dict[str, Any]) -> str:
     """Return the text of a spec.
 
     Args:
-        node: It, as `expstore.specs.json_text` describes it: JSON's own values, without NaN and infinities.
+        node: The spec in the notation of `expstore.specs.json_text`: JSON values without NaN and infinities.
     """
     return json.dumps({"version": VERSION, "spec": node}, allow_nan=False, separators=(",", ":"))
 
 
 def unpack_specs(text: str) -> dict[str, Any]:
-    """Return what `pack_specs` was given.
+    """Return the node that was passed to `pack_specs`.
 
     Raises:
         MigrationError: A newer version of the library wrote the text.
-        CorruptionError: It is no such text.
+        CorruptionError: The text cannot be parsed.
     """
     try:
         data = json.loads(text)
@@ -56,17 +56,17 @@ def unpack_specs(text: str) -> dict[str, Any]:
         )
     node = data.get("spec")
     if not isinstance(node, dict):
-        raise CorruptionError("the text of the specs cannot be read: it names none")
+        raise CorruptionError("the text of the specs cannot be read: it has no specs")
     return node
 
 
 def same_specs(one: str, other: str) -> bool:
-    """Return whether two texts mean equal specs: the order of keys does not matter."""
+    """Return whether two texts describe equal specs; the order of keys does not matter."""
     return one == other or (bool(one and other) and bool(unpack_specs(one) == unpack_specs(other)))
 
 
 def leaves_of(text: str) -> dict[Key, Leaf]:
-    """Return dtype and shape of each field that specs speak of; "": none.
+    """Return dtype and shape of each field that specs describe; {} for "".
 
     Raises:
         CorruptionError: The text cannot be read.
@@ -93,7 +93,7 @@ def _walk(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, Leaf]]:
 
 
 def _stack_leaves(parts: Sequence[dict[Key, Leaf]], dim: int) -> Iterator[tuple[Key, Leaf]]:
-    """Yield the leaves that all parts of a stack have; a size in which they differ is -1."""
+    """Yield the leaves that all parts of a stack have; a size that differs between parts is -1."""
     for key, (dtype, shape) in parts[0].items():
         if all(key in part and len(part[key][1]) == len(shape) for part in parts):
             others = [part[key] for part in parts]
@@ -105,10 +105,10 @@ def _stack_leaves(parts: Sequence[dict[Key, Leaf]], dim: int) -> Iterator[tuple[
 
 
 def describe(node: dict[str, Any]) -> str:
-    """Return in a few words what a spec allows, or each of several: the first of them.
+    """Return a short description of a spec, or of the first of several.
 
     Args:
-        node: As `unpack_specs` returns it.
+        node: A node that `unpack_specs` returned.
     """
     few = islice(_nodes(node, ()), _FEW + 1)
     listed = [f"{key_name(path)} {_words(node)}".strip() for path, node in few]
@@ -130,7 +130,7 @@ def _words(node: dict[str, Any]) -> str:
 
 
 def check_specs(text: str, schema: Schema) -> None:
-    """Raise SchemaError if specs speak of another field than rows have, or give it another dtype or shape."""
+    """Raise SchemaError if specs describe a field that rows do not have, or have another dtype or shape."""
     for key, (dtype, shape) in leaves_of(text).items():
         said = f"{dtype}{list(shape)}"
         if key not in schema:
@@ -140,7 +140,7 @@ def check_specs(text: str, schema: Schema) -> None:
             )
         field = schema[key]
         loose = ragged_of(field.arrow) if field.variable else None
-        if dtype is None:  # of objects, which have no shape of their own
+        if dtype is None:  # objects have no shape
             if field.dtype != OBJECT and (loose is not None or not field.variable):
                 raise SchemaError(
                     f"field {key_name(key)!r}: the specs say objects, the rows have {field}",

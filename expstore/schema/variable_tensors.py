@@ -1,7 +1,7 @@
-"""Tensors of different shapes as a column of Arrow: made of flat values and shapes, and taken apart again.
+"""Convert tensors of different shapes to an Arrow column, from flat values and shapes, and back.
 
-Used where batches come in and go out, and where a column is held against a schema. It knows arrays, not
-tensors; pyarrow is imported when there is a column.
+Used where batches are read and built, and where a column is checked against a schema. This module handles
+arrays, not tensors; pyarrow is imported with the first column.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["convert", "join", "part", "shape_of"]
 
 
 def shape_of(shapes: IntArray, *, jagged: bool = False) -> tuple[int | None, ...]:
-    """Return what tensors have in common: a size, or None where they differ, or have nothing.
+    """Return the common shape of tensors: a size, or None for dims that differ or are 0.
 
     Args:
         shapes: One per row. Shape `(n, dims)`, with at least one row.
-        jagged: Only the first dim differs, whether it does here or not.
+        jagged: Make the first dim None even if it is equal in all tensors while another dim differs.
 
     >>> shape_of(np.array([[2, 3], [5, 3]])), shape_of(np.array([[2, 3], [2, 4]]))
     ((None, 3), (2, None))
@@ -40,9 +40,9 @@ def join(found: Ragged, flat: Array, shapes: IntArray) -> pa.Array:
     """Return tensors as a column.
 
     Args:
-        found: What they are.
-        flat: Their values in C order, one tensor's behind another's; bfloat16 as uint16 bits. Shape `(m,)`.
-        shapes: Shape `(n, dims)`.
+        found: Their type.
+        flat: Their values in C order, tensor after tensor; bfloat16 as uint16 bits. Shape `(m,)`.
+        shapes: Their shapes. Shape `(n, dims)`.
 
     Raises:
         SchemaError: There are more than 2^31 values.
@@ -74,7 +74,7 @@ def _offsets(lengths: IntArray) -> Any:
 
 
 def part(column: pa.Array, found: Ragged) -> tuple[pa.Array, IntArray]:
-    """Return the values of tensors, not copied, and where each begins: one more than there are rows."""
+    """Return the values of tensors, not copied, and where each tensor begins; the last offset is the end."""
     import pyarrow as pa
 
     lists = column if found.is_list else column.field("data")
@@ -99,7 +99,7 @@ def convert(column: pa.Array, found: Ragged, wanted: Ragged) -> pa.Array:
     """Return tensors as a column of another type.
 
     Raises:
-        ValueError: They do not fit: values may be lost, or sizes are others.
+        ValueError: They do not fit: values may be lost, or sizes differ.
     """
     import pyarrow as pa
 

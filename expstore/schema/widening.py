@@ -1,7 +1,7 @@
-"""Whether values of one Arrow type are values of another, too.
+"""Check whether an Arrow type can be widened to another one.
 
-Used where columns of fields without a fixed size are held against a schema. It looks at types, never at
-values; pyarrow is imported when it is asked.
+Used to check columns of variable-length fields against a schema. This module compares types, never values;
+pyarrow is imported with the first call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["fits"]
 
 
 def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether values of one type are values of another, too, as far as types can say.
+    """Return whether values of one type can be converted to another one, judging by the types.
 
-    Integers are integers of another width, and floats; whether each fits is seen when they are cast. Nothing
-    becomes text, or of text something else. A struct may lack members.
+    Integers fit integers of any width and floats; the cast checks each value. Nothing becomes text, and text
+    becomes nothing else. A struct may lack members.
 
     >>> import pyarrow as pa
     >>> fits(pa.int64(), pa.float64()), fits(pa.float64(), pa.int64()), fits(pa.int64(), pa.string())

@@ -1,6 +1,6 @@
-"""The TensorSpec family, under TorchRL's names: which values a field may have.
+"""Specs of the values that a field may have: the TensorSpec family, under TorchRL's names.
 
-Use them to describe environments. A store keeps the specs of its fields. Nothing here reads a store.
+Use them to describe environments. A store keeps the specs of its fields. This package never reads a store.
 """
 
 from expstore.specs.base import TensorSpec

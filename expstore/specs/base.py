@@ -1,6 +1,6 @@
-"""What all specs have in common: shape, dtype, device and space of a field, and what follows from these.
+"""Base classes of all specs: shape, dtype, device and space of a value.
 
-Used by every spec. It never looks at a store: specs are about values, wherever these lie.
+Specs describe values wherever they are stored; this module never reads a store.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from expstore.specs.shapes import (
     safe,
     sizes_of,
 )
+from expstore.specs.torchrl_classes import register_with_torchrl
 
 __all__ = ["LeafSpec", "TensorSpec", "as_device", "describe_spec", "implements", "stack_equal"]
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
-#: Functions of torch that take specs; filled while these modules are imported, and then the same for ever.
+#: Functions of torch that accept specs. Filled while these modules are imported, and then constant.
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def implements(function: Callable[..., Any]) -> Callable[[_Handler], _Handler]:
-    """Give specs to a function of torch: the decorated one is called in its place."""
+    """Return a decorator for the function that torch calls when it gets specs instead of `function`."""
 
     def keep(handler: _Handler) -> _Handler:
         _HANDLERS[function] = handler
@@ -50,7 +51,7 @@ def implements(function: Callable[..., Any]) -> Callable[[_Handler], _Handler]:
 
 
 def as_device(device: torch.device | str | int | None) -> torch.device | None:
-    """Return a device with its number: "cuda" is the one that is current."""
+    """Return a device with its index: "cuda" becomes the current CUDA device."""
     if device is None:
         return None
     found = torch.device(device)
@@ -60,18 +61,18 @@ def as_device(device: torch.device | str | int | None) -> torch.device | None:
 
 
 class TensorSpec(ABC):
-    """Describe which values a field may have: shape, dtype, device, and their space.
+    """Describe the values that a field may have: shape, dtype, device, and space.
 
-    Specs are made by their subclasses; this is what all of them can do. `shape` has the batch dims, too; -1
-    is a dim of any size. No method changes a spec but those that say so; threads may use one at once. Specs
-    can be pickled. They keep nothing anywhere: a crash loses what the program has made.
+    Create specs with the subclasses. `shape` includes the batch dims; -1 is a dim of any size. Only methods
+    whose description says so change a spec, so threads can share it. Specs can be pickled. They are not
+    stored anywhere by themselves: a crash loses them.
 
     Args:
-        shape: Of a value.
-        space: The values it may have.
-        device: Where values lie.
-        dtype: What a value is made of.
-        domain: "continuous", "discrete", or nothing.
+        shape: Shape of a value.
+        space: The set of allowed values.
+        device: Device of the values.
+        dtype: Dtype of the values.
+        domain: "continuous", "discrete", or neither.
 
     Example:
         >>> spec = Bounded(-1, 1, shape=(3,))
@@ -80,6 +81,12 @@ class TensorSpec(ABC):
         >>> spec.is_in(spec.rand())
         True
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create a spec that TorchRL's environments accept."""
+        # Not in __init__, which does not run when a spec is unpickled.
+        register_with_torchrl()
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -99,57 +106,62 @@ class TensorSpec(ABC):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of a value; -1 is a dim of any size."""
+        """Shape of a value; -1 is a dim of any size."""
         return self._shape
 
     @property
+    def _safe_shape(self) -> torch.Size:
+        """The shape of a value that `zero` makes; TorchRL's InitTracker reads it."""
+        return safe(self.shape)
+
+    @property
     def space(self) -> Any:
-        """The space of allowed values; None if it is not known."""
+        """The space of allowed values; None if it is unknown."""
         return self._space
 
     @property
     def device(self) -> Any:
-        """Where values lie."""
+        """Device of the values."""
         return self._device
 
     @property
     def dtype(self) -> Any:
-        """What a value is made of; None where it is no tensor."""
+        """Dtype of the values; None if they are not tensors."""
         return self._dtype
 
     @property
     def domain(self) -> str | None:
-        """ "continuous" or "discrete"; None where it is neither."""
+        """The domain of the values: "continuous", "discrete", or None."""
         return self._domain
 
     @property
     def ndim(self) -> int:
-        """How many dims a value has."""
+        """Number of dims of a value."""
         return len(self.shape)
 
     def ndimension(self) -> int:
-        """Return how many dims a value has."""
+        """Return the number of dims of a value."""
         return self.ndim
 
     def clear_device_(self) -> Self:
-        """Return itself: only a Composite can be without a device."""
+        """Return the spec itself; only a Composite can have no device."""
         return self
 
     # -- values
 
     @abstractmethod
     def is_in(self, val: Any) -> bool:
-        """Return whether a value could have been drawn from this spec: dtype, shape and space fit.
+        """Return whether a value belongs to this spec: dtype, shape and space fit.
 
-        A value may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
+        The value may have more dims in front. A dim of size 1 (or -1) of the spec matches any size.
         """
 
     def contains(self, item: Any) -> bool:
-        """Say the same as `is_in`."""
+        """Return the same as `is_in`."""
         return self.is_in(item)
 
     def assert_is_in(self, value: Any) -> None:
-        """Raise an AssertionError if a value is not in the spec."""
+        """Raise AssertionError if a value is not in the spec."""
         if not self.is_in(value):
             raise AssertionError(
                 f"Encoding failed because value is not in space. Consider calling project(val) first. "
@@ -157,102 +169,102 @@ class TensorSpec(ABC):
             )
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Return a value of the spec near a given one, which stays as it is.
+        """Return a value of the spec close to the given one, which is not changed.
 
         Args:
-            val: Any value of the shape, with more dims in front or not: a tensor, an array, numbers. One in
-                the spec is returned as it is. NaN stays NaN, in no space; as a whole number it is the
-                smallest, as a bool what torch makes of it.
-            generator: Where a new value has to be drawn, because a mask hides the old one: what draws it.
+            val: A tensor, an array or numbers of the spec's shape; it may have more dims in front. A value in
+                the spec is returned unchanged. NaN remains NaN, which no space contains; for integer dtypes
+                it becomes the smallest integer, for bool it follows torch's conversion.
+            generator: Random generator, used if a mask hides the value and a new one is drawn.
 
         Returns:
             A value of the spec's dtype.
 
         Raises:
-            TypeError: It is made of no numbers.
-            RuntimeError: It has another shape.
+            TypeError: The value does not consist of numbers.
+            RuntimeError: The value has another shape.
         """
         return val if self.is_in(val) else self._project(val, generator)
 
     @abstractmethod
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
-        """Return the value of the spec that stands for one that is not in it."""
+        """Return the value of the spec that replaces a value outside of it."""
 
     @abstractmethod
     def rand(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
-        """Draw a value: each one of the space is as likely; normally distributed where there are no bounds.
+        """Draw a value: uniformly between bounds, or normally distributed without bounds.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise, as `torch.rand`.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
         """
 
     def sample(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
-        """Draw a value, as `rand`."""
+        """Draw a value; the same as `rand`."""
         return self.rand(shape, generator=generator)
 
     @abstractmethod
     def zero(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return zeros, even where the space has none; `shape` comes in front."""
+        """Return zeros, even if the space does not contain them; `shape` is put in front."""
 
     def zeros(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return zeros, as `zero`."""
+        """Return zeros; the same as `zero`."""
         return self.zero(shape)
 
     @abstractmethod
     def one(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return ones, even where the space has none; `shape` comes in front."""
+        """Return ones, even if the space does not contain them; `shape` is put in front."""
 
     def ones(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return ones, as `one`."""
+        """Return ones; the same as `one`."""
         return self.one(shape)
 
     @abstractmethod
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
-        """Return what an environment gives (numbers, lists, arrays) as a tensor of the spec.
+        """Return a value of an environment (numbers, lists, arrays) as a tensor of the spec.
 
         Args:
-            val: Of the spec's shape, or with as many elements. A tensor is returned as it is.
-            ignore_device: Let it lie where it is.
+            val: A value with the spec's shape, or with as many elements. Tensors are returned unchanged.
+            ignore_device: Leave a tensor on its device.
 
         Raises:
-            RuntimeError: It has another number of elements.
+            RuntimeError: The value has another number of elements.
         """
 
     @abstractmethod
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a value as an environment takes it; the reverse of `encode`.
+        """Return a value in the form that an environment expects; the reverse of `encode`.
 
         Args:
             val: The value.
-            safe: Raise an AssertionError if it is not in the spec.
+            safe: Whether to raise AssertionError if the value is not in the spec.
         """
 
     @abstractmethod
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Return what a value of this spec, taken as an index, chooses from a tensor's last dim."""
+        """Index the last dim of a tensor with a value of this spec."""
 
     @abstractmethod
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise a TypeError if a value's dtype is another."""
+        """Raise TypeError if a value has another dtype."""
 
     @abstractmethod
     def cardinality(self) -> Any:
-        """Return how many values there are."""
+        """Return the number of values."""
 
     @abstractmethod
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Return all values, one behind another along a new first dim; with `use_mask`, those not hidden."""
+        """Return all values, stacked along a new first dim; with `use_mask`, without the hidden ones."""
 
     # -- other specs
 
     @abstractmethod
     def to(self, dest: Any) -> Any:
-        """Return the spec for another device or dtype; itself if nothing changes."""
+        """Return the spec for another device or dtype; the same object if nothing changes."""
 
     def cpu(self) -> Any:
         """Return the spec for values on the CPU."""
@@ -268,42 +280,42 @@ class TensorSpec(ABC):
 
     @abstractmethod
     def expand(self, *shape: Any) -> Self:
-        """Return the spec of a larger shape: dims come in front, and those of size 1 grow.
+        """Return the spec expanded to a larger shape: new dims in front, and dims of size 1 expanded.
 
         Raises:
-            ValueError: A dim of another size would change.
+            ValueError: A dim whose size is not 1 would change.
         """
 
     @abstractmethod
     def squeeze(self, dim: int | None = None) -> Any:
-        """Return the spec without a dim of size 1; without all of them by default, a single one stays."""
+        """Return the spec without a dim of size 1; by default without all, but shape `(1,)` is kept."""
 
     @abstractmethod
     def unsqueeze(self, dim: int) -> Any:
-        """Return the spec with a dim of size 1 more."""
+        """Return the spec with an additional dim of size 1."""
 
     @abstractmethod
     def reshape(self, *shape: Any) -> Any:
-        """Return the spec of another shape with as many elements."""
+        """Return the spec with another shape that has the same number of elements."""
 
     def view(self, *shape: Any) -> Any:
-        """Return the spec of another shape with as many elements."""
+        """Return the spec with another shape that has the same number of elements."""
         return self.reshape(*shape)
 
     @abstractmethod
     def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the spec with several dims made one, as `torch.flatten`."""
+        """Return the spec with several dims flattened into one, like `torch.flatten`."""
 
     @abstractmethod
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the spec with a dim made several, as `torch.unflatten`."""
+        """Return the spec with a dim split into several, like `torch.unflatten`."""
 
     @abstractmethod
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each place of a dim, without it.
+        """Return a spec for each position along a dim, without that dim.
 
         Raises:
-            ValueError: There is no such dim, its size is unknown, or it is the domain of the values.
+            ValueError: The dim does not exist, its size is unknown, or it is the domain of the values.
         """
 
     @abstractmethod
@@ -313,7 +325,7 @@ class TensorSpec(ABC):
     def __eq__(self, other: object) -> bool: ...
 
     def _lies_like(self, other: TensorSpec) -> bool:
-        """Return whether values have the same shape, dtype and device."""
+        """Return whether another spec has the same shape, dtype and device."""
         return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
 
     __hash__ = None  # type: ignore[assignment]
@@ -336,15 +348,23 @@ class TensorSpec(ABC):
 
 
 def describe_spec(spec: TensorSpec, names: Sequence[str]) -> str:
-    """Return a spec with some of its properties, a line each."""
+    """Return a description of a spec with some of its properties, one per line."""
     lines = [indent(f"{name}={getattr(spec, name)}", " " * 4) for name in names]
     return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
 
 
-class LeafSpec(TensorSpec):
-    """Base of the specs of one tensor. All changes of a shape end in the method `_remake` of the subclasses.
+def _refusal(name: str) -> TypeError:
+    # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
+    return TypeError(
+        f"the {name} of a spec cannot be set, as some transforms of TorchRL try: give the environment "
+        "expstore.specs.to_torchrl(spec), or create another spec"
+    )
 
-    Threads, processes and crashes: see TensorSpec.
+
+class LeafSpec(TensorSpec):
+    """Base class of specs of one tensor. Subclasses implement changes of the shape in `_remade`.
+
+    For threads, processes and crashes see TensorSpec.
 
     Example:
         >>> from expstore.specs.base import LeafSpec
@@ -352,9 +372,9 @@ class LeafSpec(TensorSpec):
         True
     """
 
-    #: How many dims at the end are the domain of one value, and cannot be indexed or moved.
+    #: Number of trailing dims that form one value; these cannot be indexed or moved.
     _whole: ClassVar[int] = 0
-    #: Whether the last dim can be taken apart.
+    #: Whether the last dim cannot be unbound.
     _last_stays: ClassVar[bool] = False
 
     def __init__(
@@ -369,11 +389,29 @@ class LeafSpec(TensorSpec):
             dtype = torch.get_default_dtype()
         if isinstance(dtype, torch.dtype) and dtype.is_complex:
             raise TypeError(
-                f"specs are of numbers in an order; {dtype} has none: take two of {dtype.to_real()}"
+                f"specs need ordered numbers, and {dtype} has no order: use two values of {dtype.to_real()}"
             )
         super().__init__(
             shape, space, torch.get_default_device() if device is None else device, dtype, domain
         )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a value; -1 is a dim of any size."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        raise _refusal("shape")
+
+    @property
+    def dtype(self) -> Any:
+        """What a value is made of."""
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, value: torch.dtype) -> None:
+        raise _refusal("dtype")
 
     @abstractmethod
     def _remake(
@@ -383,23 +421,23 @@ class LeafSpec(TensorSpec):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Return a copy, moved, on another device, or of another dtype."""
+        """Return a copy with another shape, device or dtype."""
 
     @abstractmethod
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Return for each element of a tensor whether it is in the space; dtype and shape are not checked.
+        """Return for each element whether it is in the space; dtype and shape are not checked.
 
         Args:
-            val: Of a shape that the spec has or takes.
+            val: A tensor whose shape fits the spec.
 
         Returns:
-            bool. The shape of `val`, without the dims at the end that make one value.
+            A bool tensor with the shape of `val`, without the trailing dims that form one value.
         """
 
     def is_in(self, val: Any) -> bool:
-        """Return whether a tensor could have been drawn from this spec: dtype, shape and space fit.
+        """Return whether a tensor is a value of this spec: dtype, shape and space fit.
 
-        It may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
+        The tensor may have more dims in front. A dim of size 1 (or -1) of the spec matches any size.
         """
         return self._fits(val) and bool(self.within(val).all())
 
@@ -415,12 +453,12 @@ class LeafSpec(TensorSpec):
         return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Return a value of the spec near a given one, which stays as it is. See TensorSpec."""
+        """Return a value of the spec close to the given one, which is not changed. See TensorSpec."""
         found = self._fit_shape(self._as_tensor(val))
         return found if self.is_in(found) else self._project(found, generator)
 
     def _as_tensor(self, val: Any) -> torch.Tensor:
-        """Return arrays and numbers as a tensor of their own dtype; a TypeError of anything else."""
+        """Return a tensor unchanged, and arrays and numbers as tensors; raise TypeError otherwise."""
         if isinstance(val, torch.Tensor):
             return val
         try:
@@ -432,7 +470,7 @@ class LeafSpec(TensorSpec):
             ) from exc
 
     def _fit_shape(self, val: torch.Tensor) -> torch.Tensor:
-        """Return a value, if its shape fits; a RuntimeError otherwise."""
+        """Return a value if its shape fits; raise RuntimeError otherwise."""
         if self._takes(val.shape):
             return val
         raise RuntimeError(
@@ -441,31 +479,31 @@ class LeafSpec(TensorSpec):
         )
 
     def zero(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
-        """Return zeros, even where the space has none; `shape` comes in front."""
+        """Return zeros, even if the space does not contain them; `shape` is put in front."""
         return torch.zeros(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
     def one(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
-        """Return ones, even where the space has none; `shape` comes in front."""
+        """Return ones, even if the space does not contain them; `shape` is put in front."""
         return torch.ones(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
     def _draw_shape(self, shape: Sequence[int] | int | None) -> torch.Size:
-        """Return the shape of a value with dims in front."""
+        """Return the spec's shape with dims put in front."""
         return as_size(() if shape is None else shape) + safe(self.shape)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return what an environment gives (numbers, lists, arrays) as a tensor of the spec.
+        """Return a value of an environment (numbers, lists, arrays) as a tensor of the spec.
 
         Args:
-            val: Of the spec's shape, or with as many elements. A tensor is returned as it is.
-            ignore_device: Let it lie where it is.
+            val: A value with the spec's shape, or with as many elements. Tensors are returned unchanged.
+            ignore_device: Leave a tensor on its device.
 
         Raises:
-            RuntimeError: It has another number of elements.
+            RuntimeError: The value has another number of elements.
         """
         if isinstance(val, torch.Tensor):
             return val
         if isinstance(val, (list, tuple)):
-            # Environments of some ages put a single value into a list.
+            # Older environments return a single value in a list.
             val = val[0] if len(val) == 1 else np.asarray(val)
         if isinstance(val, np.ndarray) and min(val.strides, default=1) < 0:
             val = val.copy()
@@ -481,32 +519,32 @@ class LeafSpec(TensorSpec):
             ) from exc
 
     def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return a value as an array; with `safe`, an AssertionError if it is not in the spec."""
+        """Return a value as an array; with `safe`, raise AssertionError if it is not in the spec."""
         if safe:
             self.assert_is_in(val)
         return val.detach().cpu().numpy()
 
     def type_check(self, value: torch.Tensor, key: Any = None) -> None:
-        """Raise a TypeError if a tensor's dtype is another; `key` is for specs with keys."""
+        """Raise TypeError if a tensor has another dtype; `key` is ignored, it selects keys of composites."""
         if value.dtype is not self.dtype:
             raise TypeError(f"value.dtype={value.dtype} but {type(self).__name__}.dtype={self.dtype}")
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Refuse: no value of this spec is an index."""
+        """Raise NotImplementedError: values of this spec cannot be used as indices."""
         raise NotImplementedError(
-            f"`index` is not implemented for {type(self).__name__} specs: their values are no indices."
+            f"`index` is not implemented for {type(self).__name__} specs: their values are not indices."
         )
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
-        """Refuse: there is no end to the values."""
+        """Raise NotImplementedError: the values cannot be listed."""
         raise NotImplementedError(
-            f"enumerate is not implemented for spec of class {type(self).__name__}: it has no list of values."
+            f"enumerate is not implemented for {type(self).__name__} specs: their values cannot be listed."
         )
 
     # -- other specs
 
     def to(self, dest: torch.dtype | torch.device | str | int | None) -> Any:
-        """Return the spec for another device or dtype; itself if nothing changes."""
+        """Return the spec for another device or dtype; the same object if nothing changes."""
         if isinstance(dest, torch.dtype):
             return self if dest == self.dtype else self._remake(dtype=dest)
         device = as_device(dest)
@@ -518,7 +556,7 @@ class LeafSpec(TensorSpec):
         return made
 
     def _move(self, move: Move) -> Any:
-        """Return a copy of another shape; a ValueError if its domain would change."""
+        """Return a copy with another shape; raise ValueError if its domain would change."""
         if self._whole and move.shape(self.shape)[-self._whole :] != self.shape[-self._whole :]:
             raise ValueError(
                 f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
@@ -527,7 +565,7 @@ class LeafSpec(TensorSpec):
         return self._remake(move)
 
     def _keep_whole(self, dim: int | None, n: int) -> None:
-        """Raise a ValueError if a dim of n is one of the domain."""
+        """Raise ValueError if a dim belongs to the domain; n is the number of dims."""
         if dim is not None and self._whole and (dim + n if dim < 0 else dim) >= n - self._whole:
             raise ValueError(
                 f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
@@ -535,51 +573,51 @@ class LeafSpec(TensorSpec):
             )
 
     def expand(self, *shape: Any) -> Self:
-        """Return the spec of a larger shape: dims come in front, and those of size 1 grow.
+        """Return the spec expanded to a larger shape: new dims in front, and dims of size 1 expanded.
 
         Raises:
-            ValueError: A dim of another size would change.
+            ValueError: A dim whose size is not 1 would change.
         """
         made: Self = self._move(plan_expand(type(self).__name__, self.shape, sizes_of(shape)))
         return made
 
     def squeeze(self, dim: int | None = None) -> Any:
-        """Return the spec without a dim of size 1; without all of them by default, a single one stays."""
+        """Return the spec without a dim of size 1; by default without all, but shape `(1,)` is kept."""
         if self._whole and self.shape[-1] == 1:
             self._keep_whole(-1 if dim is None else dim, self.ndim)
         move = plan_squeeze(self.shape, dim)
         return self if move is None else self._move(move)
 
     def unsqueeze(self, dim: int) -> Any:
-        """Return the spec with a dim of size 1 more."""
+        """Return the spec with an additional dim of size 1."""
         move = plan_unsqueeze(self.shape, dim)
         self._keep_whole(dim, self.ndim + 1)
         return self._move(move)
 
     def reshape(self, *shape: Any) -> Any:
-        """Return the spec of another shape with as many elements; -1 is what is left."""
+        """Return the spec with another shape of the same number of elements; -1 is computed."""
         return self._move(plan_reshape(self.shape, sizes_of(shape)))
 
     def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the spec with several dims made one, as `torch.flatten`."""
+        """Return the spec with several dims flattened into one, like `torch.flatten`."""
         return self._move(plan_flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the spec with a dim made several, as `torch.unflatten`."""
+        """Return the spec with a dim split into several, like `torch.unflatten`."""
         return self._move(plan_unflatten(dim, tuple(sizes)))
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each place of a dim, without it.
+        """Return a spec for each position along a dim, without that dim.
 
         Raises:
-            ValueError: There is no such dim, its size is unknown, or it is the domain of the values.
+            ValueError: The dim does not exist, its size is unknown, or it is the domain of the values.
         """
         moves = plan_unbind(self.shape, dim)
         self._keep_whole(dim, self.ndim)
         return tuple(self._remake(move) for move in moves)
 
     def _pick(self, dim: int, index: torch.Tensor) -> Any:
-        """Return the spec of some places of a dim."""
+        """Return the spec of some positions along a dim."""
         if self._last_stays and dim in (self.ndim - 1, -1):
             raise ValueError(
                 f"Cannot index_select along the last dimension of {type(self).__name__} spec, "

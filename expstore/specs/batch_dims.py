@@ -1,6 +1,6 @@
-"""How composite specs change the shape of their batch: one act, for the shape, the names and every spec.
+"""Changes of a composite's batch shape, applied to the shape, the names and all specs.
 
-Base of the composite specs. It knows nothing of keys and values.
+Base class of the composite specs. This module does not depend on keys and values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from expstore.specs.shapes import (
 
 __all__ = ["BatchDims", "Entries"]
 
-#: The entries of a composite: a spec for each name, or None.
+#: The entries of a composite: a spec, or None, for each name.
 Entries = dict[str, TensorSpec | None]
 
 
 class BatchDims(TensorSpec):
     """Base of groups of specs that share their leading dims; methods change only these dims.
 
-    Threads, processes and crashes: see TensorSpec.
+    For threads, processes and crashes see TensorSpec.
 
     Example:
         >>> spec = Composite(observation=Bounded(-1, 1, shape=(4, 3)), shape=(4,))
@@ -51,14 +51,14 @@ class BatchDims(TensorSpec):
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
-        """Yield the specs right within, with their names."""
+        """Yield the names and specs of the first level."""
 
     @abstractmethod
     def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
-        """Return one of other specs."""
+        """Return a copy with other specs, shape and names."""
 
     def _take_at(self, index: Any) -> Self:
-        """Return the part of the batch that an index stands for."""
+        """Return the composite of an indexed part of the batch."""
         move, leading = indexing(self.shape, index), _index_leading(index, len(self.shape))
         names = None if self._names is None else _names_at(self._names, leading)
         return self._with(move, lambda spec: spec[leading], names)
@@ -74,7 +74,7 @@ class BatchDims(TensorSpec):
         act: Callable[[Any], Any],
         names: Sequence[str | None] | None = None,
     ) -> Self:
-        """Return a composite of what comes of each spec; `move` does the same to the shape."""
+        """Return a composite with `act` applied to each spec, and `move` to the shape."""
         shape = self.shape if move is None else move.shape(self.shape)
         return self._make(
             {key: None if spec is None else act(spec) for key, spec in self.entries()}, shape, names
@@ -84,7 +84,7 @@ class BatchDims(TensorSpec):
         return spec.shape[len(self.shape) :]
 
     def expand(self, *shape: Any) -> Self:
-        """Return one of a larger batch: dims in front, and in the place of dims of size 1."""
+        """Return the composite expanded to a larger batch: new dims in front, and dims of size 1 expanded."""
         sizes = sizes_of(shape)
         names = None if self._names is None else [*[None] * (len(sizes) - len(self._names)), *self._names]
         move = plan_expand(type(self).__name__, self.shape, sizes)
@@ -95,21 +95,21 @@ class BatchDims(TensorSpec):
         return self._with(move, lambda spec: spec.reshape((*shape, *self._rest(spec))))
 
     def reshape(self, *shape: Any) -> Self:
-        """Return one whose batch has another shape."""
+        """Return the composite with another batch shape."""
         return self._reshape(plan_reshape(self.shape, sizes_of(shape)))
 
     view = reshape
 
     def flatten(self, start_dim: int, end_dim: int) -> Self:
-        """Return one in whose batch some dims are one."""
+        """Return the composite with several batch dims flattened into one."""
         return self._reshape(plan_flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
-        """Return one in whose batch a dim is several."""
+        """Return the composite with a batch dim split into several."""
         return self._reshape(plan_unflatten(dim, tuple(sizes)))
 
     def squeeze(self, dim: int | None = None) -> Self:
-        """Return one without a dim of size 1, or without all of them."""
+        """Return the composite without a batch dim of size 1, or without all of them."""
         if dim is None:
             return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
         move = plan_squeeze(self.shape, dim)
@@ -120,13 +120,13 @@ class BatchDims(TensorSpec):
         return self._with(move, lambda spec: spec.squeeze(place), names)
 
     def unsqueeze(self, dim: int) -> Self:
-        """Return one with one more dim, of size 1."""
+        """Return the composite with an additional batch dim of size 1."""
         move, place = plan_unsqueeze(self.shape, dim), dim % (len(self.shape) + 1)
         names = None if self._names is None else [*self._names[:place], None, *self._names[place:]]
         return self._with(move, lambda spec: spec.unsqueeze(place), names)
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
-        """Return one for each place along a dim of the batch."""
+        """Return one composite for each position along a batch dim."""
         moves = plan_unbind(self.shape, dim)
         place = dim % len(self.shape)
         names = None if self._names is None else [n for i, n in enumerate(self._names) if i != place]
@@ -140,7 +140,7 @@ class BatchDims(TensorSpec):
 
 
 def _index_leading(index: Any, ndim: int) -> tuple[Any, ...]:
-    """Return an index of the first `ndim` dims without `...`, as specs of more dims take it."""
+    """Return an index for the first `ndim` dims with `...` expanded, for specs with more dims."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):
         return parts
@@ -158,7 +158,7 @@ def _dims_of(part: Any) -> int:
 
 
 def _names_at(names: Sequence[str | None], index: tuple[Any, ...]) -> list[str | None] | None:
-    """Return the names of the dims that an index leaves; None where it gathers, which names nothing."""
+    """Return the names of the dims after indexing; None if the index gathers."""
     found: list[str | None] = []
     place = 0
     for part in index:

@@ -1,6 +1,6 @@
 """Specs of zeros and ones.
 
-Use them for flags and switches. For rows with a single one, use OneHot.
+Use them for flags and switches. Use OneHot for rows with exactly one 1.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["Binary"]
 class Binary(Categorical):
     """Spec whose elements are zero or one.
 
-    The last dim cannot be indexed. Equal to a Categorical of two. Threads, processes and crashes: see
-    Categorical.
+    The last dim cannot be indexed. A Binary equals a Categorical with n=2. For threads, processes and
+    crashes see Categorical.
 
     Args:
-        n: The last dim's size: not how many choices there are.
-        shape: Of a value; `(n,)` by default.
-        device: Where values lie.
-        dtype: What a value is made of.
+        n: Size of the last dim (not the number of choices).
+        shape: Shape of a value; `(n,)` by default.
+        device: Device of the values.
+        dtype: Dtype of the values.
 
     Raises:
-        TypeError: Neither n nor shape.
-        ValueError: The last dim is another than n, or n is negative.
+        TypeError: Both n and shape are missing.
+        ValueError: The last dim differs from n, or n is negative.
 
     Example:
         >>> spec = Binary(3)
@@ -52,7 +52,7 @@ class Binary(Categorical):
             if n is None:
                 raise TypeError("Must provide either n or shape.")
             if n < 0:
-                raise ValueError(f"Binary: n is the last dim's size, and 0 or more; got {n!r}")
+                raise ValueError(f"Binary: n is the size of the last dim and must be 0 or more; got {n!r}")
             shape = (n,)
         size = as_size(shape)
         if not size and n:
@@ -78,10 +78,10 @@ class Binary(Categorical):
         return made
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each place of a dim, without it.
+        """Return a spec for each position along a dim, without that dim.
 
         Raises:
-            ValueError: There is no such dim, its size is unknown, or it is the last.
+            ValueError: The dim does not exist, its size is unknown, or it is the last one.
         """
         if dim in (self.ndim - 1, -1):
             raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")

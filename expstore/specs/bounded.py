@@ -27,9 +27,9 @@ _SHAPE = (
 class Bounded(LeafSpec):
     """Spec whose elements are numbers from `low` to `high`, both included.
 
-    Instances are of one of two classes: BoundedContinuous, or BoundedDiscrete where `domain` says so; the
-    dtype decides if `domain` is not given. A bound may be infinite. NaN is never in the space. Threads,
-    processes and crashes: see TensorSpec.
+    Instances belong to one of two classes: BoundedContinuous or BoundedDiscrete. `domain` selects the
+    class; by default the dtype does. A bound may be infinite. NaN is never in the space. For threads,
+    processes and crashes see TensorSpec.
 
     Args:
         low: The smallest value: one number for all elements, or one for each element.
@@ -68,7 +68,9 @@ class Bounded(LeafSpec):
         if kwargs:
             raise TypeError(f"Got unrecognised kwargs {tuple(kwargs)}.")
         if low is None or high is None:
-            raise TypeError(f"Bounded takes two bounds; got low={low}, high={high}. math.inf is one, too")
+            raise TypeError(
+                f"Bounded takes two bounds; got low={low}, high={high}. Use math.inf for no bound"
+            )
         super().__init__((), None, device, dtype)
         if domain is None:
             domain = "continuous" if self.dtype.is_floating_point else "discrete"
@@ -98,6 +100,9 @@ class Bounded(LeafSpec):
         """The largest value of each element."""
         return self._box.high
 
+    def _register_batch_size(self, batch_size: torch.Size) -> None:
+        """Do nothing: TorchRL's composites call it, and TorchRL's own specs save memory with it."""
+
     @property
     def _box(self) -> ContinuousBox:
         box: ContinuousBox = self.space
@@ -124,14 +129,14 @@ class Bounded(LeafSpec):
         )
 
     def cardinality(self) -> float:
-        """Return that there is no end to the values, as TorchRL does for integers, too."""
+        """Return infinity, also for integers, like TorchRL."""
         return math.inf
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Return for each element whether it is between its bounds.
+        """Return for each element whether it lies between its bounds.
 
         Returns:
-            bool. The shape of `val`.
+            A bool tensor with the shape of `val`.
         """
         low, val, high = in_order(self.low.to(val.device), val, self.high.to(val.device))
         return (val >= low) & (val <= high)
@@ -145,14 +150,14 @@ class Bounded(LeafSpec):
         return torch.where(asked < bottom, low, torch.where(asked > top, high, val))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a value: each one between the bounds is as likely.
+        """Draw a value, uniformly between the bounds.
 
-        Where there is no bound the value is drawn as by gymnasium's Box: normally distributed without any,
-        exponentially distributed from the only one.
+        Without bounds the distribution follows gymnasium's Box: normal without any bound, exponential with
+        one bound.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
         """
         size = self._draw_shape(shape)
         if self.dtype.is_floating_point:
@@ -172,7 +177,7 @@ class Bounded(LeafSpec):
             open_low, open_high = torch.isinf(low), torch.isinf(high)
             drawn = torch.where(open_high, torch.where(open_low, normal, above), drawn)
             drawn = torch.where(open_low & ~open_high, below, drawn)
-        # Sums of rounded products may miss a bound by their last bit.
+        # Rounding errors may exceed the bounds by one bit.
         return torch.clamp(drawn, low, high)
 
     def __eq__(self, other: object) -> bool:
@@ -182,7 +187,7 @@ class Bounded(LeafSpec):
 
 
 class BoundedContinuous(Bounded):
-    """Spec whose elements are any numbers from `low` to `high`. See Bounded.
+    """Spec whose elements are numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
@@ -202,7 +207,7 @@ class BoundedContinuous(Bounded):
 
 
 class BoundedDiscrete(Bounded):
-    """Spec whose elements are whole numbers from `low` to `high`. See Bounded.
+    """Spec whose elements are integers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain
@@ -222,7 +227,7 @@ class BoundedDiscrete(Bounded):
 
 
 def _shape_of(low: torch.Tensor, high: torch.Tensor, shape: Any) -> tuple[torch.Size, torch.Size]:
-    """Return the shape of a spec, and that of its bounds; a RuntimeError if they do not fit."""
+    """Return the shape of a spec and that of its bounds; raise RuntimeError if they do not fit."""
     given = [bound.shape for bound in (high, low) if bound.ndim]
     if shape is None:
         if not given:

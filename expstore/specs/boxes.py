@@ -1,6 +1,6 @@
 """The spaces of specs (`spec.space`): numbers between bounds, one of n choices, several such choices.
 
-They only describe a space: they draw nothing and check nothing.
+A box describes a set of values. It draws no values and checks none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["BinaryBox", "Box", "BoxList", "CategoricalBox", "ContinuousBox"]
 
 
 class Box:
-    """Stand for a set of values. None changes; threads share them.
+    """Base class of sets of values. Boxes are immutable; threads can share them.
 
     Example:
         >>> from expstore.specs import Box
@@ -25,13 +25,14 @@ class Box:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ContinuousBox(Box):
-    """Hold the bounds of each element: `low` and `high` belong to the values.
+    """Hold the bounds of each element; `low` and `high` are included.
 
-    Two are equal if their bounds are, bit for bit, dtype and device included. Threads may read one at once.
+    Two boxes are equal if their bounds are equal bit by bit, including dtype and device. Threads can share
+    one.
 
     Args:
         low: The smallest value of each element. Shape and dtype of the spec.
-        high: The largest.
+        high: The largest value of each element.
 
     Example:
         >>> low, high = Bounded(-1, 1, shape=(2,)).space
@@ -44,7 +45,7 @@ class ContinuousBox(Box):
 
     @property
     def device(self) -> torch.device:
-        """Where the bounds lie."""
+        """Device of the bounds."""
         return self.low.device
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -63,7 +64,7 @@ class ContinuousBox(Box):
     __hash__ = None  # type: ignore[assignment]
 
     def to(self, dest: torch.dtype | torch.device | str) -> ContinuousBox:
-        """Return one of another dtype, or on another device."""
+        """Return a box with another dtype, or on another device."""
         return ContinuousBox(self.low.to(dest), self.high.to(dest))
 
     def clone(self) -> ContinuousBox:
@@ -81,10 +82,10 @@ class ContinuousBox(Box):
 
 @dataclass(frozen=True)
 class CategoricalBox(Box):
-    """Hold the numbers from 0 to n - 1. Nothing in it changes; threads share it.
+    """Hold the integers from 0 to n - 1. Immutable; threads can share it.
 
     Args:
-        n: How many there are; -1: it is not known.
+        n: Number of values; -1 if it is unknown.
 
     Example:
         >>> Categorical(3).space
@@ -94,24 +95,24 @@ class CategoricalBox(Box):
     n: int
 
     def __post_init__(self) -> None:
-        """Take numbers of NumPy and torch, too."""
+        """Convert integers of NumPy and torch to int."""
         object.__setattr__(self, "n", int(self.n))
 
     def to(self, dest: torch.dtype | torch.device | str) -> CategoricalBox:
-        """Return itself: a number lies nowhere."""
+        """Return the box itself: it has no tensors."""
         return self
 
     def clone(self) -> CategoricalBox:
-        """Return itself: nothing in it changes."""
+        """Return the box itself: it is immutable."""
         return self
 
 
 @dataclass(frozen=True)
 class BinaryBox(Box):
-    """Hold all rows of n zeros and ones. Nothing in it changes; threads share it.
+    """Hold all rows of n zeros and ones. Immutable; threads can share it.
 
     Args:
-        n: How long a row is.
+        n: Length of a row.
 
     Example:
         >>> from expstore.specs import BinaryBox
@@ -122,20 +123,20 @@ class BinaryBox(Box):
     n: int
 
     def to(self, dest: torch.dtype | torch.device | str) -> BinaryBox:
-        """Return itself: a number lies nowhere."""
+        """Return the box itself: it has no tensors."""
         return self
 
     def clone(self) -> BinaryBox:
-        """Return itself: nothing in it changes."""
+        """Return the box itself: it is immutable."""
         return self
 
 
 @dataclass(frozen=True)
 class BoxList(Box):
-    """Hold one box for each of several variables. Nothing in it changes; threads share it.
+    """Hold one box for each of several variables. Immutable; threads can share it.
 
     Args:
-        boxes: The boxes, or lists of these.
+        boxes: The boxes, or nested lists of boxes.
 
     Example:
         >>> from expstore.specs import BoxList
@@ -147,17 +148,17 @@ class BoxList(Box):
 
     @staticmethod
     def from_nvec(nvec: torch.Tensor) -> Box:
-        """Return the boxes of variables with so many values each; lists of lists, the last dim outermost."""
+        """Return the boxes for these numbers of values; nested lists, the last dim outermost."""
         if nvec.ndim == 0:
             return CategoricalBox(int(nvec))
         return BoxList([BoxList.from_nvec(part) for part in nvec.unbind(-1)])
 
     def to(self, dest: torch.dtype | torch.device | str) -> BoxList:
-        """Return itself: numbers lie nowhere."""
+        """Return the box itself: it has no tensors."""
         return self
 
     def clone(self) -> BoxList:
-        """Return itself: nothing in it changes."""
+        """Return the box itself: it is immutable."""
         return self
 
     def __iter__(self) -> Iterator[Box]:

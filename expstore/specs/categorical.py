@@ -1,4 +1,4 @@
-"""Specs of choices among n: as numbers from 0 to n - 1, or as rows with a single one.
+"""Specs of choices among n: as numbers from 0 to n - 1, or as one-hot rows.
 
 Use them for discrete actions. The specs do not know what a choice means.
 """
@@ -19,20 +19,20 @@ __all__ = ["Categorical", "OneHot"]
 
 
 class Categorical(LeafSpec):
-    """Spec whose elements are numbers from 0 to n - 1.
+    """Spec whose elements are integers from 0 to n - 1.
 
-    A mask hides some of them: see `update_mask`. Threads may use one at once while none changes its mask;
-    processes and crashes: see TensorSpec.
+    A mask hides some choices, see `update_mask`. Threads can share a spec while no thread changes its mask.
+    For processes and crashes see TensorSpec.
 
     Args:
-        n: How many there are; -1: not known yet, see `set_provisional_n`.
-        shape: Of a value.
-        device: Where values lie.
-        dtype: What a value is made of.
-        mask: Which are allowed.
+        n: Number of choices; -1 if it is not known yet, see `set_provisional_n`.
+        shape: Shape of a value.
+        device: Device of the values.
+        dtype: Dtype of the values.
+        mask: Which choices are allowed.
 
     Raises:
-        ValueError: n is no whole number, or less than 1 and not -1.
+        ValueError: n is not an integer, or is less than 1 and not -1.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -56,10 +56,10 @@ class Categorical(LeafSpec):
 
     @property
     def n(self) -> int:
-        """How many choices there are.
+        """Number of choices.
 
         Raises:
-            RuntimeError: It is not known.
+            RuntimeError: It is unknown.
         """
         n = self._n
         if n is None:
@@ -74,21 +74,21 @@ class Categorical(LeafSpec):
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Which choices are allowed. Shape `(*shape, n)`, bool; None: all of them."""
+        """Which choices are allowed. Shape `(*shape, n)`, bool; None allows all."""
         return self._mask
 
     def set_provisional_n(self, n: int) -> None:
-        """Set the number of choices for now, if it was unknown. Changes this spec."""
+        """Set a provisional number of choices if it is unknown. Changes this spec."""
         self._provisional_n = as_count(n, "set_provisional_n: n")
 
     def update_mask(self, mask: Any) -> None:
         """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
 
         Args:
-            mask: True where a choice is allowed; expands to `(*shape, n)`. bool. None: all are.
+            mask: True where a choice is allowed; expands to `(*shape, n)`. bool. None allows all.
 
         Raises:
-            RuntimeError: It does not expand to that.
+            RuntimeError: The mask does not expand to that shape.
         """
         if mask is not None:
             size = safe((*self.shape, int(self.space.n)))
@@ -96,14 +96,14 @@ class Categorical(LeafSpec):
         self._mask: torch.Tensor | None = mask
 
     def cardinality(self) -> int:
-        """Return how many choices there are, hidden ones included."""
+        """Return the number of choices, including hidden ones."""
         return self.n
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all choices, each for all elements. Shape `(n, *shape)`.
 
         Raises:
-            ValueError: `use_mask`, and the elements have different masks.
+            ValueError: `use_mask` is set, and the elements have different masks.
         """
         found = torch.arange(self.n, device=self.device).to(self.dtype)
         if use_mask and self.mask is not None:
@@ -111,14 +111,14 @@ class Categorical(LeafSpec):
         return found.reshape(-1, *[1] * self.ndim).expand(-1, *safe(self.shape))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a choice for each element: each one allowed is as likely.
+        """Draw a choice for each element; all allowed choices are equally likely.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
 
         Raises:
-            RuntimeError: It is not known how many there are, or all of them are hidden.
+            RuntimeError: The number of choices is unknown, or all choices are hidden.
         """
         if self._n is None:
             raise RuntimeError(
@@ -139,7 +139,7 @@ class Categorical(LeafSpec):
         """Return for each element whether it is an allowed choice.
 
         Returns:
-            bool. The shape of `val`.
+            A bool tensor with the shape of `val`.
         """
         fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
         if not val.is_floating_point():
@@ -163,11 +163,11 @@ class Categorical(LeafSpec):
         return val.to(self.dtype)
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
-        """Return what choices, taken as indices, choose from a tensor's last dim.
+        """Index the last dim of a tensor with choices.
 
         Args:
             index: A value of this spec.
-            tensor_to_index: Any tensor with n places in its last dim.
+            tensor_to_index: Any tensor whose last dim has size n.
         """
         index = index.long()
         if self.ndim == 0:
@@ -196,31 +196,31 @@ class Categorical(LeafSpec):
         return made
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return choices as rows of n bools, True where the choice is.
+        """Return choices as rows of n bools that are True at the chosen position.
 
         Args:
             val: A value of this spec.
             safe: Raise an AssertionError if `val` is not in the spec.
 
         Returns:
-            bool. Shape `(*val.shape, n)`.
+            A bool tensor. Shape `(*val.shape, n)`.
         """
         if safe:
             self.assert_is_in(val)
         return torch.nn.functional.one_hot(val.long(), self.n).bool()
 
     def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return what is given, a number already; with `safe`, an AssertionError if it is not in the spec."""
+        """Return the value, which is a number already; with `safe`, raise AssertionError if it is invalid."""
         if safe:
             self.assert_is_in(val)
         return val
 
     def to_one_hot_spec(self) -> OneHot:
-        """Return the spec of the same choices as rows of bools."""
+        """Return the spec of the same choices as one-hot rows."""
         return OneHot(self.n, (*self.shape, self.n), self.device, mask=self.mask)
 
     def to_categorical_spec(self) -> Categorical:
-        """Return itself."""
+        """Return the spec itself."""
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -235,21 +235,22 @@ class Categorical(LeafSpec):
 
 
 class OneHot(LeafSpec):
-    """Spec whose rows of n elements have a single one, and zeros elsewhere.
+    """Spec of one-hot rows: n elements, one of which is 1 and the others 0.
 
-    The last dim is the row: it cannot be indexed or moved. Threads, processes and crashes: see Categorical.
+    The last dim is the row; it cannot be indexed or moved. For threads, processes and crashes see
+    Categorical.
 
     Args:
-        n: How many choices there are.
-        shape: Of a value; the last dim is n.
-        device: Where values lie.
-        dtype: What a value is made of.
-        use_register: Refused: TorchRL gives numbers to what it meets, in a register that all specs of a
-            program share, and finds no value again. Give numbers to yours, and encode these.
+        n: Number of choices.
+        shape: Shape of a value; the last dim is n.
+        device: Device of the values.
+        dtype: Dtype of the values.
+        use_register: Not supported. TorchRL numbers values in a register that all specs of a program share,
+            and cannot map the numbers back. Number your values yourself, and encode the numbers.
         mask: Which choices are allowed.
 
     Raises:
-        ValueError: The last dim is another than n, or n is no whole number from 1 on.
+        ValueError: The last dim differs from n, or n is not an integer of at least 1.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -285,34 +286,34 @@ class OneHot(LeafSpec):
 
     @property
     def n(self) -> int:
-        """How many choices there are."""
+        """Number of choices."""
         return int(self.space.n)
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Which choices are allowed. The spec's shape, bool; None: all of them."""
+        """Which choices are allowed. The spec's shape, bool; None allows all."""
         return self._mask
 
     def update_mask(self, mask: Any) -> None:
         """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
 
         Args:
-            mask: True where a choice is allowed; expands to the spec's shape. bool. None: all are.
+            mask: True where a choice is allowed; expands to the spec's shape. bool. None allows all.
 
         Raises:
-            RuntimeError: It does not expand to that.
+            RuntimeError: The mask does not expand to that shape.
         """
         self._mask = None if mask is None else as_mask(mask, safe(self.shape), self.device)
 
     def cardinality(self) -> int:
-        """Return how many choices there are, hidden ones included."""
+        """Return the number of choices, including hidden ones."""
         return self.n
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all choices, each for all rows. Shape `(n, *shape)`.
 
         Raises:
-            ValueError: `use_mask`, and the rows have different masks.
+            ValueError: `use_mask` is set, and the rows have different masks.
         """
         found = torch.eye(self.n, dtype=torch.bool, device=self.device).to(self.dtype)
         if use_mask and self.mask is not None:
@@ -320,14 +321,14 @@ class OneHot(LeafSpec):
         return found.reshape(-1, *[1] * (self.ndim - 1), self.n).expand(-1, *safe(self.shape))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a choice for each row: each one allowed is as likely.
+        """Draw a choice for each row; all allowed choices are equally likely.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
 
         Raises:
-            RuntimeError: All of them are hidden.
+            RuntimeError: All choices are hidden.
         """
         size = self._draw_shape(shape)
         if self.mask is None:
@@ -343,14 +344,14 @@ class OneHot(LeafSpec):
         """Return for each row whether it is an allowed choice.
 
         Returns:
-            bool. The shape of `val` without the last dim.
+            A bool tensor with the shape of `val` without the last dim.
         """
         ones = val == 1
         fits = (ones.sum(-1) == 1) & (ones | (val == 0)).all(-1)
         return fits if self.mask is None else fits & (ones & self.mask.to(val.device)).any(-1)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Replace rows that are not in the spec by a choice drawn in proportion to the row's numbers."""
+        """Replace invalid rows by a choice drawn in proportion to the row's values."""
         fits = self.within(val)
         weights = val.nan_to_num(0).double().clamp(min=0)
         allowed = torch.ones_like(val, dtype=torch.bool)
@@ -364,7 +365,7 @@ class OneHot(LeafSpec):
         return self._row(chosen)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return numbers from 0 to n - 1 as rows.
+        """Return integers from 0 to n - 1 as one-hot rows.
 
         Args:
             val: The numbers. Any shape.
@@ -374,26 +375,28 @@ class OneHot(LeafSpec):
             A tensor of the spec's dtype. Shape `(*val.shape, n)`.
 
         Raises:
-            AssertionError: A number is not from 0 to n - 1.
+            AssertionError: A number is outside of 0 to n - 1.
         """
         numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
         if ((numbers < 0) | (numbers >= self.n)).any():
-            raise AssertionError(f"Value must be less than action space. Got {val}, of 0 to {self.n - 1}.")
+            raise AssertionError(
+                f"Value must be less than action space. Got {val}, expected 0 to {self.n - 1}."
+            )
         return self._row(numbers.long())
 
     def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return rows as an array of numbers; with `safe`, an AssertionError if one is not in the spec."""
+        """Return rows as an array of integers; with `safe`, raise AssertionError for invalid rows."""
         return self.to_categorical(val, safe).cpu().numpy()
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
-        """Return what rows choose from a tensor's last dim, which stays, with one place.
+        """Index the last dim of a tensor with rows; the dim is kept, with size 1.
 
         Args:
             index: A value of this spec.
-            tensor_to_index: A tensor with n places in its last dim.
+            tensor_to_index: A tensor whose last dim has size n.
 
         Raises:
-            ValueError: `index` is no tensor.
+            ValueError: `index` is not a tensor.
         """
         if not isinstance(index, torch.Tensor):
             raise ValueError(
@@ -420,27 +423,27 @@ class OneHot(LeafSpec):
         )
 
     def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return rows as numbers; with `safe`, an AssertionError if one is not in the spec.
+        """Return rows as integers; with `safe`, raise AssertionError if one is not in the spec.
 
         Returns:
-            int64. The shape of `val` without the last dim.
+            An int64 tensor with the shape of `val` without the last dim.
         """
         if safe:
             self.assert_is_in(val)
         return val.long().argmax(-1)
 
     def to_categorical_spec(self) -> Categorical:
-        """Return the spec of the same choices as numbers."""
+        """Return the spec of the same choices as integers."""
         return Categorical(self.n, self.shape[:-1], self.device, mask=self.mask)
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return what is given, a row already; with `safe`, an AssertionError if it is not in the spec."""
+        """Return the value, which is a row already; with `safe`, raise AssertionError if it is invalid."""
         if safe:
             self.assert_is_in(val)
         return val
 
     def to_one_hot_spec(self) -> Any:
-        """Return itself."""
+        """Return the spec itself."""
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -455,9 +458,9 @@ class OneHot(LeafSpec):
 
 
 def refuse_register(use_register: bool) -> None:
-    """Raise a ValueError if a register is asked for."""
+    """Raise ValueError if `use_register` is set."""
     if use_register:
         raise ValueError(
-            "use_register=True: TorchRL numbers what it meets in a register that all specs of a program "
-            "share, and finds no value again. Give numbers to your values, and encode these"
+            "use_register=True is not supported: TorchRL's register is shared by all specs of a program, and "
+            "cannot map numbers back to values. Number your values yourself, and encode the numbers"
         )

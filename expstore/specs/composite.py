@@ -1,7 +1,7 @@
-"""Specs of TensorDicts: a spec for each key, as nested as these are.
+"""Specs of TensorDicts: one spec for each key, possibly nested.
 
-What a store keeps of its fields, and what `Composite(...)` makes. It draws and checks nothing itself: the
-specs in it do.
+`Composite` describes TensorDicts, and the fields of a store. It delegates drawing and checking to the specs
+that it contains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView
 
 __all__ = ["Composite"]
 
-#: Names that are the spec's own.
+#: Names that are properties of the spec itself.
 _RESERVED = {"shape", "device", "dtype", "space"}
 _MISSING: Any = object()
 
@@ -31,16 +31,16 @@ _MISSING: Any = object()
 class Composite(Lockable, BatchDims):
     """Hold a spec for each key of a TensorDict; its shape is the batch size.
 
-    A key without a spec (None) may hold anything. Threads: any number may read it while no thread changes it.
-    Processes: it can be pickled.
+    A key whose spec is None may hold anything. Threads can share a composite while none of them changes it.
+    Composites can be pickled.
 
     Args:
         args: Key -> spec, as one dict or Composite; keys and dicts may be nested.
-        shape: The leading dims of all specs in it; `batch_size` is another name for it.
-        device: Device of all specs in it; None: each spec may have its own.
-        data_cls: Class of the values instead of TensorDict; made by its `from_dict`.
+        shape: The leading dims of all specs in it; also called `batch_size`.
+        device: Device of all specs in it; None lets each spec have its own.
+        data_cls: Class of the values instead of TensorDict; created by its `from_dict`.
         step_mdp_static: Whether TorchRL's `step_mdp` keeps the values unchanged.
-        names: Names of the dims; None: they have none.
+        names: Names of the dims; None for unnamed dims.
         kwargs: Key -> spec.
 
     Raises:
@@ -87,7 +87,7 @@ class Composite(Lockable, BatchDims):
 
     @property
     def shape(self) -> torch.Size:
-        """The first dims of all specs in it."""
+        """The leading dims of all specs in it."""
         return self._shape
 
     @shape.setter
@@ -110,7 +110,7 @@ class Composite(Lockable, BatchDims):
 
     @property
     def device(self) -> torch.device | None:
-        """Where all specs in it are; None: each may be elsewhere."""
+        """Device of all specs in it; None lets each spec have its own."""
         return self._device
 
     @device.setter
@@ -124,7 +124,7 @@ class Composite(Lockable, BatchDims):
         self._specs, self._device = moved._specs, moved._device
 
     def clear_device_(self) -> Self:
-        """Let each spec be where it is: nothing is asked of the device of a TensorDict any more."""
+        """Remove the device: each spec keeps its own, and the device of TensorDicts is no longer checked."""
         self._device = None
         for _, spec in self.entries():
             if isinstance(spec, Composite):
@@ -133,7 +133,7 @@ class Composite(Lockable, BatchDims):
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the dims; None for one without."""
+        """Names of the dims; None for unnamed dims."""
         return [None] * len(self.shape) if self._names is None else list(self._names)
 
     @names.setter
@@ -149,7 +149,7 @@ class Composite(Lockable, BatchDims):
         """Name dims that have no name yet, and return the spec.
 
         Args:
-            names: One for each dim; None leaves it as it is, `...` stands for as many None as are missing.
+            names: One name per dim. None keeps the current name; `...` fills the missing positions with None.
 
         Raises:
             RuntimeError: A dim has another name.
@@ -168,7 +168,7 @@ class Composite(Lockable, BatchDims):
     # -- what is in it -----------------------------------------------------------------------------
 
     def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
-        """Yield key and spec of what is right in it, in the order in which it was set."""
+        """Yield keys and specs of the first level, in the order in which they were set."""
         yield from tuple(self._specs.items())
 
     def _branches(self) -> Iterator[Composite]:
@@ -182,13 +182,14 @@ class Composite(Lockable, BatchDims):
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
     ) -> KeysView:
-        """Return the keys, as TensorDicts do.
+        """Return the keys, like TensorDict.keys.
 
         Args:
-            include_nested: Those of composites in it, too, before these themselves.
-            leaves_only: Leave out those of composites.
-            is_leaf: Returns whether a class of specs is a leaf; None: all but composites are.
-            step_mdp_static_only: Take composites that `step_mdp` leaves as they are for leaves.
+            include_nested: Whether to include the keys of nested composites, before the composites' own keys.
+            leaves_only: Whether to leave out the keys of composites.
+            is_leaf: Function that returns whether a class of specs is a leaf. By default all classes but
+                composites are leaves.
+            step_mdp_static_only: Whether to treat composites that `step_mdp` keeps unchanged as leaves.
         """
         return KeysView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
 
@@ -200,7 +201,7 @@ class Composite(Lockable, BatchDims):
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
     ) -> ItemsView:
-        """Return keys and specs; see `keys`."""
+        """Return keys and specs; for the arguments see `keys`."""
         return ItemsView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
 
     def values(
@@ -211,7 +212,7 @@ class Composite(Lockable, BatchDims):
         is_leaf: Callable[[type], bool] | None = None,
         step_mdp_static_only: bool = False,
     ) -> ValuesView:
-        """Return the specs; see `keys`."""
+        """Return the specs; for the arguments see `keys`."""
         return ValuesView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
 
     def __iter__(self) -> Iterator[str]:
@@ -224,14 +225,14 @@ class Composite(Lockable, BatchDims):
         return key in self.keys(include_nested=True)
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Return whether nothing is in it; with `recurse` whether there are no leaves, however deep."""
+        """Return whether it has no entries; with `recurse`, whether it has no leaves at any depth."""
         if not recurse:
             return not self._specs
         specs = [spec for _, spec in self.entries() if spec is not None]
         return all(isinstance(spec, Composite) and spec.is_empty(recurse=True) for spec in specs)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the spec of a key, or, given an index, the composite of that part of the batch."""
+        """Return the spec of a key; for an index, the composite of that part of the batch."""
         if isinstance(key, str) or (isinstance(key, tuple) and key and _is_key(key)):
             return self._entry(to_key(key))
         return self._take_at(key)
@@ -244,7 +245,7 @@ class Composite(Lockable, BatchDims):
             raise KeyError(f"no spec {name!r}; there are {', '.join(map(repr, self._specs)) or 'none'}")
         spec = self._specs[name]
         if rest and not isinstance(spec, Composite):
-            raise KeyError(f"{name!r} is no composite: it has no {rest[0]!r}")
+            raise KeyError(f"{name!r} is not a composite: it has no {rest[0]!r}")
         return cast("Composite", spec)._entry(tuple(rest)) if rest else spec
 
     def get(self, item: NestedKey, default: Any = None) -> Any:
@@ -257,11 +258,13 @@ class Composite(Lockable, BatchDims):
     def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
         """Set the spec of a key, and return the composite.
 
-        Composites of fewer dims get those that are missing. What is between is made.
+        Missing batch dims of composites are added. Missing composites along the key are created. A spec of
+        TorchRL is converted.
 
         Raises:
+            TypeError: The value is not a spec.
             RuntimeError: The composite is locked, or the spec is on another device.
-            ValueError: The spec's first dims are others.
+            ValueError: The leading dims of the spec differ.
         """
         first, *rest = to_key(name)
         if not rest:
@@ -274,8 +277,9 @@ class Composite(Lockable, BatchDims):
         inner.set(tuple(rest), spec)
         return self
 
-    def _set(self, name: str, spec: TensorSpec | None) -> None:
+    def _set(self, name: str, spec: Any) -> None:
         self._check_unlocked()
+        spec = _as_spec(name, spec)
         if name in _RESERVED:
             raise AttributeError(f"Composite[{name}] cannot be set")
         if spec is not None and self._device is not None and spec.device != self._device:
@@ -298,7 +302,7 @@ class Composite(Lockable, BatchDims):
         self._specs[name] = spec
 
     def _lengthen(self, spec: TensorSpec) -> TensorSpec:
-        """Return a composite, or a spec of no tensors, with all dims of this composite's batch."""
+        """Return a composite, or a spec without tensors, with all batch dims of this composite."""
         if not isinstance(spec, Composite):
             return spec.expand(self.shape)
         spec = spec.clone()
@@ -310,10 +314,6 @@ class Composite(Lockable, BatchDims):
             raise TypeError(f"Got key of type {type(key)} when a string was expected.")
         if isinstance(value, Mapping):
             value = Composite(value, shape=self.shape, device=self._device)
-        elif value is not None and not isinstance(value, TensorSpec):
-            raise TypeError(
-                f"{key!r} is set to a {type(value).__name__}; give a spec, a dict of specs, or None"
-            )
         self.set(key, value)
 
     def __delitem__(self, key: NestedKey) -> None:
@@ -335,14 +335,16 @@ class Composite(Lockable, BatchDims):
         return default
 
     def separates(self, *keys: NestedKey, default: Any = None) -> Composite | None:
-        """Take specs out and return a composite of them; None if none of them is there."""
+        """Remove specs and return a composite of them; None if none of the keys exists."""
         taken = {to_key(key): spec for key in keys if (spec := self.pop(key, default)) is not None}
         return Composite(taken, shape=self.shape, device=self._device) if taken else None
 
     def update(self, specs: Mapping[Any, Any] | Composite) -> Self:
-        """Set all specs of a dict or a composite, those of composites one by one; return the composite."""
+        """Set all specs of a dict or a composite, merging nested composites; return the composite."""
         for key, spec in specs.items():
             own = self.get(key)
+            if not isinstance(spec, Mapping):
+                spec = _as_spec(key, spec)
             if isinstance(own, Composite) and isinstance(spec, (Mapping, Composite)):
                 own.update(spec)
                 continue
@@ -352,7 +354,7 @@ class Composite(Lockable, BatchDims):
         return self
 
     def empty(self) -> Self:
-        """Return one with nothing in it."""
+        """Return a composite without entries."""
         return self._make({}, self.shape, self._names)
 
     # -- values ------------------------------------------------------------------------------------
@@ -363,8 +365,8 @@ class Composite(Lockable, BatchDims):
         """Draw a TensorDict.
 
         Args:
-            shape: More dims in front.
-            generator: What the draws follow from; None: torch's own.
+            shape: Dims to put in front.
+            generator: Random generator; torch's default generator if None.
         """
         return self._fill(shape, lambda spec: spec.rand(shape, generator=generator))
 
@@ -403,7 +405,7 @@ class Composite(Lockable, BatchDims):
         return val.update(self.one())
 
     def is_in(self, val: Any) -> bool:
-        """Return whether a TensorDict, or a dict, has a value of each spec, and perhaps others."""
+        """Return whether a TensorDict or dict has a valid value for each spec; more keys are allowed."""
         if not hasattr(val, "get") or (self.data_cls is not None and type(val) is not self.data_cls):
             return False
         for key, spec in self.entries():
@@ -415,11 +417,11 @@ class Composite(Lockable, BatchDims):
         return True
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Replace each value that is not in its spec by one that is, in place; return the TensorDict.
+        """Replace each invalid value by a valid one, in place; return the TensorDict.
 
         Args:
             val: The TensorDict. It needs every key that has a spec.
-            generator: Draws the new value if a mask hides the old one.
+            generator: Random generator, used if a mask hides a value and a new one is drawn.
 
         Raises:
             KeyError: A key is missing; nothing was changed.
@@ -442,16 +444,16 @@ class Composite(Lockable, BatchDims):
         return val
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
-        """Return what an environment gave, a dict say, as a TensorDict of tensors.
+        """Return a value of an environment, for instance a dict, as a TensorDict of tensors.
 
         Args:
-            val: Key -> value: nothing that the composite does not know.
-            ignore_device: Leave tensors where they are.
+            val: Key -> value. Every key must have a spec.
+            ignore_device: Leave tensors on their devices.
 
         Raises:
-            KeyError: There is no spec for a key.
-            TypeError: It has no keys.
-            RuntimeError: A value is None, or cannot be one of its spec.
+            KeyError: A key has no spec.
+            TypeError: `val` has no keys.
+            RuntimeError: A value is None, or cannot be converted to a value of its spec.
         """
         _check_keyed(val, "encode")
         made: dict[str, Any] = {}
@@ -481,7 +483,7 @@ class Composite(Lockable, BatchDims):
         return {key: self[key].to_numpy(value, safe) for key, value in val.items()}
 
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise TypeError if a value has another dtype than its spec; of some keys, if `key` names them."""
+        """Raise TypeError if a value has another dtype than its spec; `key` selects the keys to check."""
         if isinstance(value, torch.Tensor) and isinstance(key, str):
             value, key = {key: value}, [key]
         for name, spec in self.entries():
@@ -489,18 +491,18 @@ class Composite(Lockable, BatchDims):
                 spec.type_check(value[name], name)
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: which part of a TensorDict would be the index?"""
+        """Raise NotImplementedError: a TensorDict cannot be used as an index."""
         raise NotImplementedError("`index` is not implemented for Composite specs.")
 
     def cardinality(self) -> Any:
-        """Return how many TensorDicts there are; 0 of nothing."""
+        """Return the number of TensorDicts in the spec; 0 if there are no entries."""
         counts = [spec.cardinality() for _, spec in self.entries() if spec is not None]
         return math.prod(counts) if counts else 0
 
     def enumerate(self, use_mask: bool = False) -> TensorDictBase:
-        """Return all TensorDicts there are, one behind another along a new first dim.
+        """Return all TensorDicts in the spec, stacked along a new first dim.
 
-        Every place of the batch holds the same one; the last key changes fastest.
+        All positions of the batch are equal; the last key changes fastest.
         """
         one: Composite = self[(0,) * len(self.shape)] if self.shape else self
         found = {key: spec.enumerate(use_mask) for key, spec in one.entries() if spec is not None}
@@ -527,7 +529,7 @@ class Composite(Lockable, BatchDims):
         return made
 
     def to(self, dest: torch.dtype | torch.device | str | int | None) -> Self:
-        """Return one on another device, or of another dtype; itself if that changes nothing."""
+        """Return a composite on another device or with another dtype; the same object if nothing changes."""
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):
@@ -544,7 +546,7 @@ class Composite(Lockable, BatchDims):
         return made
 
     def clone(self) -> Self:
-        """Return a copy, which is not locked."""
+        """Return an unlocked copy."""
         return self._with(None, lambda spec: spec.clone(), self._names)
 
     def __eq__(self, other: object) -> bool:
@@ -563,11 +565,23 @@ class Composite(Lockable, BatchDims):
         return f"{type(self).__name__}(\n" + indent(",\n".join(lines), " " * 4) + ")"
 
 
+def _as_spec(key: NestedKey, value: Any) -> TensorSpec | None:
+    """Return a value that a key is set to, one of TorchRL's specs as one of ours."""
+    if value is None or isinstance(value, TensorSpec):
+        return value
+    if not hasattr(value, "is_in"):
+        raise TypeError(f"{key!r} is set to a {type(value).__name__}; give a spec, a dict of specs, or None")
+    from expstore.specs.torchrl_specs import from_torchrl
+
+    found: TensorSpec = from_torchrl(value)
+    return found
+
+
 def _is_key(key: object) -> bool:
     return isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(part, str) for part in key))
 
 
 def _check_keyed(val: Any, what: str) -> None:
-    """Raise a TypeError if a value has no keys."""
+    """Raise TypeError if a value has no keys."""
     if not hasattr(val, "get"):
         raise TypeError(f"Composite.{what} takes a TensorDict or a dict; got a {type(val).__name__}")

@@ -1,4 +1,4 @@
-"""Former names of specs, which TorchRL's documents still use."""
+"""Deprecated names of specs, which TorchRL's documentation still uses."""
 
 from __future__ import annotations
 

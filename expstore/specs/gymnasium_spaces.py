@@ -1,4 +1,4 @@
-"""gymnasium's spaces as specs, and specs as gymnasium's spaces: the same sets of values.
+"""Convert gymnasium spaces to specs, and specs to gymnasium spaces with the same values.
 
 Used by the collector, and by users for their own environments. gymnasium is imported only when a spec is
 converted to a space.
@@ -18,10 +18,10 @@ from expstore.specs.base import TensorSpec
 __all__ = ["from_space", "to_space"]
 
 _REFUSED = {
-    "Text": "its values are text of any length, and no tensors",
-    "Graph": "its values are graphs of any size, and no tensors",
+    "Text": "its values are text of any length, not tensors",
+    "Graph": "its values are graphs of any size, not tensors",
     "Sequence": "its values have any length; pad them to a fixed one in the environment",
-    "OneOf": "its values are pairs of a number and what that chooses, of another shape each time",
+    "OneOf": "its values are pairs of a number and a value, whose shape depends on the number",
 }
 
 
@@ -29,15 +29,15 @@ def from_space(space: Any) -> Any:
     """Return the spec of a gymnasium space's values, as tensors of the same dtype and shape.
 
     Box becomes Bounded, Discrete Categorical, MultiDiscrete MultiCategorical, MultiBinary Binary, Dict
-    Composite, and Tuple Composite with the keys "0", "1" and so on. Where a Discrete or MultiDiscrete does
-    not start at 0 its values are whole numbers between bounds: Bounded.
+    Composite, and Tuple Composite with the keys "0", "1" and so on. A Discrete or MultiDiscrete that does
+    not start at 0 becomes a Bounded of integers.
 
     Args:
-        space: Of one of these kinds, nested as deep as you like.
+        space: A space of one of these kinds, nested to any depth.
 
     Raises:
-        ValueError: Its values have no fixed shape: Text, Graph, Sequence, OneOf.
-        TypeError: It is no space.
+        ValueError: The values have no fixed shape: Text, Graph, Sequence, OneOf.
+        TypeError: `space` is not a supported space.
 
     Example:
         >>> import gymnasium.spaces
@@ -64,7 +64,7 @@ def from_space(space: Any) -> Any:
         if start:
             return specs.Bounded(start, start + n - 1, shape=(), dtype=_dtype(space))
         return specs.Categorical(n, dtype=_dtype(space))
-    raise TypeError(f"{type(space).__name__} is no gymnasium space that is known here")
+    raise TypeError(f"{type(space).__name__} is not a supported gymnasium space")
 
 
 def _from_multi_discrete(space: Any) -> TensorSpec:
@@ -81,18 +81,18 @@ def _dtype(space: Any) -> torch.dtype:
 
 
 def to_space(spec: TensorSpec | None) -> Any:
-    """Return the gymnasium space of what `spec.to_numpy` makes of the values of a spec.
+    """Return the gymnasium space of a spec's values, as `spec.to_numpy` returns them.
 
-    The reverse of `from_space`. Beside these Unbounded becomes a Box, OneHot a Discrete, MultiOneHot a
-    MultiDiscrete, and whole numbers between bounds, one at a time, a Discrete with a start.
+    The reverse of `from_space`. In addition Unbounded becomes a Box, OneHot a Discrete, MultiOneHot a
+    MultiDiscrete, and a single bounded integer a Discrete with a start.
 
     Args:
-        spec: Of tensors; composites with the keys "0", "1" and so on become a Tuple.
+        spec: A spec of tensors. A Composite with the keys "0", "1" and so on becomes a Tuple.
 
     Raises:
-        ValueError: gymnasium has no such space: of values that are no tensors, of a mask, of a dim of any
-            size, of bfloat16, of a stack, of None.
-        TypeError: It is no spec.
+        ValueError: gymnasium has no such space: for values that are not tensors, for masks, dims of any
+            size, bfloat16, stacks, and None.
+        TypeError: `spec` is not a spec.
         ModuleNotFoundError: gymnasium is not installed.
 
     Example:
@@ -113,7 +113,7 @@ def _gymnasium() -> Any:
 
 def _to_space(spec: Any, home: Any) -> Any:
     if isinstance(spec, (specs.StackedComposite, specs.Stacked, specs.Choice)):
-        raise ValueError(f"gymnasium has no space for a {type(spec).__name__}: take those of its parts")
+        raise ValueError(f"gymnasium has no space for a {type(spec).__name__}: convert its parts instead")
     if isinstance(spec, specs.Composite):
         parts = {key: _to_space(part, home) for key, part in spec.entries()}
         if parts and list(parts) == [str(place) for place in range(len(parts))]:
@@ -122,16 +122,16 @@ def _to_space(spec: Any, home: Any) -> Any:
     if spec is not None and not isinstance(spec, TensorSpec):
         raise TypeError(
             f"to_space takes a spec of expstore; got a {type(spec).__module__}.{type(spec).__name__} "
-            "(TorchRL's become ours by from_torchrl)"
+            "(convert specs of TorchRL with from_torchrl)"
         )
     if spec is None or spec.dtype is None:
-        raise ValueError("gymnasium has no space where no spec is known, or values are no tensors")
+        raise ValueError("gymnasium has no space for an unknown spec, or for values that are not tensors")
     if -1 in spec.shape:
         raise ValueError(f"gymnasium has no space with a dim of any size: the spec has shape {spec.shape}")
     if spec.dtype == torch.bfloat16:
-        raise ValueError("NumPy has no bfloat16; make the spec one of float32")
+        raise ValueError("NumPy has no bfloat16; convert the spec to float32")
     if getattr(spec, "mask", None) is not None:
-        raise ValueError("gymnasium's spaces have no masks; give the mask to `space.sample`")
+        raise ValueError("gymnasium's spaces have no masks; pass the mask to `space.sample`")
     return _to_leaf(spec, home, tuple(spec.shape), torch.zeros(0, dtype=spec.dtype).numpy().dtype)
 
 

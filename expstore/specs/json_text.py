@@ -1,11 +1,12 @@
-"""Specs as JSON text, and back: every bound to the bit, infinities and masks included.
+"""Specs as JSON text, and back. Bounds, infinities and masks are kept exactly.
 
-What a store keeps of its fields' specs. Nothing in a text is ever run: it names no class but those here.
+A store keeps this text for the specs of its fields. Reading a text never runs code: it can name only the
+classes in this module.
 
-A text is `{"version": 1, "spec": node}`: a node has the class's name under `kind`, and arguments: `shape`,
-`dtype`, `low`, `n`, `mask` and so on; numbers nested as the tensor is, or one for all of it; infinities as
-text. A Composite has nodes under `specs`, by name, null where nothing is said; a stack has them under
-`parts`, a Choice under `choices`.
+A text is `{"version": 1, "spec": node}`. A node has the class's name under `kind`, and its arguments:
+`shape`, `dtype`, `low`, `n`, `mask` and so on. Numbers are nested like the tensor, or one number if all are
+equal; infinities are text. A Composite has nodes by name under `specs`, null for unspecified keys; a stack
+has them under `parts`, a Choice under `choices`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _TENSORS = ("low", "high", "mask")
 def to_text(spec: TensorSpec) -> str:
     """Return a spec as JSON text.
 
-    A bound that is the same for all elements is one number. Left out: that a composite is locked, the device
-    where it is the CPU or none, a number of choices that was set for now only.
+    A bound that is the same for all elements is one number. Not kept: whether a composite is locked, the
+    device if it is the CPU or None, and a provisional number of choices.
 
     Args:
-        spec: Of any kind.
+        spec: A spec of any kind.
 
     Raises:
-        SchemaError: JSON has no form for it: examples that are no text, numbers, lists or dicts, or a
-            `data_cls`.
+        SchemaError: JSON cannot represent the spec: it has a `data_cls`, or examples other than text,
+            numbers, lists and dicts.
 
     Example:
         >>> text = to_text(Bounded(-math.inf, 1, shape=(2,)))
@@ -49,11 +50,11 @@ def to_text(spec: TensorSpec) -> str:
     try:
         return pack_specs(_note(take_apart(spec)))
     except (TypeError, ValueError) as exc:
-        raise SchemaError(f"text cannot keep this spec: {exc}") from exc
+        raise SchemaError(f"JSON cannot represent this spec: {exc}") from exc
 
 
 def _note(tree: Tree) -> dict[str, Any]:
-    """Return a tree with nothing in it but JSON's own values."""
+    """Return a tree that consists of JSON values only."""
     if tree.get("data_cls") is not None:
         raise ValueError(f"its data_cls is {tree['data_cls'].__name__}, a class; leave it out")
     noted: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def _note(tree: Tree) -> dict[str, Any]:
 
 
 def _note_tensor(tensor: torch.Tensor) -> Any:
-    """Return a tensor as numbers: a single one if all are the same, to the sign of zero."""
+    """Return a tensor as numbers; a single number if all are equal, including the sign of zero."""
     flat = tensor.detach().cpu().reshape(-1)
     if not flat.numel():
         return 0
@@ -99,12 +100,12 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(data: Any) -> Any:
-    """Return data that is no tensor, if JSON can keep it."""
+    """Return data that is not a tensor if JSON can represent it; raise TypeError otherwise."""
     if isinstance(data, (NonTensorData, NonTensorStack)):
         data = data.tolist() if isinstance(data, NonTensorStack) else data.data
     if _is_plain(data):
         return data
-    raise TypeError(f"JSON has no form for {data!r}; use text, numbers, lists and dicts")
+    raise TypeError(f"JSON cannot represent {data!r}; use text, numbers, lists and dicts")
 
 
 def _is_plain(data: Any) -> bool:
@@ -121,23 +122,23 @@ def from_text(text: str) -> Any:
     """Return the spec that a text describes.
 
     Args:
-        text: What `to_text` has returned.
+        text: Text that `to_text` returned.
 
     Raises:
-        TypeError: It is no text at all.
-        MigrationError: A newer version of the library wrote it.
-        CorruptionError: It is no such text.
+        TypeError: The argument is not a str.
+        MigrationError: A newer version of the library wrote the text.
+        CorruptionError: The text does not describe a spec.
     """
     if not isinstance(text, str):
-        raise TypeError(f"from_text takes what to_text has returned, a str; got a {type(text).__name__}")
+        raise TypeError(f"from_text takes the str that to_text returned; got a {type(text).__name__}")
     try:
         return read_stored(text)
     except CorruptionError as exc:
-        raise CorruptionError(exc.message, hint="give what to_text has returned, as it was") from exc
+        raise CorruptionError(exc.message, hint="pass the text that to_text returned, unchanged") from exc
 
 
 def read_stored(text: str) -> Any:
-    """Return the spec that a store's text describes; errors as `from_text`, of a store that is damaged."""
+    """Return the spec that a store's text describes; raise CorruptionError for a damaged text."""
     node = unpack_specs(text)
     try:
         return build(_read(node), specs)
@@ -169,7 +170,7 @@ def _read(node: dict[str, Any]) -> Tree:
 
 
 def _read_numbers(value: Any, dtype: torch.dtype) -> Any:
-    """Return bounds: a single one as a tensor without dims, which any shape takes."""
+    """Return bounds as a tensor; a single number has no dims, and broadcasts to any shape."""
     return torch.tensor(_numbers(value), dtype=dtype)
 
 

@@ -1,13 +1,13 @@
-"""Composite specs can be locked: nothing is set in them or taken out of them then.
+"""Locking of composite specs: a locked composite refuses to set or remove entries.
 
-Mixed into the composite specs. It knows nothing of what they hold.
+Mixed into the composite specs. This module does not depend on what they contain.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 __all__ = ["Lockable"]
@@ -16,8 +16,8 @@ __all__ = ["Lockable"]
 class Lockable:
     """Lock a tree of specs as TensorDicts are locked.
 
-    A spec that was locked together with its parent can only be unlocked through the parent. Threads: a lock
-    protects from mistakes, not from other threads. Copies made by pickle are locked, too; clones are not.
+    A spec that was locked together with its parent can only be unlocked through the parent. The lock
+    guards against mistakes, not against other threads. Pickled copies are locked too; clones are not.
 
     Example:
         >>> spec = Composite(a=Composite(b=Categorical(3))).lock_()
@@ -31,11 +31,11 @@ class Lockable:
 
     @abstractmethod
     def _branches(self) -> Iterator[Lockable]:
-        """Yield those right below that can be locked."""
+        """Yield the lockable children."""
 
     @property
     def is_locked(self) -> bool:
-        """Whether entries can neither be set nor taken out."""
+        """Whether entries can neither be set nor removed."""
         return self._is_locked
 
     @is_locked.setter
@@ -44,14 +44,14 @@ class Lockable:
 
     @property
     def locked(self) -> bool:
-        """As `is_locked`."""
+        """The same as `is_locked`."""
         return self._is_locked
 
     def lock_(self, recurse: bool | None = None) -> Self:
         """Refuse changes from now on.
 
         Args:
-            recurse: Lock the composites within, too; None: yes.
+            recurse: Whether to lock nested composites too; None means yes.
         """
         if not self._is_locked:
             self._lock((), recurse is not False)
@@ -68,23 +68,44 @@ class Lockable:
         """Allow changes again.
 
         Args:
-            recurse: Unlock the composites within, too; None: yes.
+            recurse: Whether to unlock nested composites too; None means yes.
 
         Raises:
-            RuntimeError: It was locked together with one above it, which is locked still; nothing changed.
+            RuntimeError: The composite was locked by a parent that is still locked; nothing has changed.
         """
         below: list[Lockable] = list(self._iterate_below()) if recurse is not False else []
         tree: list[Lockable] = [self, *below]
         for one in tree:
-            above = [locker for ref in one._lockers if (locker := ref()) is not None and locker._is_locked]
-            if any(all(locker is not freed for freed in tree) for locker in above):
-                raise RuntimeError(
-                    "Cannot unlock a Composite that is part of a locked graph: unlock the one above it, with "
-                    "which it was locked"
-                )
+            one._check_unlock(tree)
         for one in tree:
             one._is_locked, one._lockers = False, ()
         return self
+
+    def _check_unlock(self, tree: Sequence[Lockable] = ()) -> None:
+        """Raise a RuntimeError if a composite outside of `tree` that locked this one is locked."""
+        above = [locker for ref in self._lockers if (locker := ref()) is not None and locker._is_locked]
+        if any(all(locker is not freed for freed in tree) for locker in above):
+            raise RuntimeError(
+                "Cannot unlock a Composite that is part of a locked graph: unlock the one above it, with "
+                "which it was locked"
+            )
+
+    # TorchRL's composites call these two, and `_check_unlock`, to lock and unlock the composites in them.
+
+    def _propagate_lock(
+        self,
+        *,
+        recurse: bool,
+        lock_parents_weakrefs: Sequence[weakref.ref[Lockable]],
+        is_compiling: bool,
+    ) -> None:
+        self._lock(tuple(lock_parents_weakrefs), recurse)
+
+    def _propagate_unlock(self, recurse: bool) -> list[Lockable]:
+        below: list[Lockable] = list(self._iterate_below()) if recurse else []
+        for one in (self, *below):
+            one._is_locked = False
+        return below
 
     def _iterate_below(self) -> Iterator[Lockable]:
         for branch in self._branches():
@@ -96,11 +117,11 @@ class Lockable:
             raise RuntimeError("Cannot modify a locked Composite.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the composites that locked this one: they do not contain the copy."""
+        """Return the state without references to the composites that locked this one."""
         return {name: value for name, value in self.__dict__.items() if name != "_lockers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of `__getstate__`; a locked composite locks those within it."""
+        """Restore the state from `__getstate__`; a locked composite locks its children."""
         self.__dict__.update(state)
         if self._is_locked:
             for branch in self._branches():

@@ -1,6 +1,6 @@
 """Masks of choices: which of n are allowed.
 
-Used by the specs of choices. Nothing here knows how a choice is written down.
+Used by the specs of choices. This module does not depend on how a choice is represented.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["as_mask", "draw_allowed", "list_allowed", "same_mask"]
 
 
 def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
-    """Return a mask of a size; a RuntimeError if it does not expand to that."""
+    """Return a mask with a shape; raise RuntimeError if it does not expand to that shape."""
     mask: torch.Tensor = torch.as_tensor(given, device=device).bool()
     if mask.numel() == size[-1] and mask.shape != size:
         mask = mask.reshape(size[-1])
@@ -26,7 +26,7 @@ def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
 
 
 def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether two masks hide the same."""
+    """Return whether two masks hide the same choices."""
     if mine is None or other is None:
         return mine is other
     return torch.equal(mine, other)
@@ -35,7 +35,7 @@ def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Draw, for each row, one of the positions along the last dim where the mask is True.
 
-    Returns int64, of the mask's shape without the last dim.
+    Returns int64 with the mask's shape without the last dim.
 
     Raises:
         RuntimeError: A row of the mask has no True.
@@ -49,15 +49,15 @@ def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch
 
 
 def list_allowed(mask: torch.Tensor) -> torch.Tensor:
-    """Return the one list of what all rows of a mask allow. Shape `(mask.shape[-1],)`, bool.
+    """Return the choices that all rows of a mask allow alike. Shape `(mask.shape[-1],)`, bool.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The rows differ.
     """
     rows = mask.reshape(-1, mask.shape[-1])
     if (rows != rows[0]).any():
         raise ValueError(
-            "enumerate(use_mask=True) takes one mask for all elements, and these differ: ask each spec of "
-            "unbind()"
+            "enumerate(use_mask=True) needs the same mask for all elements, and these differ: enumerate each "
+            "spec of unbind()"
         )
     return rows[0]

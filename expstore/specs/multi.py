@@ -1,4 +1,4 @@
-"""Specs of several choices, each with its own number of options: as numbers, or as joined one-hot rows.
+"""Specs of several choices, each with its own number of options: as integers, or as joined one-hot rows.
 
 Use them for actions of several parts. For a single choice use Categorical or OneHot.
 """
@@ -24,20 +24,20 @@ __all__ = ["MultiCategorical", "MultiOneHot"]
 class MultiCategorical(Categorical):
     """Spec whose elements are choices, each among its own number of options.
 
-    A mask hides some of them, where the numbers differ along the last dim only: see `update_mask`. Threads,
-    processes and crashes: see Categorical.
+    A mask hides some options, if their numbers differ along the last dim only: see `update_mask`. For
+    threads, processes and crashes see Categorical.
 
     Args:
-        nvec: How many choices each element has: along the last dim, or of any shape that values have.
-        shape: Of a value; that of `nvec` by default.
-        device: Where values lie.
-        dtype: What a value is made of.
-        mask: Which choices are allowed.
-        remove_singleton: Let `rand` leave out the dim of a spec of shape `(1,)`.
+        nvec: Number of options of each element: along the last dim, or with the shape of a value.
+        shape: Shape of a value; by default that of `nvec`.
+        device: Device of the values.
+        dtype: Dtype of the values.
+        mask: Which options are allowed.
+        remove_singleton: Whether `rand` leaves out the dim of a spec of shape `(1,)`.
 
     Raises:
-        ValueError: The last dims of shape and `nvec` differ, or a mask is given and numbers differ elsewhere,
-            or a number is no whole one from 1 on.
+        ValueError: The last dims of shape and `nvec` differ, a mask is given although the numbers differ
+            along other dims, or a number is not an integer of at least 1.
         RuntimeError: `nvec` or the mask have another shape.
 
     Example:
@@ -69,22 +69,22 @@ class MultiCategorical(Categorical):
 
     @property
     def nvec(self) -> torch.Tensor:
-        """How many choices each element has. The spec's shape."""
+        """Number of options of each element. The spec's shape."""
         return self._nvec
 
     @property
     def n(self) -> int:
-        """Refuse: each element has its own."""
+        """Raise AttributeError: each element has its own number of options, see `nvec`."""
         raise AttributeError(f"{type(self).__name__} has one number per element: see nvec")
 
     @property
     def space(self) -> Box:
-        """The choices of each element: lists of lists, the last dim outermost."""
+        """The options of each element: nested lists, the last dim outermost."""
         return BoxList.from_nvec(self.nvec)
 
     @property
     def _counts(self) -> list[int] | None:
-        """Number of choices of each element of a row; None if the rows differ, or if there are no rows."""
+        """Number of options of each element of a row; None if the rows differ, or if there are no rows."""
         rows = self.nvec.flatten(0, -2) if self.ndim > 1 else self.nvec[None]
         return rows[0].tolist() if len(rows) and (rows == rows[:1]).all() else None
 
@@ -96,19 +96,19 @@ class MultiCategorical(Categorical):
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Which choices are allowed: those of a row's elements one behind another. bool; None: all are."""
+        """Which options are allowed: the masks of a row's elements, concatenated. bool; None allows all."""
         return self._mask
 
     def update_mask(self, mask: Any) -> None:
-        """Hide some choices from `rand`, `is_in` and `project`. Changes this spec.
+        """Hide some options from `rand`, `is_in` and `project`. Changes this spec.
 
         Args:
-            mask: True where a choice is allowed; those of a row's elements one behind another: expands to
-                `(*shape[:-1], nvec.sum())`. bool. None: all are.
+            mask: True for allowed options: the masks of a row's elements, concatenated. Expands to
+                `(*shape[:-1], nvec.sum())`. bool. None allows all.
 
         Raises:
-            RuntimeError: It does not expand to that.
-            ValueError: Rows have different numbers of choices.
+            RuntimeError: The mask does not expand to that shape.
+            ValueError: Rows have different numbers of options.
         """
         self._mask = None
         if mask is not None:
@@ -116,18 +116,18 @@ class MultiCategorical(Categorical):
             self._mask = as_mask(mask, safe((*self.shape[:-1], sum(row))), self.device)
 
     def set_provisional_n(self, n: int) -> None:
-        """Refuse: the numbers of choices are known."""
+        """Raise ValueError: the numbers of options are known."""
         raise ValueError(f"{type(self).__name__} knows how many choices there are: nvec={self.nvec}")
 
     def cardinality(self) -> int:
-        """Return how many rows there are, hidden ones included; of all elements where the rows differ."""
+        """Return the number of possible rows, including hidden ones; of all elements if the rows differ."""
         return math.prod(self._counts or self.nvec.flatten().tolist())
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all rows. Shape `(cardinality, *shape)`.
 
         Raises:
-            ValueError: Rows have different numbers of choices, or, with `use_mask`, different masks.
+            ValueError: Rows have different numbers of options, or, with `use_mask`, different masks.
         """
         row = self._counts_or_refuse("Cannot call enumerate on heterogeneous nvecs")
         parts = [torch.arange(n, device=self.device) for n in row]
@@ -138,15 +138,15 @@ class MultiCategorical(Categorical):
         return found.to(self.dtype).expand(-1, *safe(self.shape))
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a choice for each element: each one allowed is as likely.
+        """Draw a choice for each element; all allowed choices are equally likely.
 
         Args:
-            shape: Dims to be put in front. A spec of shape `(1,)` without a mask gives just these, if
-                `remove_singleton`.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape. With `remove_singleton` a spec of shape `(1,)`
+                without a mask returns this shape only.
+            generator: Random generator; torch's default generator if None.
 
         Raises:
-            RuntimeError: All choices of an element are hidden.
+            RuntimeError: All options of an element are hidden.
         """
         size = self._draw_shape(shape)
         row = self._counts
@@ -164,11 +164,11 @@ class MultiCategorical(Categorical):
         return made.squeeze(-1) if bare else made
 
     def _takes(self, shape: torch.Size) -> bool:
-        """Return whether a shape fits; a spec of shape `(1,)` takes numbers without it, too."""
+        """Return whether a shape fits; a spec of shape `(1,)` also accepts values without that dim."""
         return super()._takes(shape or torch.Size([1]))
 
     def _choices(self) -> torch.Tensor | None:
-        """Return the mask of each element. Shape `(*shape, largest number of choices)`."""
+        """Return the mask of each element. Shape `(*shape, largest number of options)`."""
         if self.mask is None:
             return None
         row = self._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
@@ -178,10 +178,10 @@ class MultiCategorical(Categorical):
         return made
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Return for each element whether it is an allowed choice.
+        """Return for each element whether it is an allowed option.
 
         Returns:
-            bool. The shape of `val`.
+            A bool tensor with the shape of `val`.
         """
         fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
         val = val if val.is_floating_point() else val.long()
@@ -223,7 +223,7 @@ class MultiCategorical(Categorical):
             return Categorical(n, **settings, mask=None if allowed is None else allowed[:n])
         made = MultiCategorical(nvec, shape, **settings, remove_singleton=self.remove_singleton)
         if not made.nvec.numel():
-            return made  # without choices there is nothing to hide
+            return made  # without options there is nothing to hide
         if allowed is not None:
             row = made._counts_or_refuse("Only homogeneous MultiDiscrete specs can be masked")
             made.update_mask(torch.cat([allowed[..., place, :n] for place, n in enumerate(row)], -1))
@@ -232,27 +232,27 @@ class MultiCategorical(Categorical):
         return made
 
     def squeeze(self, dim: int | None = None) -> Any:
-        """Return the spec without a dim of size 1, the last one excepted; without all of them by default."""
+        """Return the spec without a dim of size 1 other than the last; by default without all of them."""
         if self.shape[-1] == 1:
             self._keep_last(-1 if dim is None else dim, self.ndim)
         return super().squeeze(dim)
 
     def unsqueeze(self, dim: int) -> Any:
-        """Return the spec with a dim of size 1 more, not behind the last one."""
+        """Return the spec with an additional dim of size 1, which cannot be the last."""
         self._keep_last(dim, self.ndim + 1)
         return super().unsqueeze(dim)
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each place of a dim, without it.
+        """Return a spec for each position along a dim, without that dim.
 
         Raises:
-            ValueError: There is no such dim, its size is unknown, or it is the last.
+            ValueError: The dim does not exist, its size is unknown, or it is the last one.
         """
         self._keep_last(dim, self.ndim)
         return super().unbind(dim)
 
     def _keep_last(self, dim: int, n: int) -> None:
-        """Raise a ValueError if a dim of n is the last."""
+        """Raise ValueError if a dim is the last; n is the number of dims."""
         if dim in (-1, n - 1):
             raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")
 
@@ -267,7 +267,7 @@ class MultiCategorical(Categorical):
             safe: Raise an AssertionError if `val` is not in the spec.
 
         Returns:
-            bool. Shape `(*val.shape[:-1], nvec.sum())`; a nested tensor if the rows differ.
+            A bool tensor. Shape `(*val.shape[:-1], nvec.sum())`; a nested tensor if the rows differ.
 
         Raises:
             ValueError: The rows differ, and the spec or the value does not have two dims.
@@ -278,8 +278,8 @@ class MultiCategorical(Categorical):
         if row is None:
             if self.ndim != 2 or val.ndim != 2:
                 raise ValueError(
-                    "to_one_hot: rows of different lengths make a tensor if spec and value have two dims; "
-                    f"got {self.shape} and {val.shape}. Ask each spec of unbind()"
+                    "to_one_hot: rows of different lengths need a spec and a value of two dims; "
+                    f"got {self.shape} and {val.shape}. Call it on each spec of unbind()"
                 )
             pairs = zip(self.unbind(0), val.unbind(0), strict=True)
             rows = [spec.to_one_hot(part) for spec, part in pairs]
@@ -288,7 +288,7 @@ class MultiCategorical(Categorical):
         return torch.cat([torch.nn.functional.one_hot(part, n).bool() for part, n in parts], -1)
 
     def to_one_hot_spec(self) -> Any:
-        """Return the spec of the same choices as rows of bools; a stack of specs where the rows differ."""
+        """Return the spec of the same choices as one-hot rows; a stack of specs if the rows differ."""
         row = self._counts
         if row is None:
             return torch.stack([spec.to_one_hot_spec() for spec in self.unbind(0)])
@@ -305,18 +305,18 @@ class MultiCategorical(Categorical):
 class MultiOneHot(OneHot):
     """Spec whose rows are several one-hot rows, concatenated.
 
-    The last dim cannot be indexed or moved. Threads, processes and crashes: see Categorical.
+    The last dim cannot be indexed or moved. For threads, processes and crashes see Categorical.
 
     Args:
-        nvec: How long the rows are.
-        shape: Of a value; the last dim is the sum of `nvec`.
-        device: Where values lie.
-        dtype: What a value is made of.
-        use_register: Refused, as by OneHot.
+        nvec: Lengths of the one-hot rows.
+        shape: Shape of a value; the last dim is the sum of `nvec`.
+        device: Device of the values.
+        dtype: Dtype of the values.
+        use_register: Not supported, as for OneHot.
         mask: Which choices are allowed.
 
     Raises:
-        ValueError: The last dim is another than the sum, or a length is no whole number from 1 on.
+        ValueError: The last dim differs from the sum, or a length is not an integer of at least 1.
         RuntimeError: The mask has another shape.
 
     Example:
@@ -350,20 +350,20 @@ class MultiOneHot(OneHot):
 
     @property
     def nvec(self) -> tuple[int, ...]:
-        """How long the rows are."""
+        """Lengths of the one-hot rows."""
         return self._nvec
 
     @property
     def n(self) -> int:
-        """Refuse: each row has its own."""
+        """Raise AttributeError: each row has its own length, see `nvec`."""
         raise AttributeError(f"{type(self).__name__} has one number per row: see nvec")
 
     def cardinality(self) -> int:
-        """Return how many values there are, hidden ones included."""
+        """Return the number of values, including hidden ones."""
         return math.prod(self.nvec)
 
     def _split(self, val: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the rows of a value; None if it has another length."""
+        """Return the one-hot rows of a value; None if its length does not fit."""
         if val.ndim < 1 or val.shape[-1] != sum(self.nvec):
             return None
         return split_last(val, self.nvec)
@@ -380,29 +380,29 @@ class MultiOneHot(OneHot):
         """Return all values. Shape `(cardinality, *shape)`.
 
         Raises:
-            ValueError: `use_mask`, and rows have different masks.
+            ValueError: `use_mask` is set, and rows have different masks.
         """
         spec: MultiCategorical = self.to_categorical_spec()
         return spec.to_one_hot(spec.enumerate(use_mask)).to(self.dtype)
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a choice for each row: each one allowed is as likely.
+        """Draw a choice for each row; all allowed choices are equally likely.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
 
         Raises:
-            RuntimeError: All of a row are hidden.
+            RuntimeError: All choices of a row are hidden.
         """
         parts: list[torch.Tensor] = [spec.rand(shape, generator=generator) for spec in self._parts()]
         return torch.cat(parts, -1)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Return for each value whether all its rows are allowed choices.
+        """Return for each value whether all its one-hot rows are allowed choices.
 
         Returns:
-            bool. The shape of `val` without the last dim.
+            A bool tensor with the shape of `val` without the last dim.
         """
         pairs = zip(self._parts(), split_last(val, self.nvec), strict=True)
         return torch.stack([spec.within(part) for spec, part in pairs]).all(0)
@@ -412,18 +412,18 @@ class MultiOneHot(OneHot):
         return torch.cat([spec._project(part, generator) for spec, part in pairs], -1)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return numbers, one for each row, as rows one behind another.
+        """Return integers, one for each one-hot row, as concatenated rows.
 
         Args:
-            val: The numbers: along the last dim.
-            ignore_device: Let a tensor lie where it is.
+            val: The integers, along the last dim.
+            ignore_device: Leave a tensor on its device.
 
         Returns:
             A tensor of the spec's dtype.
 
         Raises:
-            RuntimeError: A number is too large, or there are more or fewer rows than in the spec's shape.
-            ValueError: There are too few, or too many.
+            RuntimeError: A number is out of range, or the result does not fit the spec's shape.
+            ValueError: The last dim has too few or too many numbers.
         """
         numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
         if numbers.ndim < 1 or numbers.shape[-1] != len(self.nvec):
@@ -439,14 +439,14 @@ class MultiOneHot(OneHot):
         return torch.cat(rows, -1).reshape(self.shape)
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
-        """Return what each row chooses from its part of a tensor's last dim: one place per row.
+        """Index a part of a tensor's last dim with each one-hot row; the result has one element per row.
 
         Args:
             index: A value of this spec.
-            tensor_to_index: A tensor with as many places in its last dim.
+            tensor_to_index: A tensor whose last dim has the same size.
 
         Raises:
-            ValueError: `index` is no tensor, or one of them has another length.
+            ValueError: `index` is not a tensor, or one of the tensors has another length.
         """
         if not isinstance(index, torch.Tensor):
             raise ValueError(
@@ -454,7 +454,7 @@ class MultiOneHot(OneHot):
             )
         rows, parts = self._split(index), self._split(tensor_to_index)
         if rows is None or parts is None:
-            raise ValueError(f"index takes tensors with {sum(self.nvec)} places in their last dims")
+            raise ValueError(f"index takes tensors whose last dims have size {sum(self.nvec)}")
         found = [spec.index(row, part) for spec, row, part in zip(self._parts(), rows, parts, strict=True)]
         return torch.cat(found, -1)
 
@@ -475,28 +475,28 @@ class MultiOneHot(OneHot):
         )
 
     def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return rows as numbers; with `safe`, an AssertionError if one is not in the spec.
+        """Return rows as integers; with `safe`, raise AssertionError if one is not in the spec.
 
         Returns:
-            int64. The shape of `val`, with one place per row in the last dim.
+            An int64 tensor with the shape of `val`; the last dim has one element per one-hot row.
         """
         if safe:
             self.assert_is_in(val)
         return torch.stack([part.long().argmax(-1) for part in split_last(val, self.nvec)], -1)
 
     def to_categorical_spec(self) -> Any:
-        """Return the spec of the same choices as numbers."""
+        """Return the spec of the same choices as integers."""
         shape = (*self.shape[:-1], len(self.nvec))
         return MultiCategorical(self.nvec, shape, self.device, mask=self.mask)
 
 
 def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor; a single number as a row of one."""
+    """Return a tensor with at least one dim."""
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def _as_counts(nvec: Any) -> torch.Tensor:
-    """Return numbers of choices as integers; raise ValueError if one is not an integer of at least 1."""
+    """Return numbers of options as integers; raise ValueError if one is not an integer of at least 1."""
     counts = torch.as_tensor(nvec)
     for n in counts.reshape(-1).tolist():
         as_count(n, "MultiCategorical: nvec")

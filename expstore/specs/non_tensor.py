@@ -1,4 +1,4 @@
-"""Specs of values that are not tensors, and of choices among other specs.
+"""Specs of values that are not tensors, and of alternatives between specs.
 
 Use them for texts and objects. A spec of objects accepts any object.
 """
@@ -28,18 +28,18 @@ __all__ = ["Choice", "NonTensor"]
 class NonTensor(LeafSpec):
     """Spec of a field that holds objects.
 
-    Threads, processes and crashes: see TensorSpec.
+    For threads, processes and crashes see TensorSpec.
 
     Args:
-        shape: Of a value.
+        shape: Shape of a value.
         device: Device of the TensorDicts that hold the objects; None: no device.
-        dtype: None; nothing is made of it.
-        example_data: What `rand`, `zero` and `one` return.
-        batched: One object for each element, not one for all of them.
-        feature_dims: How many dims at the end share one object; all of them by default.
+        dtype: None; it is ignored.
+        example_data: The object that `rand`, `zero` and `one` return.
+        batched: Whether each element has its own object; otherwise one object is shared by all elements.
+        feature_dims: Number of trailing dims that share one object; by default all.
 
     Raises:
-        ValueError: Both `batched` and `feature_dims`.
+        ValueError: Both `batched` and `feature_dims` are given.
 
     Example:
         >>> spec = NonTensor(shape=(), example_data="go")
@@ -91,7 +91,7 @@ class NonTensor(LeafSpec):
         )
 
     def _fill(self, data: Any, shape: torch.Size) -> Any:
-        """Return an object for all elements of a shape, shared along the last dims."""
+        """Return an object for all elements of a shape, shared along the trailing dims."""
         split = len(shape) - self.feature_dims
         with set_capture_non_tensor_stack(False):
             made: Any = NonTensorData(data, batch_size=shape[split:], device=self.device)
@@ -100,11 +100,11 @@ class NonTensor(LeafSpec):
         return made
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> Any:
-        """Return the example, which is all that is known; nothing is drawn.
+        """Return the example; nothing is drawn.
 
         Args:
-            shape: Dims to be put in front.
-            generator: Not asked.
+            shape: Dims to put in front of the spec's shape.
+            generator: Ignored.
         """
         return self._fill(self.example_data, self._draw_shape(shape))
 
@@ -117,7 +117,7 @@ class NonTensor(LeafSpec):
         return self.rand(shape)
 
     def is_in(self, val: Any) -> bool:
-        """Return whether a value is no tensor; objects in a TensorDict must have the shape, too."""
+        """Return whether a value is not a tensor; objects in a TensorDict must also have the shape."""
         if not isinstance(val, (torch.Tensor, TensorDictBase)) and not is_non_tensor(val):
             return True
         if not is_non_tensor(val) or len(val.shape) < self.ndim:
@@ -126,52 +126,52 @@ class NonTensor(LeafSpec):
         return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Refuse: objects are no tensor."""
-        raise NotImplementedError("a NonTensor spec has no elements to be asked about")
+        """Raise NotImplementedError: objects are not tensors."""
+        raise NotImplementedError("a NonTensor spec has no elements: `within` is not implemented")
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         raise NotImplementedError("Cannot project a NonTensor spec.")
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
-        """Return an object as TensorDicts hold it, for all elements.
+        """Wrap an object for a TensorDict, for all elements.
 
         Args:
             val: Any object.
-            ignore_device: Of no effect on objects.
+            ignore_device: Ignored.
         """
         return self._fill(val, safe(self.shape))
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return what is given; with `safe`, an AssertionError if it is not in the spec."""
+        """Return the value; with `safe`, raise AssertionError if it is not in the spec."""
         if safe:
             self.assert_is_in(val)
         return val
 
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise a TypeError if the value is a tensor."""
+        """Raise TypeError if the value is a tensor."""
         if isinstance(value, torch.Tensor):
-            raise TypeError(f"a NonTensor spec is of objects; got a tensor of {value.dtype}")
+            raise TypeError(f"a NonTensor spec describes objects; got a tensor of {value.dtype}")
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Refuse: objects are no indices."""
+        """Raise NotImplementedError: objects are not indices."""
         raise NotImplementedError("Cannot use index with a NonTensor spec.")
 
     def cardinality(self) -> Any:
-        """Refuse: there is no end to objects."""
+        """Raise NotImplementedError: objects cannot be counted."""
         raise NotImplementedError("Cannot enumerate a NonTensor spec.")
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Refuse: there is no end to objects."""
+        """Raise NotImplementedError: objects cannot be listed."""
         raise NotImplementedError("Cannot enumerate a NonTensor spec.")
 
 
 class Choice(TensorSpec):
-    """Spec of values that are in one of several specs, or are one of several objects.
+    """Spec of values that belong to one of several specs, or are one of several objects.
 
-    Threads, processes and crashes: see TensorSpec.
+    For threads, processes and crashes see TensorSpec.
 
     Args:
-        choices: The specs, or NonTensorData or NonTensorStacks: all of one class, shape, dtype and device.
+        choices: Specs, NonTensorData or NonTensorStacks, all of one class, shape, dtype and device.
 
     Raises:
         TypeError: The choices are of different classes, or of an unsupported class.
@@ -209,7 +209,7 @@ class Choice(TensorSpec):
 
     @property
     def num_choices(self) -> int:
-        """How many there are."""
+        """Number of choices."""
         return len(self._choices)
 
     @property
@@ -217,7 +217,7 @@ class Choice(TensorSpec):
         return isinstance(self._choices[0], TensorSpec)
 
     def _take_one(self, place: int, shape: Any, draw: Callable[[Any], Any]) -> Any:
-        """Return a value of one of the specs, or one of the objects."""
+        """Return a value drawn from one of the specs, or one of the objects."""
         one = self._choices[place]
         if self._of_specs:
             return draw(one)
@@ -225,11 +225,11 @@ class Choice(TensorSpec):
         return one.expand(*lead, *one.shape) if lead else one
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> Any:
-        """Draw a spec, each as likely, and a value of it; or an object.
+        """Draw a spec, all equally likely, and a value of it; or draw an object.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
         """
         place = int(torch.randint(self.num_choices, (), generator=generator))
         return self._take_one(place, shape, lambda one: one.rand(shape, generator=generator))
@@ -251,18 +251,18 @@ class Choice(TensorSpec):
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         if not self._of_specs or isinstance(val, TensorDictBase):
             raise NotImplementedError(
-                "project is not implemented for a Choice of objects: none is near another."
+                "project is not implemented for a Choice of objects: objects have no distance."
             )
         found = [one.project(val, generator=generator) for one in self._choices]
         given = as_tensor(val).double()
         return min(found, key=lambda one: float((one.double() - given).abs().sum()))
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
-        """Return a value as the first spec makes it that then has it; an object as TensorDicts hold it.
+        """Encode a value with the first spec that accepts the result; wrap an object for a TensorDict.
 
         Args:
-            val: What an environment gives.
-            ignore_device: Let it lie where it is.
+            val: A value of an environment.
+            ignore_device: Leave a tensor on its device.
         """
         if not self._of_specs:
             return (
@@ -273,7 +273,7 @@ class Choice(TensorSpec):
         return (fitting or made)[0]
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a value as an environment takes it.
+        """Return a value in the form that an environment expects.
 
         With `safe`, raise AssertionError if the value is not in the spec.
         """
@@ -283,20 +283,20 @@ class Choice(TensorSpec):
         return fitting[0].to_numpy(val) if fitting else val.detach().cpu().numpy() if self._of_specs else val
 
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise a TypeError if a value's dtype is another."""
+        """Raise TypeError if a value has another dtype."""
         if self._of_specs:
             self._choices[0].type_check(value, key)
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Refuse: which spec a value is of is not known."""
+        """Raise NotImplementedError: which spec a value belongs to is unknown."""
         raise NotImplementedError("index is not implemented for Choice: its specs may mean different things.")
 
     def cardinality(self) -> Any:
-        """Return how many values the specs have together, or how many objects there are."""
+        """Return the number of values of all specs, or of objects."""
         return sum(one.cardinality() for one in self._choices) if self._of_specs else self.num_choices
 
     def enumerate(self, use_mask: bool = False) -> list[Any]:
-        """Return the values of all specs, or all objects, in a list."""
+        """Return the values of all specs, or all objects, as a list."""
         if not self._of_specs:
             return list(self._choices)
         return [value for one in self._choices for value in one.enumerate(use_mask)]
@@ -313,31 +313,31 @@ class Choice(TensorSpec):
         return self._change_each(lambda one: one)
 
     def expand(self, *shape: Any) -> Self:
-        """Return the spec of a larger shape."""
+        """Return the spec expanded to a larger shape."""
         return self._change_each(lambda one: one.expand(*shape))
 
     def squeeze(self, dim: int | None = None) -> Self:
-        """Return the spec without a dim of size 1; without all of them by default."""
+        """Return the spec without a dim of size 1; by default without all of them."""
         return self._change_each(lambda one: one.squeeze() if dim is None else one.squeeze(dim))
 
     def unsqueeze(self, dim: int) -> Self:
-        """Return the spec with a dim of size 1 more."""
+        """Return the spec with an additional dim of size 1."""
         return self._change_each(lambda one: one.unsqueeze(dim))
 
     def reshape(self, *shape: Any) -> Self:
-        """Return the spec of another shape with as many elements."""
+        """Return the spec with another shape that has the same number of elements."""
         return self._change_each(lambda one: one.reshape(*shape))
 
     def flatten(self, start_dim: int, end_dim: int) -> Self:
-        """Return the spec with several dims made one."""
+        """Return the spec with several dims flattened into one."""
         return self._change_each(lambda one: one.flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
-        """Return the spec with a dim made several."""
+        """Return the spec with a dim split into several."""
         return self._change_each(lambda one: one.unflatten(dim, sizes))
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
-        """Return a spec for each place of a dim, without it."""
+        """Return a spec for each position along a dim, without that dim."""
         rows = zip(*(one.unbind(dim) for one in self._choices), strict=True)
         return tuple(type(self)(list(row)) for row in rows)
 

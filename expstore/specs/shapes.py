@@ -1,6 +1,6 @@
-"""How specs change their shape: one move, for the shape and for everything that is known per element.
+"""Changes of a spec's shape, applied alike to the shape and to tensors with one value per element.
 
-Used by the specs. Nothing here knows what values a spec allows.
+Used by the specs. This module does not depend on which values a spec allows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def as_size(sizes: int | Iterable[int]) -> torch.Size:
 
 
 def sizes_of(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Return what `f(2, 3)` and `f((2, 3))` both mean."""
+    """Return sizes given as `f(2, 3)` or as `f((2, 3))`."""
     if len(sizes) == 1 and not isinstance(sizes[0], (int, np.integer)):
         sizes = sizes[0]
     return tuple(int(n) for n in sizes)
 
 
 def safe(shape: Iterable[int]) -> torch.Size:
-    """Return a shape in which each dim of unknown size (-1) has one place, for all of them."""
+    """Return a shape in which dims of unknown size (-1) have size 1."""
     return torch.Size([n if n >= 0 else 1 for n in shape])
 
 
@@ -55,20 +55,20 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
 
 
 def split_last(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return the parts of the last dim, of these sizes."""
+    """Split the last dim into parts of these sizes."""
     return list(torch.split(tensor, list(sizes), -1))
 
 
 @dataclass(frozen=True)
 class Move:
-    """Change a shape, and what is known of each of its elements, alike.
+    """Apply the same change to a shape and to tensors with values for its elements.
 
-    Dims of unknown size (-1) stay so. Threads may use one at once; it holds no state.
+    Dims of unknown size (-1) remain unknown. It has no state; threads can share it.
 
     Args:
-        act: What to do with a tensor. It gets a number, too, that stands for sizes of -1.
-        sizes: The sizes that `act` names itself.
-        looks: Whether `act` must see where elements lie, to refuse what is not there.
+        act: Function that changes a tensor. Its second argument is the number that represents sizes of -1.
+        sizes: The sizes that `act` uses itself.
+        looks: Whether `act` must run on real memory, to detect indices that are out of range.
 
     Example:
         >>> from expstore.specs.shapes import Move
@@ -81,10 +81,10 @@ class Move:
     looks: bool = False
 
     def shape(self, shape: torch.Size) -> torch.Size:
-        """Return the shape that comes of a shape."""
+        """Return the changed shape."""
         if min((*shape, *self.sizes), default=0) >= 0:
             return self.act(self._blank(shape), 1).shape
-        # A prime that divides none of the sizes: what it divides afterwards is unknown.
+        # Represent unknown sizes by a prime that divides no size: multiples of it are unknown afterwards.
         known = [n for n in (*shape, *self.sizes) if n > 0]
         unknown = next(n for n in count(1009, 2) if _is_prime(n) and all(k % n for k in known))
         sizes = [unknown if n < 0 else n for n in shape]
@@ -92,17 +92,17 @@ class Move:
         return torch.Size([-1 if n and n % unknown == 0 else n for n in acted])
 
     def _blank(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Return a tensor without content; one place in memory stands for all if they are looked at."""
+        """Return a tensor without content; with `looks`, one byte of memory represents all elements."""
         if self.looks:
             return torch.zeros((), dtype=torch.bool, device="cpu").expand(tuple(sizes))
         return torch.empty(tuple(sizes), device="meta")
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what comes of a tensor with one value per element: perhaps a view of it."""
+        """Return a changed tensor that has one value per element, possibly as a view."""
         return self.act(tensor, 1)
 
     def rows(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return what comes of a tensor with something of any shape for each element of `shape`."""
+        """Return a changed tensor that has a value of any shape for each element of `shape`."""
         places = torch.arange(safe(shape).numel(), device=tensor.device).reshape(safe(shape))
         return tensor.reshape(places.numel(), *tensor.shape[len(shape) :])[self.act(places, 1)]
 
@@ -116,7 +116,7 @@ def _replace_unknown(sizes: tuple[int, ...], unknown: int) -> tuple[int, ...]:
 
 
 def plan_expand(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
-    """Return the move of `expand`; a ValueError if the shape cannot become that large."""
+    """Return the move for `expand`; raise ValueError if the shape cannot be expanded to these sizes."""
     last = sizes[len(sizes) - len(shape) :]
     if len(sizes) < len(shape) or any(new != old != 1 for new, old in zip(last, shape, strict=True)):
         raise ValueError(
@@ -127,24 +127,24 @@ def plan_expand(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
 
 
 def plan_reshape(shape: torch.Size, sizes: tuple[int, ...]) -> Move:
-    """Return the move of `reshape`; where every size of the shape is known, -1 is what is left."""
+    """Return the move for `reshape`; -1 is computed from the rest if the shape has no unknown size."""
     if min(shape, default=0) >= 0:
         return Move(lambda tensor, _: tensor.reshape(sizes))
     return Move(lambda tensor, unknown: tensor.reshape(_replace_unknown(sizes, unknown)), sizes)
 
 
 def plan_flatten(start_dim: int, end_dim: int) -> Move:
-    """Return the move of `flatten`."""
+    """Return the move for `flatten`."""
     return Move(lambda tensor, _: tensor.flatten(start_dim, end_dim))
 
 
 def plan_unflatten(dim: int, sizes: tuple[int, ...]) -> Move:
-    """Return the move of `unflatten`."""
+    """Return the move for `unflatten`."""
     return Move(lambda tensor, _: torch.unflatten(tensor, dim, sizes))
 
 
 def plan_squeeze(shape: torch.Size, dim: int | None) -> Move | None:
-    """Return the move of `squeeze`; None where nothing changes: a single dim stays unless it is named."""
+    """Return the move for `squeeze`; None if nothing changes. Without `dim`, shape `(1,)` is kept."""
     if dim is None:
         gone = [place for place, n in enumerate(shape) if n == 1] if len(shape) > 1 else []
     else:
@@ -156,7 +156,7 @@ def plan_squeeze(shape: torch.Size, dim: int | None) -> Move | None:
 
 
 def plan_unsqueeze(shape: torch.Size, dim: int) -> Move:
-    """Return the move of `unsqueeze`; a ValueError if there is no such place."""
+    """Return the move for `unsqueeze`; raise ValueError if the dim is out of range."""
     n = len(shape)
     if not -(n + 1) <= dim <= n:
         raise ValueError(
@@ -166,7 +166,7 @@ def plan_unsqueeze(shape: torch.Size, dim: int) -> Move:
 
 
 def plan_unbind(shape: torch.Size, dim: int) -> list[Move]:
-    """Return the moves of `unbind`, one for each place of a dim; a ValueError if its size is unknown."""
+    """Return the moves for `unbind`, one per position; raise ValueError if the dim's size is unknown."""
     place = dim + len(shape) if dim < 0 else dim
     if not 0 <= place < len(shape) or shape[place] < 0:
         raise ValueError(f"Cannot unbind along dim {dim} with shape {shape}.")
@@ -178,7 +178,7 @@ def plan_unbind(shape: torch.Size, dim: int) -> list[Move]:
 
 
 def plan_index_select(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
-    """Return the move of `torch.index_select`; an IndexError if there is no such place."""
+    """Return the move for `torch.index_select`; raise IndexError if an index is out of range."""
     place = dim + len(shape) if dim < 0 else dim
     if not 0 <= place < len(shape):
         raise IndexError(f"index_select: dim {dim} is out of range for a spec of shape {shape}")
@@ -188,34 +188,35 @@ def plan_index_select(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
 
 
 def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
-    """Return the move of `spec[index]`.
+    """Return the move for `spec[index]`.
 
     Args:
-        shape: The spec's.
-        index: As for tensors: ints, slices, ..., None, lists, ranges, arrays, tensors, and tuples of these.
-        whole: How many dims at the end cannot be indexed.
+        shape: Shape of the spec.
+        index: An index of tensors: ints, slices, ..., None, lists, ranges, arrays, tensors, or tuples of
+            them.
+        whole: Number of trailing dims that cannot be indexed.
 
     Raises:
-        IndexError: Too many dims, one that cannot be indexed, or a part of a dim of unknown size.
+        IndexError: Too many dims are indexed, a dim cannot be indexed, or its size is unknown.
     """
     parts = tuple(map(_part, index)) if isinstance(index, tuple) else (_part(index),)
     taken = sum(_takes(part) for part in parts)
     if taken > len(shape) - whole:
         raise IndexError(
             f"shape is {len(shape) - whole}-dimensional, but {taken} dimensions were indexed"
-            + (": the last one is the domain of the values, and stays whole" if whole else "")
+            + (": the last one is the domain of the values and cannot be indexed" if whole else "")
         )
     if not any(part is Ellipsis for part in parts):
         parts = (*parts, Ellipsis)
     parts = (*parts, *[slice(None)] * whole)
     parts = _align_to_dims(shape, parts)
-    return Move(lambda tensor, _: tensor[_move_to_device(parts, tensor.device)], looks=True)
+    return Move(lambda tensor, _: tensor[_on_device(parts, tensor.device)], looks=True)
 
 
 def _part(part: Any) -> Any:
-    """Return a part of an index as tensors take it."""
+    """Return a part of an index in a form that tensors accept."""
     if isinstance(part, (range, tuple, list)):
-        # Not as they are: a list of bools is a mask, which only tensors are for sure.
+        # Tensors treat only tensors of bools as masks reliably, not lists.
         return torch.as_tensor(list(part), dtype=None if len(part) else torch.int64)
     if isinstance(part, (np.integer, np.bool_)):
         return part.item()
@@ -223,14 +224,14 @@ def _part(part: Any) -> Any:
 
 
 def _takes(part: Any) -> int:
-    """Return how many dims a part of an index stands for."""
+    """Return the number of dims that a part of an index consumes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
 
 
 def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the parts as each dim takes them: whole where its size is unknown."""
+    """Return the parts adapted to their dims: only whole dims of unknown size can be indexed."""
     rest = len(shape) - sum(map(_takes, parts))
     place, found = 0, []
     for part in parts:
@@ -249,6 +250,6 @@ def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(found)
 
 
-def _move_to_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """Return the parts with tensors where those are that they choose from."""
+def _on_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return the parts with tensors moved to the device of the indexed tensor."""
     return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in parts)

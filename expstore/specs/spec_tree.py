@@ -1,7 +1,7 @@
-"""Specs taken apart, and put together again: class and arguments of each, as a tree.
+"""Convert specs to trees (class and arguments of each spec), and back.
 
-Used where specs become something else: text, or TorchRL's own specs. A tree is made of plain values, tensors
-and trees; it knows neither.
+Used to convert specs to text or to TorchRL's specs. A tree consists of plain values, tensors and trees, and
+depends on neither.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 __all__ = ["Tree", "build", "take_apart"]
 
-#: `kind` is a class's name; the rest are its arguments, by their names.
+#: `kind` is a class's name; the other items are its arguments by name.
 Tree = dict[str, Any]
 
-#: Class -> the attributes that describe it, besides shape, device and dtype. The first class that a spec is
-#: an instance of counts.
+#: Class -> the attributes that describe it, besides shape, device and dtype. The first matching class in this
+#: order is used.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Bounded": ("low", "high", "domain"),
     "Unbounded": ("domain",),
@@ -29,11 +29,11 @@ _KINDS = {*_ARGUMENTS, "Choice", "Composite", "Stacked", "StackedComposite"}
 
 
 def take_apart(spec: Any) -> Tree:
-    """Return a spec, ours or TorchRL's, as a tree.
+    """Return a spec of expstore or TorchRL as a tree.
 
     Raises:
-        TypeError: It is no spec, or of a kind that is not known.
-        ValueError: It maps values by a register, which it fills as they come.
+        TypeError: The argument is not a spec, or of an unknown kind.
+        ValueError: The spec maps values by a register.
     """
     names = [kind.__name__ for kind in type(spec).__mro__]
     if "StackedComposite" in names or "Stacked" in names:
@@ -47,11 +47,11 @@ def take_apart(spec: Any) -> Tree:
         return tree | {"choices": [_take_choice(choice) for choice in _choices(spec)]}
     kind = next((name for name in names if name in _ARGUMENTS), "")
     if not kind:
-        raise TypeError(f"{type(spec).__name__} is no spec that is known here")
+        raise TypeError(f"{type(spec).__name__} is not a supported spec")
     if getattr(spec, "use_register", False):
         raise ValueError(
-            f"this {kind} has use_register=True: which number a value has depends on what came before; "
-            "give it the values themselves"
+            f"this {kind} has use_register=True: the number of a value depends on the values before it; "
+            "use a spec of the numbers themselves"
         )
     tree = {"kind": kind, "shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
     return tree | {name: _argument(spec, name) for name in _ARGUMENTS[kind]}
@@ -75,7 +75,7 @@ def _choices(spec: Any) -> list[Any]:
 
 
 def _take_choice(choice: Any) -> Any:
-    """Return a choice: a spec as a tree, data that is no tensor as it is."""
+    """Return a choice: a spec as a tree, data that is not a tensor unchanged."""
     return take_apart(choice) if hasattr(choice, "is_in") else choice
 
 
@@ -83,7 +83,7 @@ def _argument(spec: Any, name: str) -> Any:
     if name in ("low", "high"):
         return getattr(spec.space, name)
     if name == "n":
-        return int(spec.space.n)  # where it is not known, `spec.n` is a number for now, or an error
+        return int(spec.space.n)  # if n is unknown, `spec.n` is provisional or raises
     return getattr(spec, name)
 
 
@@ -91,11 +91,11 @@ def build(tree: Tree, home: Any) -> Any:
     """Return the spec that a tree describes.
 
     Args:
-        tree: As `take_apart` returns it.
-        home: Where the classes are: a module.
+        tree: A tree that `take_apart` returned.
+        home: The module with the classes.
 
     Raises:
-        TypeError: There is no such class.
+        TypeError: The module has no such class.
     """
     arguments = dict(tree)
     name = arguments.pop("kind")
@@ -109,7 +109,7 @@ def build(tree: Tree, home: Any) -> Any:
         return kind({key: None if part is None else build(part, home) for key, part in parts}, **arguments)
     if name == "Choice":
         return kind([build(c, home) if isinstance(c, dict) else c for c in arguments["choices"]])
-    if name == "Binary":  # a mask can be set, and not given
+    if name == "Binary":  # Binary takes no mask argument
         mask = arguments.pop("mask", None)
         made = kind(**arguments)
         if mask is not None:

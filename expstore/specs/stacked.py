@@ -1,7 +1,7 @@
-"""Stacks of unequal specs: of several tasks or agents, say, of which each has a spec of its own.
+"""Stacks of unequal specs, for instance of several tasks or agents with their own specs.
 
-What `torch.stack` of specs returns; equal ones are one spec of a larger shape. A stack holds the very specs
-that it was made of, and draws and checks nothing itself.
+`torch.stack` of specs returns a stack; equal specs become one spec of a larger shape instead. A stack holds
+references to the specs, and delegates drawing and checking to them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _Part = TypeVar("_Part", bound=TensorSpec)
 
 
 class _Stack(TensorSpec, Generic[_Part]):
-    """Base of both kinds of stacks: apply each method to every part, and stack the results."""
+    """Base class of both kinds of stacks: methods apply to every part, and stack the results."""
 
     _parts: list[_Part]
     dim: int
 
     @property
     def parts(self) -> list[_Part]:
-        """The specs, in their order."""
+        """The specs in their order."""
         return list(self._parts)
 
     @property
     def stack_dim(self) -> int:
-        """The dim along which they are stacked."""
+        """The dim along which the specs are stacked."""
         return self.dim
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of a stack of values; -1 where the parts differ."""
+        """Shape of a stack of values; -1 where the parts differ."""
         sizes = [n[0] if len(set(n)) == 1 else -1 for n in zip(*(p.shape for p in self._parts), strict=True)]
         sizes.insert(self.dim, len(self._parts))
         return torch.Size(sizes)
@@ -54,7 +54,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         return self.shape[0]
 
     def _iterate_parts(self, value: Any) -> Iterator[tuple[_Part, Any]]:
-        """Yield every part with its value in a stack of values, of which there may be dims in front."""
+        """Yield each part with its value in a stack of values; values may have more dims in front."""
         if isinstance(value, np.ndarray):
             value = torch.as_tensor(value.copy())
         if isinstance(value, (tuple, list)):
@@ -69,11 +69,11 @@ class _Stack(TensorSpec, Generic[_Part]):
                 f"{tuple(value.shape)}"
             )
         else:
-            # A nested tensor knows its first dim only; others are counted from the last.
+            # A nested tensor has a known first dim only; otherwise the dim is counted from the end.
             nested = isinstance(value, torch.Tensor) and value.is_nested
             values = value.unbind(0 if nested else self.dim - self._counted + value.ndim)
         if len(values) != len(self._parts):
-            raise ValueError(f"a stack of {len(self._parts)} specs has no place for {len(values)} values")
+            raise ValueError(f"a stack of {len(self._parts)} specs needs as many values; got {len(values)}")
         return zip(self._parts, values, strict=True)
 
     @property
@@ -99,13 +99,13 @@ class _Stack(TensorSpec, Generic[_Part]):
         return self._fits_stack(val) and all(part.is_in(value) for part, value in self._iterate_parts(val))
 
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise a TypeError if a value's dtype is another."""
+        """Raise TypeError if a value has another dtype."""
         for part, own in self._iterate_parts(value):
             part.type_check(own, key)
 
     @abstractmethod
     def _join(self, values: Sequence[Any], lead: int) -> Any:
-        """Return values, one of each part, as a stack with so many dims in front."""
+        """Return values, one per part, as a stack with `lead` dims in front."""
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         projected = [part.project(value, generator=generator) for part, value in self._iterate_parts(val)]
@@ -115,15 +115,15 @@ class _Stack(TensorSpec, Generic[_Part]):
     def rand(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
-        """Draw a value of each, and return them stacked; a nested tensor if their shapes differ."""
+        """Draw a value of each part, and return them stacked; a nested tensor if their shapes differ."""
         return self._make_of(shape, lambda part: part.rand(shape, generator=generator))
 
     def zero(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return zeros of each, stacked."""
+        """Return stacked zeros of each part."""
         return self._make_of(shape, lambda part: part.zero(shape))
 
     def one(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return ones of each, stacked."""
+        """Return stacked ones of each part."""
         return self._make_of(shape, lambda part: part.one(shape))
 
     def _make_of(self, shape: Sequence[int] | int | None, make: Callable[[_Part], Any]) -> Any:
@@ -131,52 +131,52 @@ class _Stack(TensorSpec, Generic[_Part]):
         return self._join([make(part) for part in self._parts], lead)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
-        """Return what environments gave, one value for each spec, as a stack."""
+        """Return values of environments, one per part, as a stack."""
         encoded = [
             part.encode(value, ignore_device=ignore_device) for part, value in self._iterate_parts(val)
         ]
         return self._join(encoded, 0)
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Return all values of each, stacked; RuntimeError if one has more than another."""
+        """Return all values of each part, stacked; raise RuntimeError if the numbers of values differ."""
         return self._join([part.enumerate(use_mask) for part in self._parts], 1)
 
     def _refuse(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"`{name}` is not implemented for {type(self).__name__} specs.")
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: what each spec would choose from is not said."""
+        """Raise NotImplementedError: `index` has no meaning for different specs."""
         raise self._refuse("index")
 
     def cardinality(self) -> Any:
-        """Raise NotImplementedError: the stacked specs are not alternatives that could be counted."""
+        """Raise NotImplementedError: the stacked specs are not alternatives to be counted."""
         raise self._refuse("cardinality")
 
     def reshape(self, *shape: Any) -> Any:
-        """Raise NotImplementedError: the places along the stack are not alike."""
+        """Raise NotImplementedError: the positions along the stack have different specs."""
         raise self._refuse("reshape")
 
     view = reshape
 
     def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Raise NotImplementedError, as `reshape`."""
+        """Raise NotImplementedError: the positions along the stack have different specs."""
         raise self._refuse("flatten")
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Raise NotImplementedError, as `reshape`."""
+        """Raise NotImplementedError: the positions along the stack have different specs."""
         raise self._refuse("unflatten")
 
     def _pick(self, dim: int, index: torch.Tensor) -> Any:
         return self._index((*[slice(None)] * (dim % self.ndim), index))
 
     def clear_device_(self) -> Self:
-        """Let composites be without a device."""
+        """Remove the device of composites."""
         for part in self._parts:
             part.clear_device_()
         return self
 
     def to(self, dest: Any) -> Any:
-        """Return the stack for another device or dtype; itself for None."""
+        """Return the stack for another device or dtype; the same object for None."""
         return self if dest is None else _stack([part.to(dest) for part in self._parts], self.dim)
 
     def clone(self) -> Self:
@@ -188,7 +188,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         """Return a stack of other parts along the same dim."""
 
     def expand(self, *shape: Any) -> Any:
-        """Return the stack with dims in front, and larger where the size is 1."""
+        """Return the stack expanded to a larger shape: new dims in front, and dims of size 1 expanded."""
         sizes = sizes_of(shape)
         lead, own = sizes[: len(sizes) - self.ndim], list(sizes[len(sizes) - self.ndim :])
         wanted = [new if new != -1 else old for new, old in zip(own, self.shape, strict=True)]
@@ -219,7 +219,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         return _stack([part.squeeze(inner) for part in self._parts], stack)
 
     def unsqueeze(self, dim: int) -> Any:
-        """Return the stack with a dim of size 1 more."""
+        """Return the stack with an additional dim of size 1."""
         if not -self.ndim - 1 <= dim <= self.ndim:
             raise ValueError(f"Cannot unsqueeze along dim {dim}.")
         place = dim % (self.ndim + 1)
@@ -227,7 +227,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         return _stack([part.unsqueeze(inner) for part in self._parts], stack)
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each place of a dim, without it."""
+        """Return a spec for each position along a dim, without that dim."""
         if not -self.ndim <= dim < self.ndim or self.shape[dim] < 0:
             raise ValueError(f"Provided dim {dim} is not valid for unbinding shape {self.shape}")
         place = dim % self.ndim
@@ -246,7 +246,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         return dim % self.ndim
 
     def _index(self, index: Any) -> Any:
-        """Return the parts that an index chooses: along the dim of the stack, and nowhere else."""
+        """Return the indexed parts; only the dim of the stack can be indexed."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if any(part is None for part in parts):
             raise IndexError(f"Cannot index a {type(self).__name__} with None values")
@@ -268,13 +268,14 @@ class _Stack(TensorSpec, Generic[_Part]):
 
 
 class Stacked(_Stack[TensorSpec]):
-    """Hold specs of tensors whose shapes or spaces differ, along one dim of what they speak of.
+    """Stack specs of tensors whose shapes or spaces differ.
 
-    Threads, processes and crashes: see TensorSpec. A part that is changed is changed here, too.
+    For threads, processes and crashes see TensorSpec. The stack shares its parts: a change of a part is
+    visible in the stack.
 
     Args:
-        specs: Of one class, dtype, device and number of dims.
-        dim: Along which dim of a stack of values they are.
+        specs: Specs of one class, dtype, device and number of dims.
+        dim: The dim of a stack of values along which the specs are stacked.
 
     Example:
         >>> spec = torch.stack([Bounded(-1, 1, shape=(2,)), Bounded(0, 5, shape=(2,))])
@@ -288,6 +289,11 @@ class Stacked(_Stack[TensorSpec]):
         first = specs[0]
         self.dim = _stack_place(dim, len(first.shape))
         TensorSpec.__init__(self, (), None, first.device, first.dtype, first.domain)
+
+    @property
+    def _specs(self) -> list[TensorSpec]:
+        """The specs, by the name under which TorchRL's ParallelEnv reads them."""
+        return self._parts
 
     def _restack(self, parts: list[TensorSpec]) -> Self:
         return type(self)(*parts, dim=self.dim)
@@ -303,7 +309,7 @@ class Stacked(_Stack[TensorSpec]):
         return torch.nested.nested_tensor(list(values))
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a stack of values as an array; with `safe`, an AssertionError if one is not in its spec."""
+        """Return a stack of values as an array; with `safe`, raise AssertionError for invalid values."""
         if safe:
             self.assert_is_in(val)
         return val.detach().cpu().numpy()
@@ -322,14 +328,14 @@ class Stacked(_Stack[TensorSpec]):
 
 
 class StackedComposite(_Stack[Composite], Composite):
-    """Hold composites of one shape that have other keys, or other specs at some keys, along a dim.
+    """Stack composites of one shape that differ in keys or specs.
 
-    It shows the keys that all of them have; what is set or taken out is so in each. Values are stacks of
-    TensorDicts, lazy where these differ. Threads, processes and crashes: as Composite.
+    It shows the keys that all parts have. Setting or removing a key applies to each part. Values are stacks
+    of TensorDicts, lazy if these differ. For threads, processes and crashes see Composite.
 
     Args:
-        specs: Of one shape.
-        dim: Along which dim of a batch they are.
+        specs: Composites of one shape.
+        dim: The dim of a batch along which they are stacked.
 
     Example:
         >>> one = Composite(observation=Bounded(-1, 1, shape=(3,)), hint=Categorical(2))
@@ -355,7 +361,7 @@ class StackedComposite(_Stack[Composite], Composite):
 
     @property
     def shape(self) -> torch.Size:
-        """The first dims of all specs in it, with that of the stack."""
+        """The leading dims of all specs in it, including that of the stack."""
         sizes = list(self._parts[0].shape)
         sizes.insert(self.dim, len(self._parts))
         return torch.Size(sizes)
@@ -370,7 +376,7 @@ class StackedComposite(_Stack[Composite], Composite):
         return LazyStackedTensorDict.maybe_dense_stack(list(values), self.dim + lead)
 
     def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
-        """Yield what all parts have, in the order of the first one's keys."""
+        """Yield the entries that all parts have, in the order of the first part's keys."""
         common = set.intersection(*(set(part) for part in self._parts))
         for name in self._parts[0]:
             found = [part.get(name) for part in self._parts]
@@ -383,7 +389,7 @@ class StackedComposite(_Stack[Composite], Composite):
         yield from self._parts
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the stack of the specs of a key, or the parts that an index chooses."""
+        """Return the stacked specs of a key, or the indexed parts."""
         if isinstance(key, str) or (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
             return self._entry(to_key(key))
         return self._index(key)
@@ -402,12 +408,12 @@ class StackedComposite(_Stack[Composite], Composite):
         self._check_unlocked()
         own = [None] * len(self._parts) if spec is None else spec.unbind(self.dim)
         if len(own) != len(self._parts):
-            raise ValueError(f"a stack of {len(self._parts)} specs has no place for {len(own)}")
+            raise ValueError(f"a stack of {len(self._parts)} specs needs as many positions; got {len(own)}")
         for part, one in zip(self._parts, own, strict=True):
             part._set(name, one)
 
     def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
-        """Set the specs of a key in all parts: each gets its place of a spec with the dim of the stack."""
+        """Set the specs of a key in all parts: the spec is unbound along the dim of the stack."""
         first, *rest = to_key(name)
         if not rest:
             self._set(first, spec)
@@ -434,29 +440,29 @@ class StackedComposite(_Stack[Composite], Composite):
         return self.shape[0]
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Return whether nothing is in any part."""
+        """Return whether no part has entries."""
         return all(part.is_empty(recurse) for part in self._parts)
 
     def empty(self) -> Self:
-        """Return one of parts with nothing in them."""
+        """Return a stack of parts without entries."""
         return self._restack([part.empty() for part in self._parts])
 
     def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
-        raise self._refuse("making one of other specs")
+        raise self._refuse("replacing the specs")
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Return a stack in which each value that is not in its spec is replaced by one that is."""
+        """Return a stack in which each invalid value is replaced by a valid one."""
         joined = self._project(val, generator)
         return joined if isinstance(val, LazyStackedTensorDict) else joined.to_tensordict()
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
-        """Return a stack as a dict of arrays, nested alike; of the keys that all parts have."""
+        """Return a stack as a dict of arrays with the same nesting, for the keys that all parts have."""
         if safe:
             self.assert_is_in(val)
         return {key: self[key].to_numpy(val.get(key)) for key, _ in self.entries()}
 
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise TypeError if a value has another dtype than its spec; of some keys, if `key` names them."""
+        """Raise TypeError if a value has another dtype than its spec; `key` selects the keys to check."""
         for part, own in self._iterate_parts(value):
             part.type_check(own, key)
 
@@ -509,9 +515,9 @@ def _check_composites(specs: Sequence[Any]) -> None:
 
 @implements(torch.stack)
 def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
-    """Return the spec of stacked values: one spec if all are equal, a stack of them otherwise."""
+    """Return the spec of stacked values: one spec if all are equal, otherwise a stack."""
     if out is not None:
-        raise NotImplementedError("torch.stack of specs makes a new one: leave out= out")
+        raise NotImplementedError("torch.stack of specs returns a new spec: omit the argument `out`")
     if tensors and isinstance(tensors[0], Composite):
         _check_composites(tensors)
         first = tensors[0]

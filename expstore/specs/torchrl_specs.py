@@ -1,6 +1,6 @@
-"""TorchRL's specs as ours, and ours as TorchRL's: the same classes, shapes, bounds, masks and names.
+"""Convert specs between TorchRL and expstore: classes, shapes, bounds, masks and names are kept.
 
-Used where both libraries meet. TorchRL is imported when something is to become one of its specs, only.
+TorchRL is imported only when a spec is converted to one of its specs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["from_env", "from_torchrl", "to_torchrl"]
 
 
 def from_torchrl(spec: Any) -> Any:
-    """Return one of TorchRL's specs as one of ours; tensors are copied.
+    """Convert a spec of TorchRL to a spec of expstore; tensors are copied.
 
     Args:
-        spec: Of any kind, a composite too; None stays None.
+        spec: A spec of any kind, including composites. None is returned as None.
 
     Raises:
-        TypeError: It is no spec, or a class that is not known here.
-        ValueError: It has `use_register=True`.
+        TypeError: The argument is not a spec, or of an unknown class.
+        ValueError: The spec has `use_register=True`.
 
     Example:
         >>> import torchrl.data
@@ -53,7 +53,7 @@ def from_env(env: Any) -> specs.Composite:
     if "EnvBase" not in [kind.__name__ for kind in type(env).__mro__]:
         raise TypeError(
             f"from_env takes an environment of TorchRL; got a {type(env).__module__}.{type(env).__name__}. "
-            "For gymnasium's there is from_space(env.observation_space), and its like for actions"
+            "For gymnasium use from_space(env.observation_space) and from_space(env.action_space)"
         )
 
     def part(spec: Any) -> specs.Composite:
@@ -66,7 +66,7 @@ def from_env(env: Any) -> specs.Composite:
 
 
 def to_torchrl(spec: TensorSpec | None) -> Any:
-    """Return a spec as one of TorchRL's; tensors are copied.
+    """Convert a spec to a spec of TorchRL; tensors are copied.
 
     Raises:
         ModuleNotFoundError: TorchRL is not installed.

@@ -22,9 +22,9 @@ __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
 class Unbounded(LeafSpec):
     """Spec whose elements are any numbers of a dtype.
 
-    Instances are of one of two classes: UnboundedContinuous, or UnboundedDiscrete where `domain` says so; the
-    dtype decides if `domain` is not given. `space` has the bounds of the dtype, but infinities and NaN are in
-    the spec, too. Equal to a Bounded with those bounds. Threads, processes and crashes: see TensorSpec.
+    Instances belong to one of two classes: UnboundedContinuous or UnboundedDiscrete. `domain` selects the
+    class; by default the dtype does. `space` has the bounds of the dtype, but infinities and NaN are in the
+    spec too. Equal to a Bounded with those bounds. For threads, processes and crashes see TensorSpec.
 
     Args:
         shape: Shape of a value.
@@ -59,7 +59,7 @@ class Unbounded(LeafSpec):
 
     @property
     def space(self) -> ContinuousBox:
-        """The numbers of the dtype."""
+        """The range of the dtype."""
         low, high = (
             torch.full(safe(self.shape), bound, dtype=self.dtype, device=self.device)
             for bound in _ends(self.dtype)
@@ -81,14 +81,14 @@ class Unbounded(LeafSpec):
         )
 
     def cardinality(self) -> int:
-        """Refuse: there is no end to the values."""
+        """Raise NotImplementedError: the values cannot be counted."""
         raise NotImplementedError("`cardinality` is not implemented for Unbounded specs.")
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
         """Return True for each element: all numbers are in the space.
 
         Returns:
-            bool. The shape of `val`.
+            A bool tensor with the shape of `val`.
         """
         return torch.ones_like(val, dtype=torch.bool)
 
@@ -100,18 +100,18 @@ class Unbounded(LeafSpec):
         return saturate(val, self.dtype, val.device)
 
     def _fit_shape(self, val: torch.Tensor) -> torch.Tensor:
-        """Return a value in the spec's shape, if it has as many elements; a RuntimeError otherwise."""
+        """Return a value in the spec's shape if its number of elements fits; raise RuntimeError otherwise."""
         lead = val.shape[: max(val.ndim - self.ndim, 0)]
         if not self._takes(val.shape) and val.numel() == math.prod((*lead, *safe(self.shape))):
             return val.reshape(*lead, *safe(self.shape))
         return super()._fit_shape(val)
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw normally distributed values; whole numbers from 0 to the largest, each as likely.
+        """Draw normally distributed values; integers are drawn uniformly from 0 to the largest.
 
         Args:
-            shape: Dims to be put in front.
-            generator: What draws; torch's own otherwise.
+            shape: Dims to put in front of the spec's shape.
+            generator: Random generator; torch's default generator if None.
         """
         size = self._draw_shape(shape)
         if self.dtype.is_floating_point:
@@ -144,7 +144,7 @@ class UnboundedContinuous(Unbounded):
 
 
 class UnboundedDiscrete(Unbounded):
-    """Spec whose elements are any whole numbers of a dtype. See Unbounded.
+    """Spec whose elements are any integers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedDiscrete((2,)).dtype

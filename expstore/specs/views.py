@@ -1,6 +1,6 @@
-"""The keys, specs and pairs of a composite spec, nested or not.
+"""Views of a composite spec's keys, specs and items, nested or not.
 
-Used by the composite specs. A view shows what the spec holds at the moment it is asked.
+A view always shows the current entries of the spec.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class _View(Generic[_Item]):
     """Show a composite's entries, in the order in which they were set.
 
     Args:
-        composite: Whose.
-        include_nested: Those of composites in it, too, before these themselves.
-        leaves_only: Leave out what is no leaf.
-        is_leaf: Returns whether a class of specs is a leaf; None: all but composites are.
-        step_mdp_static_only: Only entries that `step_mdp` keeps unchanged.
+        composite: The composite.
+        include_nested: Whether to include entries of nested composites, before the composites themselves.
+        leaves_only: Whether to leave out entries that are not leaves.
+        is_leaf: Function that returns whether a class of specs is a leaf. By default all classes but
+            composites are leaves.
+        step_mdp_static_only: Whether to treat composites that `step_mdp` keeps unchanged as leaves.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class _View(Generic[_Item]):
 
 
 class KeysView(_View[NestedKey]):
-    """Show a composite's keys: text, and tuples where they are nested."""
+    """Show a composite's keys: strings, and tuples for nested keys."""
 
     def __iter__(self) -> Iterator[NestedKey]:
         return (key for key, _ in self._pairs())

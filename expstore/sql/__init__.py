@@ -1,1 +1,1 @@
-"""The index in DuckDB."""
+"""The SQL index of a store, in DuckDB, and SQL queries over the store's rows."""

@@ -1,7 +1,6 @@
-"""Columns that cannot be shown to DuckDB as they lie: 16-bit floats, objects, damaged and packed ones, and
-those whose rows have no fixed size.
+"""Convert columns that DuckDB cannot read directly: 16-bit floats, objects, packed and variable-length ones.
 
-Used by `expstore.sql.views` for stores that have such fields. It copies no column whole.
+Used by `expstore.sql.views` for stores that have such fields. It never copies a whole column.
 """
 
 from __future__ import annotations
@@ -30,20 +29,22 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
-    """Show 16-bit floats, which DuckDB does not know, as 32-bit ones, objects as text, nothing damaged.
+    """An Arrow dataset that converts columns while DuckDB reads them.
 
-    Packed rows are unpacked while DuckDB reads: those that pass the conditions that it hands on.
+    16-bit floats, which DuckDB does not support, are converted to 32-bit floats, objects to text. Reading a
+    damaged column raises its error. Packed rows are unpacked if they pass the conditions that DuckDB pushes
+    down.
 
-    Values are converted while DuckDB reads, only in the columns the query needs, batch by batch: memory
-    for the copy of a whole column of images may not be there.
+    Only the columns that a query needs are converted, batch by batch, because a whole column of images may
+    not fit in memory.
 
     Args:
-        raw: The columns that can be read, at least one.
-        half: Which of them are converted: name -> "float16" or "bfloat16".
-        lost: The others: their types, and why they cannot be read.
-        texts: Columns of objects, which `raw` lacks: their parts. Shapes `(n,)`.
-        packed: Columns that `raw` lacks, too: how rows of them come out.
-        refused: Is given what a query was refused for; DuckDB has errors of its own.
+        raw: The columns that can be read directly, at least one.
+        half: Columns of 16-bit floats, in `raw` or `packed`: name -> "float16" or "bfloat16".
+        lost: Columns that cannot be read: name -> type and error.
+        texts: Columns of objects, which are not in `raw`: name -> parts. Shapes `(n,)`.
+        packed: Packed and variable-length columns, which are not in `raw` either: name -> how to read rows.
+        refused: A list to which errors of columns are appended; DuckDB would replace them by its own.
     """
 
     def __init__(
@@ -65,18 +66,18 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
     @property
     def schema(self) -> pa.Schema:
-        """Name the columns with the types they are shown with."""
+        """The columns with the types that DuckDB sees."""
         raw = [*self._raw.schema, *(pa.field(name, one.kind) for name, one in self._packed.items())]
         visible = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in raw]
         visible += [pa.field(name, pa.string()) for name in self._texts]
         return pa.schema([*visible, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
 
     def scanner(self, columns: Sequence[str] | None = None, filter: Any = None) -> _Scan:
-        """Read `columns` of the rows that pass `filter`."""
+        """Return a scan of `columns` over the rows that pass `filter`."""
         visible = self.schema
         columns = visible.names if columns is None else columns
         names = set(columns)
-        # The filter may name columns that are not read. A word too many only costs time.
+        # The filter may name further columns. A word that is not a column name only costs time.
         asked = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
         names |= asked
         for name, (_, fault) in self._lost.items():
@@ -109,7 +110,7 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
     def _add_packed(
         self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
     ) -> Iterator[pa.RecordBatch]:
-        """Add packed columns to the rows that pass `filter`."""
+        """Yield the rows that pass `filter`, with the packed columns added."""
         pace = _Pace([self._packed[name] for name in packed])
         first = 0
         for batch in batches:
@@ -117,12 +118,12 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
             while chosen.size:
                 part, chosen = chosen[: pace.rows], chosen[pace.rows :]
                 try:
-                    pace.go_on(part.size)
+                    pace.check(part.size)
                 except QueryError as exc:
                     raise self._refuse(exc) from None
                 arrays = [self._take_rows(name, first + part) for name in packed]
                 pace.count(part.size, arrays)
-                yield _add_columns(batch.take(pa.array(part)), packed, arrays)
+                yield _with_columns(batch.take(pa.array(part)), packed, arrays)
             first += len(batch)
 
     def _take_rows(self, name: str, numbers: IntArray) -> pa.Array:
@@ -138,26 +139,26 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
 
 class _Scan:
-    """One reading of the columns, batch by batch, in the thread that asks for a batch.
+    """A single pass over the columns, batch by batch, in the thread that requests a batch.
 
-    Not pyarrow's own scanner: it reads ahead in threads of Arrow, which are still at work when a query with a
-    LIMIT has its rows, and end the process if the interpreter ends before them.
+    pyarrow's own scanner is not used: its threads read ahead and still run after a query with a LIMIT has its
+    rows. If the interpreter ends before they do, the process crashes.
 
     Args:
         schema: Schema of the batches.
-        batches: Read once.
+        batches: The batches; they are iterated once.
     """
 
     def __init__(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         self._schema, self._batches = schema, batches
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """Return what DuckDB reads; as soon as DuckDB drops it no batch is read any more."""
+        """Return a reader for DuckDB; no further batch is read once DuckDB drops it."""
         return pa.RecordBatchReader.from_batches(self._schema, self._batches)
 
 
 class _Pace:
-    """Decide how many rows are read from columns at a time, and refuse too many.
+    """Choose how many rows to read from columns at a time, and reject queries that read too many.
 
     Args:
         columns: The columns.
@@ -169,18 +170,18 @@ class _Pace:
         self._open = [place for place, width in enumerate(widths) if width is None]
         self._width = sum(width for width in widths if width is not None)
         self._done = self._found = 0
-        #: How many rows to take next: where some have no fixed size, as those before were.
+        #: Rows to read next. For variable-length columns it depends on the size of the previous rows.
         self.rows = max(1, tuning.SQL_BATCH_BYTES // self._width) if not self._open else tuning.SQL_FIRST_ROWS
 
-    def go_on(self, rows: int) -> None:
-        """Raise QueryError if so many more rows are too many."""
+    def check(self, rows: int) -> None:
+        """Raise QueryError if reading this many more rows would exceed the limit."""
         fixed = (self._done + rows) * self._width
         if fixed + self._found > tuning.SQL_PACKED_BYTES:
             fits = self._done if self._open else tuning.SQL_PACKED_BYTES // self._width
             raise _build_size_error(self._names, fits, packed=not self._open)
 
     def count(self, rows: int, arrays: Sequence[pa.Array]) -> None:
-        """Take note of rows that came out."""
+        """Record rows that were read."""
         self._done += rows
         if self._open:
             self._found += sum(arrays[place].nbytes for place in self._open)
@@ -191,7 +192,7 @@ class _Pace:
 
 
 def _find_passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
-    """Return the numbers of the rows that pass a filter."""
+    """Return the positions of the rows that pass a filter."""
     numbered = batch.append_column(_NUMBER, pa.array(np.arange(len(batch))))
     found = _filter(numbered, filter)
     return np.sort(np.concatenate([_NO_ROWS, *(part.column(_NUMBER).to_numpy() for part in found)]))
@@ -203,7 +204,7 @@ def _filter_batches(batches: Iterator[pa.RecordBatch], filter: Any) -> Iterator[
 
 
 def _filter(batch: pa.RecordBatch, filter: Any) -> list[pa.RecordBatch]:
-    """Return the rows that pass a filter; no thread but this one works on it."""
+    """Return the rows that pass a filter, computed in this thread only."""
     steps = [
         Declaration("table_source", TableSourceNodeOptions(pa.Table.from_batches([batch]))),
         Declaration("filter", FilterNodeOptions(filter)),
@@ -212,12 +213,12 @@ def _filter(batch: pa.RecordBatch, filter: Any) -> list[pa.RecordBatch]:
     return found
 
 
-def _add_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+def _with_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
     return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
 
 
 def _build_size_error(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
-    why, done = ("are packed", "unpacked") if packed else ("lie one by one", "read")
+    why, done = ("are packed", "unpacked") if packed else ("have variable length", "read")
     return QueryError(
         f"the query needs more than {rows} rows of {', '.join(fields)}, which {why}: more than "
         f"{tuning.SQL_PACKED_BYTES >> 20} MiB would have to be {done}",
@@ -226,7 +227,7 @@ def _build_size_error(fields: Sequence[str], rows: int, *, packed: bool) -> Quer
 
 
 def _bytes_of(kind: pa.DataType) -> int | None:
-    """Return how many bytes a row takes; None: rows differ."""
+    """Return the size of a row in bytes, or None if rows differ in size."""
     if pa.types.is_fixed_size_list(kind):
         inner = _bytes_of(kind.value_type)
         return None if inner is None else int(kind.list_size) * inner
@@ -238,7 +239,7 @@ def _as_texts(values: Array) -> pa.Array:
 
 
 def _as_text(value: Any) -> str | None:
-    """Return text as it is, JSON of what JSON can keep, None of everything else and of None."""
+    """Return text unchanged, JSON for values that JSON can represent, and None for others and for None."""
     if value is None:
         return None
     try:
@@ -250,7 +251,7 @@ def _as_text(value: Any) -> str | None:
 
 
 def _widen(column: pa.Array, dtype: str) -> pa.Array:
-    """Turn (nested lists of) the bits of 16-bit floats into 32-bit floats."""
+    """Convert the bits of 16-bit floats, possibly in nested lists, to 32-bit floats."""
     if pa.types.is_fixed_size_list(column.type):
         return pa.FixedSizeListArray.from_arrays(_widen(column.flatten(), dtype), column.type.list_size)
     bits = column.to_numpy(zero_copy_only=True)
@@ -260,7 +261,7 @@ def _widen(column: pa.Array, dtype: str) -> pa.Array:
 
 
 def _from_start(column: pa.Array) -> pa.Array:
-    """See lists as ones that begin with their first: Arrow's filters take wrong ones of nested slices."""
+    """Remove the offset of sliced lists: Arrow's filters select wrong items from nested slices."""
     if not pa.types.is_fixed_size_list(column.type):
         return column
     return pa.FixedSizeListArray.from_arrays(_from_start(column.flatten()), column.type.list_size)

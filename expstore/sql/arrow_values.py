@@ -1,7 +1,7 @@
-"""Fields without a fixed size as DuckDB is shown them: nearly always as they lie.
+"""Convert variable-length fields to types that DuckDB supports.
 
-Used by `expstore.sql.views`. DuckDB knows no 16-bit floats, and no decimals of more than 38 digits: they
-become 32-bit floats and texts, wherever they are inside of a value.
+Used by `expstore.sql.views`. DuckDB does not support 16-bit floats, or decimals of more than 38 digits:
+these become 32-bit floats and text, at any depth of nested values. Other columns are not copied.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["SqlValues"]
 
 
 class SqlValues:
-    """Turn columns of one type into what DuckDB knows.
+    """Convert columns of one type to a type that DuckDB supports.
 
     Args:
-        text: Of the type, as a `Field` has it.
+        text: The text of the Arrow type, as in `Field.arrow`.
 
     Example:
         >>> shown = SqlValues(ragged_text("float16", (None,)))
@@ -32,11 +32,11 @@ class SqlValues:
         found = ragged_of(text)
         self._bits = found is not None and found.dtype == "bfloat16"
         self._raw = to_type(text)
-        #: The type with which the column is shown.
+        #: The type of the converted column.
         self.kind: pa.DataType = _sql_type(self._raw, bits=self._bits)
 
     def of(self, column: pa.Array) -> pa.Array:
-        """Return a column with that type: itself, or a copy."""
+        """Return a column converted to `kind`: itself if it has this type, otherwise a copy."""
         return column if self.kind.equals(self._raw) else _map(column, self.kind)
 
 
@@ -57,7 +57,7 @@ def _sql_type(kind: pa.DataType, *, bits: bool) -> pa.DataType:
 
 
 def _map(column: Any, kind: pa.DataType) -> Any:
-    """Return a column of this type: bits that stand for bfloat16 have no cast of Arrow's."""
+    """Convert a column to a type. Done here because Arrow cannot cast bits of bfloat16."""
     if column.type.equals(kind):
         return column
     nulls = column.is_null() if column.null_count else None

@@ -1,6 +1,6 @@
-"""What changed in a store since a position, and how the index's tables take it in.
+"""The changes in a store since a position, and how to apply them to the tables of the index.
 
-Made by storages, applied by the index. It knows tables and transactions, not files.
+Made by storages, applied by the index. This module knows tables and transactions, not files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Hold what changed in a store since a position; applying it twice does no harm.
+    """The changes in a store since a position; applying them twice has the same effect as once.
 
     Args:
-        position: The last record it covers.
-        last_id: The newest id that can be read.
-        low_id: Ids up to this one can no longer be read.
-        time: When it was made, in microseconds since 1970 (UTC).
-        sources: (number, name, whether the user named it, generation, session, when that started, when it
-            ended or None) of each new or changed source.
+        position: The last journal record that the delta covers.
+        last_id: The newest readable id.
+        low_id: Ids up to this one are no longer readable.
+        time: When the delta was made, in microseconds since 1970 (UTC).
+        sources: (number, name, whether the user named it, generation, session, start of the session, its end
+            or None) of each new or changed source.
         episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
             `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
             in microseconds), `has_trajectory`, `has_return` (bool), `return` (float64), `status` (0 open,
@@ -52,8 +52,9 @@ class Delta:
             `stride`; one row per new or longer fragment.
         live: `episode_id` and `live_rows`, int64: episodes whose number of readable rows may have
             changed.
-        anew: Episodes of which `fragments` has all there are, int64: rows of theirs have left, whichever.
-        complete: This is everything, and replaces what the index holds.
+        anew: Ids of episodes whose fragments in the index are replaced by those in `fragments`, int64. Rows
+            of these episodes were removed.
+        complete: Whether the delta contains the whole store and replaces the content of the index.
     """
 
     position: Position
@@ -85,7 +86,7 @@ def fill(con: duckdb.DuckDBPyConnection, delta: Delta, meta: Mapping[str, str]) 
         ),
     }
     for name, rows in made.items():
-        if rows.num_rows:  # each statement takes half a millisecond
+        if rows.num_rows:  # skip empty tables: each statement takes half a millisecond
             con.register("new_rows", rows)
             con.execute(f"INSERT INTO {name} SELECT * FROM new_rows")
             con.unregister("new_rows")
@@ -97,7 +98,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
 
     Args:
         con: A connection that nothing else uses, with no open transaction.
-        delta: What changed.
+        delta: The changes.
     """
     live, rest = _live_rows(con, delta)
     con.register("new_sources", _source_table(delta))
@@ -115,7 +116,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
 
 
 def _commit(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
-    """Forget what can no longer be read, and note how far the tables go."""
+    """Delete the entries of rows that are no longer readable, and record the position."""
     if delta.low_id:
         con.execute("DELETE FROM fragment_rows WHERE last_id <= ?", [delta.low_id])
         con.execute(_FADE, [delta.low_id])
@@ -125,18 +126,18 @@ def _commit(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
     )
 
 
-# DELETE and INSERT, not UPDATE: what still changes then stands together at the end of its table.
+# DELETE and INSERT, not UPDATE: entries that still change then are close together at the end of the table.
 _FORGET = (
     "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number",
     "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
-    # One that was found again after a restart may begin later: its first rows have left.
+    # After a restart, a fragment may begin later than before because its first rows are gone.
     "DELETE FROM fragment_rows AS f USING new_fragments AS n "
     "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
     "DELETE FROM fragment_rows USING cut WHERE fragment_rows.episode_id = cut.episode_id",
     "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
     "WHERE episode_rows.episode_id = n.episode_id",
 )
-# This includes episodes that the delta does not name: a store that was killed may have forgotten them.
+# This includes episodes that the delta does not name: after a crash the store may not know of them.
 _FADE = "UPDATE episode_rows SET live_rows = 0 WHERE live_rows > 0 AND last_id <= ?"
 _INSERT = (
     "INSERT INTO sources SELECT * FROM new_sources",
@@ -159,7 +160,7 @@ def find_episode(con: duckdb.DuckDBPyConnection, number: int) -> LogEntry | None
     return LogEntry(*found[0]) if found else None
 
 
-# In the order of LogEntry's fields; an open episode ends with its newest row, which only rows say.
+# In the order of LogEntry's fields. An open episode has no end time here (0): only its rows have it.
 _FIND = """
 SELECT episode_id, source, trajectory_id, epoch_us(start_time), coalesce(epoch_us(end_time), 0), "return",
     length, last_id, status, 0, 0, coalesce(info::VARCHAR, '')
@@ -168,7 +169,7 @@ FROM episode_rows WHERE episode_id = ?
 
 
 def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: Array) -> None:
-    """Let the table `priorities` hold these and nothing else."""
+    """Replace the content of the table `priorities`."""
     rows = {"id": _column(ids, pa.int64()), "priority": _column(priorities, pa.float32())}
     con.register("new_priorities", pa.table(rows))
     with transaction(con):
@@ -178,12 +179,12 @@ def replace_priorities(con: duckdb.DuckDBPyConnection, ids: Array, priorities: A
 
 
 def read_meta(con: duckdb.DuckDBPyConnection) -> dict[str, str]:
-    """Return what the table `meta` holds: keys and JSON texts."""
+    """Return the content of the table `meta`: keys and JSON texts."""
     return dict(con.execute("SELECT key, value FROM meta").fetchall())
 
 
 def replace_meta(con: duckdb.DuckDBPyConnection, meta: Mapping[str, str]) -> None:
-    """Let the table `meta` hold these keys and JSON texts and nothing else."""
+    """Replace the content of the table `meta` with these keys and JSON texts."""
     with transaction(con):
         con.execute("DELETE FROM meta")
         if meta:
@@ -192,7 +193,7 @@ def replace_meta(con: duckdb.DuckDBPyConnection, meta: Mapping[str, str]) -> Non
 
 @contextlib.contextmanager
 def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    """Commit what is done inside, or none of it."""
+    """Run the body in a transaction: commit at the end, roll back on an exception."""
     con.begin()
     try:
         yield
@@ -203,16 +204,15 @@ def transaction(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
 
 
 def rollback(con: duckdb.DuckDBPyConnection) -> None:
-    """End a transaction if there is one; the failure before may have ended it already."""
+    """Roll back the open transaction, if any; an earlier failure may have ended it already."""
     with contextlib.suppress(duckdb.Error):
         con.rollback()
 
 
 def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[IntArray, pa.Table]:
-    """Return the live rows of the changed episodes, and the live rows of the other episodes as a table.
+    """Return the number of live rows of each changed episode, and those of other episodes as a table.
 
-    A changed episode whose count is not in the delta keeps its count in the index, or has 0 without a
-    connection.
+    If the delta has no count for a changed episode, the index has it; without a connection it is 0.
     """
     ids = np.asarray(delta.episodes["episode_id"], np.int64)
     said = np.asarray(delta.live["episode_id"], np.int64)
@@ -223,7 +223,7 @@ def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[Int
     )
     unsaid = ids[~np.isin(ids, said)]
     if len(unsaid) and con is not None:
-        # An episode that changed otherwise keeps its number.
+        # Episodes that changed in another way keep their count.
         con.register("unsaid", pa.table({"episode_id": _column(unsaid, pa.int64())}))
         kept = con.sql(
             "SELECT episode_id, live_rows FROM episode_rows SEMI JOIN unsaid USING (episode_id)"
@@ -235,7 +235,7 @@ def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[Int
 
 
 def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
-    """Return the value of each wanted key, 0 where it is missing. Of equal keys the last one counts."""
+    """Return the value of each wanted key, 0 if it is missing. For duplicate keys the last value counts."""
     if not len(keys):
         return np.zeros(len(wanted), np.int64)
     order = np.argsort(keys, kind="stable")
@@ -289,9 +289,9 @@ def _fragment_table(delta: Delta) -> pa.Table:
 
 
 def _column(values: Array, kind: pa.DataType, *, missing: Array | None = None) -> pa.Array:
-    """See an array as an Arrow column; `missing` says where there is no value.
+    """Convert an array to an Arrow column; `missing` is True where a value is missing.
 
-    Arrow's own way to do so loads pandas where that is installed, which takes half a second.
+    Arrow's own conversion loads pandas if it is installed, which takes half a second.
     """
     data = np.ascontiguousarray(values, _STORED.get(str(kind)))
     present = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little"))

@@ -1,7 +1,7 @@
-"""The SQL expressions by which samplers filter and weigh rows: read, checked, and asked of rows.
+"""SQL expressions with which samplers filter and weight rows: parse, validate and evaluate them.
 
-Used by the filters of samplers. Each is one expression over a transition and its episode, and speaks of
-nothing else: what it says of a row follows from that row. It never sees a store, only columns.
+Used by the filters of samplers. Each is one expression over a transition and its episode, and its value
+for a row depends on nothing else. This module never sees a store, only columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "table_of_facts",
 ]
 
-#: What an expression may say of an episode.
+#: Columns of the relation `episodes` that an expression may use.
 FACTS = (
     "episode_id",
     "source",
@@ -53,13 +53,13 @@ FACTS = (
     "status",
     "info",
 )
-#: Columns that change while the row itself does not, without notice. Conditions may not use them.
+#: Columns that change while the row itself does not, without notification. Conditions may not use them.
 _FLEETING = {
     ("_priority",): "priorities change with every batch; draw by them with PrioritizedSampler",
     ("_sampled",): "counts change with every batch; ConsumingSampler draws by them",
-    ("episode", "live_rows"): "it changes with every row that leaves",
+    ("episode", "live_rows"): "it changes with every row that is evicted or deleted",
 }
-#: Standard SQL reads these names as functions where there is no such column.
+#: Standard SQL treats these names as functions if no column has the name.
 _MOMENT = {
     "current_catalog",
     "current_date",
@@ -73,7 +73,7 @@ _MOMENT = {
     "session_user",
     "user",
 }
-#: What an expression may be made of, as DuckDB's parser calls it.
+#: The kinds of nodes that an expression may contain, as DuckDB's parser names them.
 _PARTS = {
     "BETWEEN",
     "CASE",
@@ -98,13 +98,13 @@ _REFUSED = {
     "WINDOW": "a window function",
 }
 _NUMBERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "FLOAT", "DOUBLE", "DECIMAL")
-#: Sums of weights up to this one are finite numbers.
+#: Largest weight: sums of weights up to this one remain finite.
 _MOST = 1e150
 _ROWS = ("_id", "_index", "_episode", "_step", "_time")
 
-#: What a row of a field without a fixed size is taken to have: a thousand tokens.
+#: Assumed size of a row of a variable-length field, in bytes: a thousand tokens.
 _LOOSE_BYTES = 4096
-#: A query past its deadline is interrupted again and again: one that comes before DuckDB starts is lost.
+#: Interval at which a query past its deadline is interrupted: an interrupt before DuckDB starts is lost.
 _INTERRUPT_SECONDS = 0.05
 
 Path = tuple[str, ...]
@@ -112,13 +112,13 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Describe which columns of a store's rows an expression reads.
+    """The columns of a store's rows that an expression reads.
 
     Args:
         fields: Positions of the fields in the schema.
-        rows: Names in SQL of the row columns that are needed besides `_id`.
+        rows: SQL names of the required row columns, without `_id`.
         schema: The fields.
-        tops: Names in SQL of the first parts of the fields' keys.
+        tops: SQL names of the first parts of the fields' keys.
     """
 
     fields: tuple[int, ...]
@@ -128,7 +128,7 @@ class Needs:
 
     @property
     def row_bytes(self) -> int:
-        """About how many bytes of a row are looked at."""
+        """Approximate number of bytes that are read per row."""
         fields = [self.schema.fields[place] for place in self.fields]
         return 24 + sum(_LOOSE_BYTES if entry.variable else entry.row_bytes for entry in fields)
 
@@ -138,8 +138,8 @@ class ConditionLimits:
     """Limit the resources of one query of an expression; one query reads up to 131,072 rows.
 
     Args:
-        seconds: After which it is interrupted.
-        memory: Bytes that DuckDB may take for it.
+        seconds: Time in seconds after which the query is interrupted.
+        memory: Bytes that DuckDB may allocate for it.
     """
 
     seconds: float
@@ -149,14 +149,15 @@ class ConditionLimits:
 class Conditions:
     """Evaluate which rows match `where`, and their `weight`.
 
-    Not locked: one thread asks at a time. A forked child makes its own database. Nothing is kept of rows.
+    There is no lock: only one thread may call at a time. A forked child creates its own database. No rows are
+    kept.
 
     Args:
         where: Boolean expression; None: every row matches.
         weight: Numeric expression; None: 1.
 
     Raises:
-        QueryError: One of them is not one SQL expression over a row and its episode.
+        QueryError: `where` or `weight` is not a single SQL expression over a row and its episode.
 
     Example:
         >>> conditions = Conditions("reward > 0 AND episode.status = 'terminated'", None)
@@ -176,7 +177,7 @@ class Conditions:
             for option, text in self._texts():
                 self._paths |= _read(cursor, option, text)
         facts = {path[1] for path in self._paths if path[0] == "episode"}
-        #: What is to be known of episodes; nothing where no expression speaks of them.
+        #: The required columns of `episodes`; empty if no expression uses the episode.
         self.facts = ("episode_id", *sorted(facts - {"episode_id"})) if facts else ()
 
     def _texts(self) -> list[tuple[str, str]]:
@@ -187,19 +188,19 @@ class Conditions:
         return " and ".join(f"{option}={text!r}" for option, text in self._texts())
 
     def limit(self, limits: ConditionLimits) -> None:
-        """Bound every query from now on: the expressions are not trusted."""
+        """Limit every query from now on, for expressions that are not trusted."""
         self._limits = limits
-        self._con, self._pid = None, 0  # the next one is opened with that memory
+        self._con, self._pid = None, 0  # the next query opens a database with the new limit
         trees = [parse_expression(text) for _, text in self._texts()]
         self._operands = sorted({operand for tree in trees for operand in _operands(tree)})
 
-    # -- what a store has ------------------------------------------------------------------------
+    # -- binding to a schema ---------------------------------------------------------------------
 
     def bind(self, schema: Schema) -> Needs:
-        """Return what they need of rows with these fields.
+        """Return the columns that the expressions need of rows with these fields.
 
         Raises:
-            QueryError: They speak of something that is not there, `where` is not boolean, or `weight` is
+            QueryError: An expression uses a field that does not exist, `where` is not boolean, or `weight` is
                 not a number.
         """
         tops = call_tops(schema.keys, [*ROW_COLUMNS, "episode"])
@@ -227,12 +228,12 @@ class Conditions:
                 if not fits or kind.endswith("]"):
                     raise QueryError(f"{option}= takes {wanted}, and {text!r} is of type {kind}")
                 if len(found.to_arrow_table()):
-                    raise _refusal(text, "it says nothing of single rows")
+                    raise _refusal(text, "it does not refer to single rows")
             self._check_operands(cursor, source)
         return needs
 
     def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
-        """Raise QueryError if arrays are added: DuckDB appends them, which `memory_limit` does not count."""
+        """Raise QueryError if arrays are added: DuckDB concatenates them, ignoring `memory_limit`."""
         for path, subscripts in self._operands:
             operand = ".".join(_quote(part) for part in path) + "[1]" * subscripts
             if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):
@@ -241,7 +242,7 @@ class Conditions:
                     hint=f"name one of them: {key_name(path)}{'[1]' * (subscripts + 1)}",
                 )
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------
 
     def ask(
         self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
@@ -267,7 +268,7 @@ class Conditions:
         with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
         found, masses = (table.column(n).to_numpy() for n in range(2))
-        if not np.array_equal(found, ids):  # a join may bring them in another order
+        if not np.array_equal(found, ids):  # a join may change the order
             masses = masses[np.argsort(found, kind="stable")]
         kept: NDArray[np.float64] = masses
         return kept
@@ -287,7 +288,7 @@ class Conditions:
     def _attach_rows(
         self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
     ) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
-        """Give a cursor, and what to put behind FROM there."""
+        """Open a cursor and return it with the text to put after FROM."""
         fields = [needs.schema.fields[place] for place in needs.fields]
         stored = [Column(("_id",), "int64", (), [ids])]
         stored += [
@@ -309,7 +310,7 @@ class Conditions:
     @contextlib.contextmanager
     def _cursor(self, needs: Needs | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
         if self._pid != os.getpid():
-            self._parents.append(self._con)  # kept: its memory is the parent's to free
+            self._parents.append(self._con)  # kept alive: only the parent may free its memory
             self._pid, self._con = os.getpid(), _connect(self._limits)
         cursor = self._con.cursor()
         try:
@@ -320,14 +321,14 @@ class Conditions:
         except RuntimeError as exc:
             if isinstance(exc, ExpStoreError) or "Query interrupted" not in str(exc):
                 raise
-            raise KeyboardInterrupt from exc  # DuckDB has swallowed Ctrl-C
+            raise KeyboardInterrupt from exc  # DuckDB consumed the Ctrl-C
         finally:
             cursor.close()
 
     def _explain(self, exc: duckdb.Error, needs: Needs | None) -> QueryError:
         hint = ""
         if isinstance(exc, duckdb.OutOfMemoryException):
-            return QueryError(f"{self} needs more memory than it may take", kind="memory")
+            return QueryError(f"{self} needs more memory than is allowed", kind="memory")
         if needs is not None and isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
             fields = [(needs.tops[key[0]], *key[1:]) for key in needs.schema.keys]
             known = [tuple(part.lower() for part in key) for key in fields] + [(name,) for name in _ROWS]
@@ -345,7 +346,7 @@ class Conditions:
         return QueryError(f"{self}: {str(exc).strip().splitlines()[0]}", hint=hint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; it makes its own database."""
+        """Return the state of a copy; the copy creates its own database."""
         return {**self.__dict__, "_con": None, "_pid": 0, "_parents": []}
 
 
@@ -360,10 +361,10 @@ def _connect(limits: ConditionLimits | None) -> duckdb.DuckDBPyConnection:
 
 @contextlib.contextmanager
 def _deadline(cursor: duckdb.DuckDBPyConnection, limits: ConditionLimits) -> Iterator[None]:
-    """Interrupt what a cursor does after `limits.seconds`.
+    """Interrupt a cursor's query after `limits.seconds`.
 
     Raises:
-        QueryError: It was interrupted (kind "timeout").
+        QueryError: The query was interrupted (kind "timeout").
     """
     done, late = threading.Event(), threading.Event()
 
@@ -396,7 +397,7 @@ class Formula(Conditions):
         text: The expression.
 
     Raises:
-        QueryError: It is not one SQL expression over a row and its episode.
+        QueryError: `text` is not a single SQL expression over a row and its episode.
 
     Example:
         >>> formula = Formula("2 * reward + episode.length")
@@ -421,7 +422,7 @@ class Formula(Conditions):
             capacity: Capacity of the ring; None for an unbounded store.
 
         Returns:
-            Shape `(n,)`, or `(n, ...)` for arrays and lists, which must all have one length.
+            Shape `(n,)`, or `(n, ...)` for arrays and lists, which must all have the same length.
 
         Raises:
             QueryError: DuckDB cannot compute the values, or a value is not a number or is missing.
@@ -434,7 +435,7 @@ class Formula(Conditions):
 
 
 def _numbers(column: Any, ids: IntArray, text: str) -> Array:
-    """Return a column of numbers, or of arrays of them, as NumPy has it."""
+    """Convert an Arrow column of numbers, or of arrays of numbers, to a NumPy array."""
     kind, shape = column.type, []
     chunk = column.combine_chunks()
     if isinstance(chunk, pa.ChunkedArray):
@@ -442,20 +443,18 @@ def _numbers(column: Any, ids: IntArray, text: str) -> Array:
     count = len(chunk)
     while pa.types.is_nested(kind):
         if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind)):
-            raise QueryError(f"{text!r} is of type {kind}, of which there is no field")
+            raise QueryError(f"{text!r} is of type {kind}, which a field cannot have")
         _check_there(chunk, ids, text)
         lengths = np.unique(pa.compute.list_value_length(chunk).to_numpy(zero_copy_only=False))
         if lengths.size > 1:
-            raise QueryError(f"{text!r} has lists of {lengths.size} lengths", hint="rows are of one shape")
+            raise QueryError(f"{text!r} has lists of {lengths.size} lengths", hint="use lists of one length")
         shape.append(int(lengths[0]) if lengths.size else 0)
         chunk, kind = chunk.flatten(), kind.value_type
     _check_there(chunk, ids, text)
     if pa.types.is_decimal(kind):
         chunk = chunk.cast(pa.float64())
     elif not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise QueryError(
-            f"{text!r} is of type {kind}, of which there is no field", hint="cast it to a number"
-        )
+        raise QueryError(f"{text!r} is of type {kind}, which a field cannot have", hint="cast it to a number")
     values: Array = chunk.to_numpy(zero_copy_only=False)
     return values.reshape(count, *shape)
 
@@ -482,12 +481,12 @@ _FACT_KINDS = {
 
 
 def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any) -> Any:
-    """Return what the relation `episodes` says of some episodes as an Arrow table.
+    """Return columns of the relation `episodes` for some episodes, as an Arrow table.
 
     Args:
-        names: Which facts; `source` is not one of them.
-        entries: Episodes as they stand now.
-        more: Such a table of others, or None.
+        names: Names of the columns; `source` is not one of them.
+        entries: The current log entries of episodes.
+        more: The same columns for further episodes as an Arrow table, or None.
     """
     read: dict[str, Callable[[LogEntry], Any]] = {
         "episode_id": lambda entry: entry.episode,
@@ -519,7 +518,7 @@ def _quote(name: str) -> str:
 
 
 def _operands(tree: dict[str, Any]) -> Iterator[tuple[Path, int]]:
-    """Yield the columns that arguments of functions and operators are, and how many subscripts each has."""
+    """Yield each column that is an argument of a function or operator, and its number of subscripts."""
     for node in _nodes(tree):
         for operand in node["children"] if node["class"] == "FUNCTION" else ():
             subscripts = 0
@@ -536,19 +535,19 @@ def _meet(name: Path, path: Path) -> bool:
 
 def _refusal(text: str, reason: str) -> QueryError:
     return QueryError(
-        f"{text!r} cannot choose rows: {reason}",
+        f"{text!r} cannot select rows: {reason}",
         hint="use one expression over a row's fields and its episode, without subqueries or aggregates",
     )
 
 
-# -- reading: DuckDB's own parser says what a text is ----------------------------------------------
+# -- parsing with DuckDB's own parser --------------------------------------------------------------
 
 
 def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path]:
     """Return the columns that an expression names, lower case.
 
     Raises:
-        QueryError: It is not one expression over a row and its episode.
+        QueryError: The text is not a single expression over a row and its episode.
     """
     if not isinstance(text, str):
         raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
@@ -574,34 +573,34 @@ def parse_expression(text: str) -> dict[str, Any]:
     """Return the tree of one SQL expression as DuckDB's `json_serialize_sql` writes it; nothing is executed.
 
     Raises:
-        QueryError: It is not one expression, or is nested too deeply.
+        QueryError: The text is not a single expression, or is nested too deeply.
     """
     with duckdb.connect(":memory:", config={**CONFIG, "threads": "1"}) as con:
         return _parse_only_expression(con, text)
 
 
 def _parse_only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
-    """Return the tree of an expression that is one alone and one within brackets, as queries use it."""
+    """Return the tree of a text that is one expression both alone and within brackets, as queries use it."""
     if "\0" in text:
-        raise _refusal(text, "it holds a character without a meaning")
+        raise _refusal(text, "it contains a NUL character")
     bare, _ = _parse(cursor, text, f"SELECT {text}\n"), _parse(cursor, text, f"SELECT ({text}\n)")
     return bare
 
 
 def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
-    """Return the tree of the one expression that a SELECT without anything else asks for."""
+    """Return the tree of the only expression in a SELECT without any other clause."""
     try:
         (answer,) = cursor.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()[0]
         tree = json.loads(answer)
     except RecursionError as exc:
         raise QueryError("the expression is nested too deeply") from exc
-    except ValueError as exc:  # DuckDB writes whole numbers beyond its largest type as no JSON
+    except ValueError as exc:  # DuckDB writes integers beyond its largest type as invalid JSON
         raise QueryError(f"{text!r} has a number that DuckDB cannot read") from exc
     if tree["error"]:
-        raise QueryError(f"{text!r} is no SQL expression: {tree['error_message']}")
+        raise QueryError(f"{text!r} is not an SQL expression: {tree['error_message']}")
     statements = tree["statements"]
     if len(statements) != 1:
-        raise _refusal(text, f"it holds {len(statements)} statements")
+        raise _refusal(text, f"it contains {len(statements)} statements")
     found: dict[str, Any] = statements[0]["node"]
     more = ("modifiers", "where_clause", "group_expressions", "having", "qualify", "sample")
     nothing_else = (
@@ -618,7 +617,7 @@ def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, 
 
 
 def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of an expression, itself first."""
+    """Yield all nodes of an expression, starting with the expression itself."""
     waiting: list[Any] = [tree]
     while waiting:
         node = waiting.pop()
@@ -631,7 +630,7 @@ def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[str]) -> None:
-    """Raise QueryError unless all functions give the same for the same row."""
+    """Raise QueryError unless all functions are deterministic and use only their arguments."""
     waiting, seen = set(called), set(called)
     while waiting:
         known = cursor.execute(
@@ -645,13 +644,13 @@ def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[s
                 what = {"aggregate": "an aggregate", "window": "a window function"}.get(kind, "a table")
                 raise _refusal(text, f"{name}() is {what}")
             if kind == "scalar" and stability != "CONSISTENT":
-                raise _refusal(text, f"{name}() gives another answer another time")
+                raise _refusal(text, f"{name}() can return different values for the same row")
             if kind == "macro":
                 for node in _nodes(_parse(cursor, text, f"SELECT {body}")):
                     if node["class"] not in _PARTS:
-                        raise _refusal(text, f"{name}() looks at more than its arguments")
+                        raise _refusal(text, f"{name}() uses more than its arguments")
                     if node["class"] == "COLUMN_REF" and node["column_names"][-1].lower() in _MOMENT:
-                        raise _refusal(text, f"{name}() gives another answer another time")
+                        raise _refusal(text, f"{name}() can return different values for the same row")
                     if node["class"] == "FUNCTION":
                         waiting.add(node["function_name"].lower())
         waiting -= seen
@@ -661,7 +660,9 @@ def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[s
 def _check_path(text: str, path: Path) -> None:
     for name, reason in _FLEETING.items():
         if path[: len(name)] == name:
-            raise QueryError(f"{text!r} cannot speak of {key_name(name)}: {reason}")
+            raise QueryError(f"{text!r} cannot use {key_name(name)}: {reason}")
     if path[0] == "episode" and (len(path) == 1 or path[1] not in FACTS):
         facts = ", ".join(f"episode.{name}" for name in FACTS)
-        raise QueryError(f"{text!r} names {key_name(path)}, which is no fact", hint=f"there are {facts}")
+        raise QueryError(
+            f"{text!r} names {key_name(path)}, which is not a column of episodes", hint=f"there are {facts}"
+        )

@@ -15,23 +15,23 @@ from expstore.sql.views import ROW_COLUMNS, Relations
 
 __all__ = ["ARCHIVED", "HISTORY_COLUMNS", "History"]
 
-#: The column that says whether a row has left.
+#: The column that tells whether a row was evicted from the ring.
 ARCHIVED = "_archived"
-#: The names in `history` that no field can have.
+#: Column names of `history` that no field can have.
 HISTORY_COLUMNS = (*ROW_COLUMNS, ARCHIVED)
-# What a row has only while it is in the ring.
+# Values that a row has only while it is in the ring.
 _OF_THE_RING = ("_index", "_priority", "_sampled")
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold both sides of `history`; no row is on both.
+    """The two parts of the view `history`; no row is in both.
 
     Args:
-        held: The rows that lie in the ring, those among them that have left it already too.
-        archived: The others.
-        low: The newest id that has left.
-        last: The newest id of all: of later ones an archive may have some that the ring is about to get.
+        held: The rows in the ring, including evicted rows that have not been moved to the archive yet.
+        archived: The rows of the archive.
+        low: The newest id that was evicted from the ring.
+        last: The newest id of the store. The archive may hold newer rows, which the ring is about to get.
     """
 
     held: Relations
@@ -40,15 +40,15 @@ class History:
     last: int
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str, refused: list[ExpStoreError]) -> None:
-        """Make the view; see `Relations.attach`.
+        """Create the view on a query's cursor.
 
         Args:
-            cursor: Of the query.
+            cursor: The query's cursor.
             sql: The statement.
-            refused: To which is added, when columns are read, what is wrong with one.
+            refused: A list to which errors of columns are appended while they are read.
 
         Raises:
-            CorruptionError: No column of a side can be read.
+            CorruptionError: No column of the ring, or of the archive, can be read.
         """
         held = self.held.show(cursor, sql, "__held", refused)
         archived = self.archived.show(cursor, sql, "__archived", refused)

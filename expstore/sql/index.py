@@ -1,8 +1,8 @@
 """The index of a store: episodes, fragments and sources in DuckDB, and all SQL over them.
 
-Used by storages, which commit to it what they published and hand it the columns for a query. It is
-derived from the store and disposable: whatever is wrong with its file, a new one is built. It never
-opens its own file but through DuckDB, whose lock would go with the first descriptor that is closed.
+Used by storages, which commit published changes to it and pass it the columns for a query. It is derived
+data: if its file is damaged, a new one is built. The file is opened only through DuckDB, because closing
+any other descriptor of the file would release DuckDB's lock.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from expstore.sql.views import Column, Relations
 __all__ = ["COMPARED", "CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
 
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
-    # Files that DuckDB 1.5 opens too.
+    # Files that DuckDB 1.5 can open too.
     "storage_compatibility_version": "v1.5.0",
-    # Every table begins a few: with those of 256 KiB that are usual an empty index takes 1.8 MB. With smaller
-    # ones a large index takes more.
+    # Every table starts with a few blocks: with the default of 256 KiB an empty index takes 1.8 MB. Smaller
+    # blocks would make a large index larger.
     "default_block_size": "65536",
-    # A query reads what it is given: no files, no variables of the caller, no extensions from the net.
+    # A query reads what it is given: no files, no variables of the caller, no extensions from the network.
     "enable_external_access": "false",
     "python_enable_replacements": "false",
     "autoinstall_known_extensions": "false",
@@ -54,7 +54,7 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "allow_community_extensions": "false",
     "temp_directory": "",
 }
-#: What takes rows from a relation, as an Arrow table.
+#: A function that reads rows from a relation into an Arrow table.
 Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
 _RELATIONS = ("commits", "episodes", "fragments", "meta", "priorities", "sources", "transitions")
@@ -64,12 +64,12 @@ class Index:
     """Answer SQL over a store, and commit changes of the store to the index.
 
     Threads may query while another thread commits: each query has its own cursor, and commits run one at a
-    time. Ctrl-C ends a query of the main thread. A forked child may not use it. Create one with `open`.
+    time. Ctrl-C interrupts a query of the main thread. A forked child may not use it. Create one with `open`.
 
     Attributes:
         position: The last record that the index covers. (0, 0) if the index is empty, or after damage was
             found while running: the next commit must then be complete.
-        notice: One line that says why the file found at opening is not used, or None.
+        notice: One line that explains why the file found at opening is not used, or None.
         complete: Whether the last commit wrote everything into a new file and closed it.
     """
 
@@ -91,7 +91,7 @@ class Index:
         self._pid = os.getpid()
         self._meta: dict[str, str] = {}
         self._con: duckdb.DuckDBPyConnection | None = None
-        self._filed = path is None  # whether what is open is what was asked for, not a stand-in for it
+        self._filed = path is None  # False while an in-memory database stands for the file
         self._damage: str | None = None
         self._closed = False
         self._committing = threading.Lock()
@@ -110,8 +110,8 @@ class Index:
     ) -> Index:
         """Open the index of a store.
 
-        The first commit creates a missing file. A file that is damaged or belongs to another store is renamed
-        out of the way, and `notice` says so.
+        The first commit creates a missing file. A file that is damaged or belongs to another store is
+        renamed, and `notice` explains why.
 
         Args:
             path: The file; None keeps the index in memory.
@@ -122,7 +122,7 @@ class Index:
         Raises:
             LockedError: Another program has the file open.
             MigrationError: The file was made by a newer version of expstore or DuckDB.
-            StorageError: The file cannot be opened for an outside reason (permissions, too many open files).
+            StorageError: The file cannot be opened for another reason (permissions, too many open files).
         """
         index = cls(path, disk=disk, store_uuid=store_uuid, config=config)
         if path is not None and disk.exists(path):
@@ -133,19 +133,20 @@ class Index:
         return index
 
     def commit(self, delta: Delta, *, last: Mapping[str, object] | None = None) -> None:
-        """Take in what changed, in one transaction.
+        """Commit changes to the index, in one transaction.
 
-        A delta that ends before what the index covers already changes nothing. A complete one is built
-        into a new file that takes the old one's place; the table `priorities` is then empty.
+        A delta older than the index changes nothing. A complete delta is built into a new file that replaces
+        the old one; the table `priorities` is then empty.
 
         Args:
-            delta: What changed.
-            last: The table `meta`, if only `close` follows. A new file has it at once, and is not opened
-                again: the index is `complete`. That is a third of what closing a small store takes.
+            delta: The changes.
+            last: The content of the table `meta`, if only `close` follows. It is written into a new file
+                directly, which is then not opened again (`complete` is True). This saves a third of the time
+                of closing a small store.
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta.
-            StorageError: The disk is full or refuses.
+            StorageError: The disk is full or cannot be written.
             StateError: The index is closed.
         """
         self._check_open()
@@ -172,12 +173,12 @@ class Index:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping).
             relations: The columns of the readable rows.
-            read: Takes rows from DuckDB's relation, as an Arrow table; None: all of them.
+            read: Reads the rows from DuckDB's relation into an Arrow table; None: all of them.
 
         Raises:
-            QueryError: It is not one SELECT that only reads, or DuckDB refuses it.
+            QueryError: `sql` is not a single SELECT that only reads, or DuckDB rejects it.
             CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index"). Or a
-                column is that the query needs.
+                column that the query needs is damaged.
             StateError: The index is closed.
         """
         self._check_open()
@@ -186,7 +187,7 @@ class Index:
             return self._calls.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
 
     def find_episode(self, number: int) -> LogEntry | None:
-        """Return an episode as it stood at the last commit; None: there was none of this id.
+        """Return an episode's log entry as of the last commit, or None if no episode has this id.
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta and ask again (kind "index").
@@ -205,7 +206,7 @@ class Index:
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta.
-            StorageError: The disk is full or refuses.
+            StorageError: The disk is full or cannot be written.
             StateError: The index is closed.
         """
         self._check_open()
@@ -213,11 +214,11 @@ class Index:
             delta_tables.replace_priorities(cursor, ids, priorities)
 
     def write_meta(self, meta: Mapping[str, object]) -> None:
-        """Replace the table `meta`; values are what JSON can say.
+        """Replace the content of the table `meta`; the values must be representable as JSON.
 
         Raises:
             CorruptionError: The file is damaged; commit a complete delta.
-            StorageError: The disk is full or refuses.
+            StorageError: The disk is full or cannot be written.
             StateError: The index is closed.
         """
         self._check_open()
@@ -228,13 +229,13 @@ class Index:
                 delta_tables.replace_meta(cursor, texts)
 
     def close(self) -> None:
-        """Write everything to the file and close it; a second call does nothing.
+        """Write all changes to the file and close it; a second call does nothing.
 
         Raises:
-            StorageError: The disk is full or refuses; the index is closed nevertheless.
+            StorageError: The disk is full or cannot be written; the index is closed nevertheless.
         """
         if os.getpid() != self._pid:
-            return  # it is the parent's: closing it here would write to the parent's file
+            return  # closing the parent's connection here would write to the parent's file
         with self._committing, self._gate.alone():
             con, self._con, self._closed = self._con, None, True
             self._calls.close()
@@ -256,13 +257,13 @@ class Index:
 
     @contextlib.contextmanager
     def _cursor(self, act: str) -> Iterator[duckdb.DuckDBPyConnection]:
-        """Give a cursor for one query or commit, and turn DuckDB's errors into ours."""
+        """Return a cursor for one query or commit, and convert DuckDB's errors to expstore's."""
         with self._gate.together():
             self._check_open()
             if self._damage is not None:
                 raise self._build_damage_error()
             with self._cursors:
-                if self._con is None:  # nothing was committed yet
+                if self._con is None:  # before the first commit
                     self._con = self._make(None)
                 cursor = self._con.cursor()
             try:
@@ -270,7 +271,7 @@ class Index:
             except duckdb.Error as exc:
                 raise self._explain(exc, act) from exc
             except RuntimeError as exc:
-                if "Query interrupted" in str(exc):  # DuckDB has swallowed Ctrl-C
+                if "Query interrupted" in str(exc):  # DuckDB consumed the Ctrl-C
                     raise KeyboardInterrupt from exc
                 raise
             finally:
@@ -280,7 +281,8 @@ class Index:
     def _explain(self, exc: duckdb.Error, act: str) -> ExpStoreError:
         text = str(exc).strip()
         outside = self._outside(exc)
-        # Damaged blocks are plain errors in 2.0. After a fatal one, of any cause, DuckDB answers no more.
+        # In DuckDB 2.0 damaged blocks raise plain errors. After a fatal error, of any cause, DuckDB is
+        # unusable.
         ruined = isinstance(exc, _RUINOUS) or type(exc) is duckdb.Error
         if isinstance(exc, _FATAL) or (ruined and outside is None):
             self._damage, self.position = text.splitlines()[0], (0, 0)
@@ -289,7 +291,7 @@ class Index:
             return outside
         if isinstance(exc, duckdb.OutOfMemoryException):
             kind = QueryError if act == "query" else StorageError
-            return kind(f"DuckDB needs more memory than there is: {text}", kind="memory")
+            return kind(f"DuckDB needs more memory than is available: {text}", kind="memory")
         if act == "query":
             return QueryError(text)
         return StorageError(f"cannot {act} to the index: {text}")
@@ -298,11 +300,11 @@ class Index:
         return CorruptionError(
             f"the index cannot be used: {self._damage}",
             kind="index",
-            hint="it has to be rebuilt from the store",
+            hint="it must be rebuilt from the store",
         )
 
     def _outside(self, exc: BaseException | None) -> ExpStoreError | None:
-        """Return our error where the cause is not the file's content."""
+        """Return the matching error if the cause is not the file's content."""
         text = str(exc).strip()
         if "Could not set lock" in text or "different configuration" in text:
             who = re.search(r"held in (.*) \(PID (\d+)\)", text)
@@ -342,7 +344,7 @@ class Index:
                 con.close()
 
     def _make(self, path: Path | None, delta: Delta | None = None) -> duckdb.DuckDBPyConnection:
-        """Make a database with all tables, and the rows of a delta that is complete; without one no rows."""
+        """Create a database with all tables, and fill it from a complete delta if one is given."""
         con = duckdb.connect(":memory:" if path is None else str(path), config=self._config)
         try:
             with delta_tables.transaction(con):
@@ -357,7 +359,7 @@ class Index:
         return con
 
     def _rebuild(self, delta: Delta, last: Mapping[str, object] | None) -> None:
-        """Build a new database next to the old one, and replace the old one with it."""
+        """Build a new database next to the old file, then replace the old file."""
         temp = self.path and self.path.with_name("index.tmp")
         if last is not None:
             self._meta = _texts(last)
@@ -373,7 +375,7 @@ class Index:
         if temp is not None:
             con.close()
             self._disk.sync_path(temp)
-        # No cursor may still have the old file open: its last cursor removes the log by name when it closes.
+        # No cursor may still have the old file open: closing its last cursor removes the log by name.
         with self._gate.alone():
             damage, self._damage = self._damage, "a new file could not take its place"
             self.position = (0, 0)
@@ -409,10 +411,11 @@ class Index:
             if self._disk.exists(old := path.with_name(path.name + suffix)):
                 self._disk.rename(old, damaged.with_name(damaged.name + suffix))
         self._disk.sync_dir(path.parent)
-        self.notice = f"{path.name} is not usable, is kept as {damaged.name} and made anew: {reason}"
+        self.notice = f"{path.name} cannot be used; it was renamed to {damaged.name} and is rebuilt: {reason}"
 
 
-#: The relations that need nothing but the index, with their columns: an older index may have another order.
+#: The relations that come from the index alone, with their columns: an older index may order them
+#: differently.
 COMPARED = {
     "sources": "number, name, named, generation, session, started, ended",
     "episodes": 'episode_id, source, trajectory_id, start_time, end_time, length, "return", status, '
@@ -461,7 +464,7 @@ _RUINOUS = (*_FATAL, duckdb.IOException, duckdb.SerializationException)
 
 
 class _Gate:
-    """Let threads pass together, or one alone."""
+    """Let threads enter together, or one thread exclusively."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -495,7 +498,7 @@ class _Gate:
 
 
 def _plain(params: Sequence[object] | Mapping[str, object] | None) -> Any:
-    """Return parameters as DuckDB takes them: it knows no numbers of NumPy or torch."""
+    """Convert NumPy and torch numbers in parameters to Python numbers, which DuckDB accepts."""
     if params is None:
         return None
     if isinstance(params, Mapping):
@@ -512,13 +515,13 @@ def _answer(
 ) -> Result:
     statement = _require_one_select(cursor, sql)
     refused = relations.attach(cursor, sql)
-    # The kind of a statement does not tell all: a SELECT may hold an INSERT.
+    # The kind of a statement is not enough: a SELECT may contain an INSERT.
     cursor.execute("BEGIN TRANSACTION READ ONLY")
     try:
         relation = cursor.sql(statement, params=values)
         return Result(relation.to_arrow_table() if read is None else read(relation))
     except Exception as exc:
-        if refused:  # in words of its own DuckDB says that reading a column has failed
+        if refused:  # DuckDB's own error only says that reading a column failed
             raise refused[0] from None
         if isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
             delta_tables.rollback(cursor)
@@ -527,13 +530,13 @@ def _answer(
 
 
 def _require_one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
-    """Return the statement if it is one SELECT."""
+    """Return the statement if it is a single SELECT; raise QueryError otherwise."""
     found = cursor.extract_statements(sql)
     if len(found) != 1:
         raise QueryError(f"expected one SELECT, found {len(found)} statements", hint="run one at a time")
     try:
         kind = found[0].type
-    except ValueError:  # a statement that DuckDB knows and its Python client does not
+    except ValueError:  # a statement that DuckDB knows but its Python client does not
         kind = None
     if kind != duckdb.StatementType.SELECT:
         raise QueryError(

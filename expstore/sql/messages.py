@@ -1,4 +1,4 @@
-"""What is said of a query that DuckDB refuses: the name that does not exist, and the names that do.
+"""Build the error for a query that DuckDB rejects: name what is missing, and list the names that exist.
 
 Used by the index, after DuckDB has raised an error.
 """
@@ -34,14 +34,14 @@ def explain_refusal(
     columns: Mapping[str, Sequence[str]],
     relations: Sequence[str],
 ) -> QueryError:
-    """Return the error for a query that DuckDB refuses.
+    """Return the error for a query that DuckDB rejects.
 
     Args:
-        exc: What DuckDB raised.
-        cursor: The query's cursor; its transaction is over.
+        exc: The error that DuckDB raised.
+        cursor: The query's cursor; its transaction has ended.
         sql: The query.
-        columns: The columns of relations whose view shows only some of them, by relation.
-        relations: All relations.
+        columns: For relations whose view has only the columns that the query names: all their columns.
+        relations: Names of all relations.
     """
     text = str(exc).strip()
     if found := _MISSING_RELATION.search(text):
@@ -81,7 +81,7 @@ def _parse(cursor: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 
 def _nodes(tree: Any, kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the nodes of one type."""
+    """Yield all nodes of one type."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -94,7 +94,7 @@ def _nodes(tree: Any, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _whole_name(tree: Any, part: str, tables: Mapping[str, str]) -> str:
-    """Return the dotted name in a query of which DuckDB names one part."""
+    """Return the full dotted name in a query, given the part that DuckDB names."""
     for node in _nodes(tree, "COLUMN_REF"):
         names = node["column_names"]
         if part in names:

@@ -1,7 +1,7 @@
-"""Bring the tables of an index to the form this version of the library knows.
+"""Bring the tables of an index to the schema of this version of the library.
 
-Used by the index when it opens or makes its file; applies `migrations/NNNN_name.sql` in order, each
-once and whole. It never goes backwards and never changes a step that has been applied.
+Used by the index when it opens or creates its file. Applies `migrations/NNNN_name.sql` in order, each once
+and in a transaction. It never downgrades, and never changes a step that has been applied.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _RECORDS = "schema_migrations"
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """Describe one step.
+    """One migration step.
 
     Args:
-        version: Its number, from 1 without gaps.
+        version: Its number; steps are numbered from 1 without gaps.
         name: What it does, from the file's name.
         sql: Its statements.
     """
@@ -40,7 +40,7 @@ class Migration:
 
     @property
     def checksum(self) -> str:
-        """Tell whether an applied step was changed since; blind to line endings."""
+        """Checksum of the SQL, to detect that an applied step was changed; line endings do not matter."""
         return hashlib.sha256("\n".join(self.sql.splitlines()).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -53,11 +53,11 @@ def folder() -> Path:
 
 
 def migrations(path: Path | None = None, *, disk: Disk | None = None) -> list[Migration]:
-    """Return all steps in their order.
+    """Return all steps in order.
 
     Args:
         path: The folder with the steps; the library's own by default.
-        disk: What reads the files.
+        disk: Access to the file system.
 
     Raises:
         MigrationError: There are no steps, or their numbers are not 1, 2, 3, ...
@@ -77,8 +77,8 @@ def migrations(path: Path | None = None, *, disk: Disk | None = None) -> list[Mi
 
 
 def read_applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
-    """Return (version, name, checksum) of every step that was applied, in order; changes nothing."""
-    try:  # to look for the table first takes twice as long
+    """Return (version, name, checksum) of every applied step, in order; changes nothing."""
+    try:  # checking for the table first would take twice as long
         found = con.execute(f"SELECT version, name, checksum FROM {_RECORDS}").fetchall()
     except duckdb.CatalogException:
         return []
@@ -89,9 +89,9 @@ def steps_in(path: Path, steps: list[Migration]) -> int:
     """Return how many steps the index in a file has been through; the file is only read.
 
     Raises:
-        LockedError: Another program has it open.
-        MigrationError: It was made by a newer version of expstore or DuckDB, or a step was changed.
-        CorruptionError: It is no such file.
+        LockedError: Another program has the file open.
+        MigrationError: The file was made by a newer version of expstore or DuckDB, or a step was changed.
+        CorruptionError: The file is not an index.
     """
     try:
         with duckdb.connect(str(path), read_only=True) as con:
@@ -103,15 +103,15 @@ def steps_in(path: Path, steps: list[Migration]) -> int:
         if "newer version of DuckDB" in text:
             raise MigrationError(f"{path} is newer than DuckDB can read: {text}", kind="newer") from exc
         raise CorruptionError(
-            f"{path} cannot be read: {text}", kind="index", hint="`expstore repair` builds it anew"
+            f"{path} cannot be read: {text}", kind="index", hint="rebuild it with `expstore repair`"
         ) from exc
 
 
 def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migration]:
-    """Return the steps that are still to be applied; changes nothing.
+    """Return the steps that still have to be applied; changes nothing.
 
     Raises:
-        MigrationError: The database has a step that is not in `steps`, or another text of one.
+        MigrationError: The database has a step that is not in `steps`, or a step with another checksum.
     """
     done = read_applied(con)
     newest = f"up to {steps[-1]}"
@@ -135,18 +135,18 @@ def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migrat
 
 
 def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> list[Migration]:
-    """Apply every step that is missing and return those steps.
+    """Apply all missing steps and return them.
 
-    A step and its record are one transaction; a checkpoint follows at once, because DuckDB's log is
-    least safe where it holds changes of tables.
+    Each step and its record are one transaction. A checkpoint follows immediately, because DuckDB's log is
+    least safe while it contains changes of tables.
 
     Args:
         con: An open connection without a transaction.
-        steps: All steps; the library's own by default.
+        steps: All steps; None: the library's own.
 
     Raises:
-        MigrationError: The database is newer than `steps`, a step was changed, or a step failed; the
-            steps before the failed one stay.
+        MigrationError: The database is newer than `steps`, a step was changed, or a step failed. The steps
+            before the failed one remain applied.
     """
     steps = migrations() if steps is None else steps
     pending = check(con, steps)
@@ -157,7 +157,7 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
             con.commit()
             con.execute("CHECKPOINT")
         except duckdb.Error as exc:
-            # The failure itself may have ended the transaction.
+            # The failure may already have ended the transaction.
             with contextlib.suppress(duckdb.Error):
                 con.rollback()
             raise _build_error(step, exc) from exc
@@ -167,7 +167,7 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
 def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> None:
     """Apply all steps to an empty database, in the caller's transaction.
 
-    For files that are renamed into place once they are complete. Takes half of the time of `migrate`.
+    For files that are renamed into place once they are complete. Takes half the time of `migrate`.
 
     Raises:
         MigrationError: A step failed.

@@ -1,7 +1,7 @@
-"""Which members of nested fields a statement names: DuckDB reads all of a struct, whichever are used.
+"""Find the members of nested fields that a statement names, because DuckDB reads all members of a struct.
 
-Used by `expstore.sql.views` for members that are costly to read. It never runs a statement, and where it
-cannot tell it says that all are named.
+Used by `expstore.sql.views` for members that are costly to read. It never runs a statement. If it cannot
+tell which members are used, it returns all of them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from expstore.core.values import Key
 
 __all__ = ["find_members"]
 
-#: The relations that have rows, and what in a text may be one of them.
+#: The relations that have rows, and a pattern for text that may name one of them.
 _TABLES = ("transitions", "history")
 _NAMED = re.compile(r"transitions|\bhistory\b")
-#: What has no columns but those that it names itself.
+#: FROM items whose only columns are those that they name themselves.
 _OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
-#: What a statement may read from without naming columns in another way than is looked for here.
+#: FROM items that refer to columns only in ways that this module recognizes.
 _PLAIN = _OWN | {"BASE_TABLE", "JOIN", "TABLE_FUNCTION"}
 
 
 def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
-    """Return those members of columns of `transitions`, or `history`, that a statement may need.
+    """Return the members of columns of `transitions` or `history` that a statement may need.
 
     Args:
-        cursor: Reads the statement's text.
+        cursor: Used to parse the statement.
         sql: One SELECT.
-        members: Each as it is shown: the column's name, then the names inside.
+        members: Paths of the members in SQL: the column's name, then the names inside the struct.
 
     Example:
         >>> members = [("next", "pixels"), ("next", "state")]
@@ -54,12 +54,12 @@ def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[
     except (duckdb.Error, ValueError, KeyError, TypeError, AttributeError):
         return wanted
     if any(ref[-1] in aliases for ref in names if len(ref) == 1):
-        return wanted  # a table's name alone is the whole row
+        return wanted  # a table's name alone stands for the whole row
     return {member for member in wanted if any(_reaches(ref, member) for ref in names)}
 
 
 def _reaches(reference: list[str], member: Key) -> bool:
-    """Return whether a reference may be to a member, to what it is in, or to what is in it."""
+    """Return whether a reference may be to a member, to a struct that contains it, or to a part of it."""
     top, *inside = [part.lower() for part in member]
     for place, part in enumerate(reference):
         if part == top:
@@ -70,12 +70,12 @@ def _reaches(reference: list[str], member: Key) -> bool:
 
 
 def _is_wide(tree: Any, tops: set[str], *, visible: bool) -> bool:
-    """Return whether columns may be used that are not named.
+    """Return whether a statement may use columns that it does not name.
 
     Args:
-        tree: Part of a statement.
-        tops: Of which columns this is asked.
-        visible: Whether a star in it may stand for columns of rows.
+        tree: Part of a parsed statement.
+        tops: Names of the columns of interest, lower case.
+        visible: Whether a `*` in this part may include columns of rows.
     """
     if isinstance(tree, list):
         return any(_is_wide(one, tops, visible=visible) for one in tree)
@@ -96,18 +96,18 @@ def _is_wide(tree: Any, tops: set[str], *, visible: bool) -> bool:
 
 
 def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
-    """Return whether a star stands for none of these columns."""
+    """Return whether a `*` excludes all of these columns."""
     named = {str(name).lower() for name in star.get("exclude_list", ())}
     return tops <= named and star.get("expr") is None and not star.get("rename_list", True)
 
 
 def _reads_rows(source: Any) -> bool:
-    """Return whether a FROM clause itself, not a SELECT in it, has the rows."""
+    """Return whether a FROM clause reads rows directly, not only in a nested SELECT."""
     return any(str(one.get("table_name", _TABLES[0])).lower() in _TABLES for one in _tables(source))
 
 
 def _tables(source: Any) -> Iterator[dict[str, Any]]:
-    """Yield what a FROM clause reads from, joins among them, but what has a SELECT of its own."""
+    """Yield the items of a FROM clause, also those in joins, but no nested SELECTs."""
     if isinstance(source, dict) and source.get("type") not in _OWN:
         if source.get("type") != "JOIN":
             yield source
@@ -116,7 +116,7 @@ def _tables(source: Any) -> Iterator[dict[str, Any]]:
 
 
 def _references(tree: Any) -> Iterator[list[str]]:
-    """Yield the names of columns, each with all its parts."""
+    """Yield the column references of a statement, each as a list of its parts."""
     for one in _dicts(tree):
         if one.get("class") == "COLUMN_REF":
             yield one["column_names"]

@@ -1,7 +1,7 @@
-"""The answer to an SQL query: a whole table in memory, in the shape the caller likes.
+"""The result of an SQL query: a table in memory, with methods to convert it to other formats.
 
-Returned by the index; holds no connection, no file and no view into the store, so it stays as it is
-whatever happens to the store.
+Returned by the index. It holds no connection, no file and no view into the store, so later changes of the
+store do not affect it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ITEMS = 3
 
 
 class Result:
-    """Hold the rows of one query.
+    """The rows of one query.
 
     Args:
         table: The rows as an Arrow table.
@@ -43,12 +43,12 @@ class Result:
 
     @property
     def columns(self) -> list[str]:
-        """Name the columns, in order."""
+        """Names of the columns, in order."""
         return list(self._table.column_names)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Count rows and columns."""
+        """Number of rows and number of columns."""
         return self._table.num_rows, self._table.num_columns
 
     def arrow(self) -> pa.Table:
@@ -77,17 +77,17 @@ class Result:
         return _tuples(self._table)
 
     def fetchone(self) -> tuple[Any, ...] | None:
-        """Return the next row, None after the last one."""
+        """Return the next row, or None after the last one."""
         rows = _tuples(self._table.slice(self._next, 1))
         self._next += len(rows)
         return rows[0] if rows else None
 
     def to_parquet(self, path: str | PathLike[str]) -> None:
-        """Write the rows to a Parquet file, replacing one of that name.
+        """Write the rows to a Parquet file; an existing file is replaced.
 
         Raises:
             StateError: The path is a URL.
-            StorageError: The file cannot be written, or Parquet has no form for a column's type.
+            StorageError: The file cannot be written, or Parquet does not support a column's type.
         """
         path = local_path(path)
         try:
@@ -123,7 +123,7 @@ def _tuples(table: pa.Table) -> list[tuple[Any, ...]]:
 
 
 def _plain_integers(table: pa.Table) -> pa.Table:
-    """Turn the 128-bit integers of sum() and count() into int64 where the values fit."""
+    """Convert the 128-bit integers of sum() and count() to int64 where the values fit."""
     for place, field in enumerate(table.schema):
         if pa.types.is_decimal128(field.type) and field.type.precision == 38 and field.type.scale == 0:
             try:
@@ -135,7 +135,7 @@ def _plain_integers(table: pa.Table) -> pa.Table:
 
 
 def _short(value: Any) -> str:
-    """Write a value, of long lists only the beginning and the length."""
+    """Format a value; long lists are shortened to the first items and the length."""
     if isinstance(value, list):
         inside = ", ".join(_short(item) for item in value[:_ITEMS])
         return f"[{inside}, ... {len(value)}]" if len(value) > _ITEMS else f"[{inside}]"

@@ -1,6 +1,6 @@
-"""The columns of a storage as SQL sees them: views where rows lie one behind another, else what copies them.
+"""Columns of a storage for SQL: views where the rows are contiguous, otherwise functions that copy rows.
 
-Used by `expstore.sql.sync` for a query. It decides neither which rows are shown nor under which names.
+Used by `expstore.sql.sync` for a query. It decides neither which rows are visible nor their column names.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 __all__ = ["history_of", "readable", "relations_of"]
 
-#: So many rows at a time are read where a column is put together for a query.
+#: Rows that are read at a time to assemble a column for a query.
 _PIECE_ROWS = 65_536
-#: Where rows lie in more runs than this, no run is viewed by itself,
+#: If the readable rows form more runs than this, runs are not viewed one by one,
 _MANY_RUNS = 256
-#: but for rows that are longer than this.
+#: except for rows longer than this.
 _NARROW_BYTES = 256
-#: Row columns that a row of an archive has from its ring; its id it has in a field.
+#: Row columns that an archived row keeps from its ring. (Its id is kept in a field.)
 _KEPT = (("_episode",), ("_step",), ("_time",))
 
 
 def relations_of(storage: ReadView, window: Window) -> Relations:
-    """Return the rows of a window with all their columns."""
+    """Return all columns of the rows in a window."""
     from expstore.sql.index import Column, Relations
 
     schema = storage.schema
@@ -79,13 +79,13 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
     return Relations(columns, window, storage.capacity, rows=own)
 
 
-def history_of(storage: ReadView, window: Window, beside: Beside) -> History:
+def history_of(storage: ReadView, window: Window, older: Beside) -> History:
     """Return the rows of a ring and of its archive; no row is in both.
 
     Args:
         storage: The ring.
         window: The readable ids of the ring.
-        beside: The archive, captured before `window` was.
+        older: The archive, captured before `window` was read.
     """
     from expstore.sql.history_view import HISTORY_COLUMNS, History
     from expstore.sql.index import Relations
@@ -95,13 +95,13 @@ def history_of(storage: ReadView, window: Window, beside: Beside) -> History:
     if schema is None:
         return History(Relations(), Relations(), window.low, window.last)
     tops = call_tops(schema.keys, HISTORY_COLUMNS)
-    held = replace(relations_of(storage, with_left(storage, window, beside.through)), tops=tops)
-    there = relations_of(beside.archive, beside.window).columns
+    held = replace(relations_of(storage, with_left(storage, window, older.through)), tops=tops)
+    there = relations_of(older.archive, older.window).columns
     ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
     rows = [*ids, *(column for column in there[: len(ROW_FIELDS)] if column.key in _KEPT)]
-    # Behind the row columns of the archive, of which a field may have the name of one.
+    # The fields follow the row columns; a field of the archive may have the name of a row column.
     others = [column for column in there[len(there) - len(schema.fields) - 1 :] if column.key != ARCHIVED_ID]
-    if not there:  # nothing has come yet
+    if not there:  # the archive is still empty
         rows = [replace(column, parts=()) for column in held.columns if column.key in (("_id",), *_KEPT)]
         others = [
             replace(column, parts=(), take=None, gather=None, fault=None)
@@ -112,18 +112,19 @@ def history_of(storage: ReadView, window: Window, beside: Beside) -> History:
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
-    """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
+    """Return a function that copies rows of a column, given their numbers (0: the oldest row)."""
     return lambda numbers: storage.read(window.nth(numbers), [place])[0]
 
 
 class _Scattered:
-    """Show rows between many that have left: a column is asked for when a query names it, all runs at once.
+    """Assemble columns whose readable rows form many short runs between deleted rows.
 
-    Each run by itself would cost 85 us in a query, whose length hardly matters: narrow rows are copied.
+    A column is read when a query names it, for all runs at once: each run viewed separately would cost 85 us
+    in a query, whatever its length. Narrow rows are therefore copied.
 
     Args:
-        storage: Whose rows.
-        window: Which ones; some are deleted.
+        storage: The storage to read.
+        window: The readable ids; some are deleted.
     """
 
     def __init__(self, storage: ReadView, window: Window) -> None:
@@ -131,22 +132,22 @@ class _Scattered:
 
     @cached_property
     def _numbers(self) -> IntArray:
-        """Which of the ids above the window's low can be read, counted from 0. Shape `(rows,)`."""
+        """Offsets of the readable ids from the first id above the window's low. Shape `(rows,)`."""
         numbers: IntArray = self._window.nth(np.arange(self._window.rows)) - (self._window.low + 1)
         return numbers
 
     def rows(self, place: int) -> list[Array]:
-        """Return a column that can be viewed."""
+        """Return the readable rows of a column that can be viewed."""
         window = self._window
         return self._pick(self._storage.views([place], window.low + 1, window.size)[0])
 
     def counts(self, sampled: Sampled) -> list[Array]:
-        """Return how often rows were sampled."""
+        """Return how often each readable row was sampled."""
         window = self._window
         return self._pick(sampled.views(self._storage.geometry.runs(window.low + 1, window.size)))
 
     def _pick(self, parts: Sequence[Array]) -> list[Array]:
-        """Take the rows that can be read out of views of all; wide ones are viewed run by run."""
+        """Select the readable rows from views of all rows; wide rows are viewed run by run."""
         found, behind = [], 0
         for part in parts:
             low, high = np.searchsorted(self._numbers, [behind, behind + len(part)])
@@ -162,7 +163,7 @@ class _Scattered:
 
 
 def readable(storage: ReadView, places: Sequence[int], window: Window) -> list[list[Array]]:
-    """View columns over all readable rows without copying: arrays one behind another per field."""
+    """View columns over all readable rows without copying: for each column, arrays in row order."""
     parts = [storage.views(places, first, count) for first, count in window.runs()]
     return [[array for part in parts for array in part[number]] for number in range(len(places))]
 
@@ -170,7 +171,7 @@ def readable(storage: ReadView, places: Sequence[int], window: Window) -> list[l
 def _as_readable(
     storage: ReadView, places: Sequence[int], window: Window
 ) -> tuple[list[list[Array]], list[CorruptionError | None]]:
-    """Do as `readable`, with nothing for columns that are damaged, and what is wrong with each."""
+    """Do the same as `readable`, but return an empty list and the error for a damaged column."""
     with contextlib.suppress(CorruptionError):
         return readable(storage, places, window), [None] * len(places)
     found: list[list[Array]] = []

@@ -1,7 +1,7 @@
-"""The index as a storage keeps it: opened when first needed, brought up to date, asked.
+"""Open a store's SQL index when it is first needed, keep it up to date, and query it.
 
-Used by buffers for SQL and by storages before they cut the journal. The index only ever lags; what it
-lacks is handed to it before a query, so that users read their own writes.
+Used by buffers for SQL, and by storages before they truncate the journal. The index may lag behind the
+store. Before a query the missing changes are committed to it, so that users read their own writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Catalog"]
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
-#: So many changed episodes are handed to the index in the background, to bound memory.
+#: After this many changed episodes the index is updated in the background, to bound memory.
 MANY_CHANGES = 20_000
 
 
@@ -58,7 +58,7 @@ class Catalog:
         self._lock = storage.locks.order.rank_lock("catalog", threading.RLock())
         self._index: Index | None = None
         self._closed = False
-        self._whole = False  # the next commit must hold everything
+        self._whole = False  # whether the next commit must contain the whole store
         self._content = storage.epochs.content
         self._pid = os.getpid()
 
@@ -73,10 +73,10 @@ class Catalog:
         Args:
             sql: The statement.
             params: Values for its parameters.
-            read: As of `Index.query`; called again where rows were overwritten under the query.
+            read: See `Index.query`. Called again if rows were overwritten while the query ran.
 
         Raises:
-            QueryError: It is not one SELECT, or DuckDB refuses it.
+            QueryError: `sql` is not a single SELECT, or DuckDB rejects it.
             StateError: The store is closed.
         """
         return self._ask_with_retry(lambda: self._ask(sql, params, read))
@@ -88,7 +88,7 @@ class Catalog:
         limit: int | None,
         params: Sequence[object] | Mapping[str, object] | None,
     ) -> Result:
-        """Return some of the rows of the relation `episodes`.
+        """Return rows of the relation `episodes`, filtered and sorted.
 
         Raises:
             QueryError: `where` or `order_by` is not a valid expression, or DuckDB cannot evaluate it.
@@ -106,18 +106,18 @@ class Catalog:
     ) -> Result:
         storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
         while True:
-            # Rows that were overwritten under the query make it run again, then with the writer waiting;
-            # a writer in another process does not wait for us: we hope for a pause of its.
+            # If rows were overwritten during the query, run it again while holding the writer's lock. A
+            # writer in another process cannot be locked out: retry until the time limit.
             attempt += 1
             alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
                 archive = storage.open_archive() if "history" in sql.lower() else None
                 # Captured before the window is read, because rows move from the window to the archive.
-                beside = None if archive is None else Beside(archive)
+                older = None if archive is None else Beside(archive)
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
-                result = read_stable(storage, partial(self._answer, index, sql, params, window, beside, read))
-                low = window.low if beside is None else with_left(storage, window, beside.through).low
+                result = read_stable(storage, partial(self._answer, index, sql, params, window, older, read))
+                low = window.low if older is None else with_left(storage, window, older.through).low
                 oldest = np.array([low + 1])
                 moved = (
                     changes != storage.changes.number
@@ -138,19 +138,19 @@ class Catalog:
         sql: str,
         params: Sequence[object] | Mapping[str, object] | None,
         window: Window,
-        beside: Beside | None,
+        older: Beside | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
         relations = relations_of(self._storage, window)
-        if beside is not None:
-            relations = replace(relations, history=history_of(self._storage, window, beside))
+        if older is not None:
+            relations = replace(relations, history=history_of(self._storage, window, older))
         return index.query(sql, params, relations, read)
 
     def find_episode(self, number: int) -> LogEntry:
-        """Return an episode as it stands, whether its rows can still be read or not; the lock is held.
+        """Return the log entry of an episode, even if its rows are gone; the caller holds the lock.
 
         Raises:
-            NotFoundError: There never was one of this id.
+            NotFoundError: No episode ever had this id.
         """
         storage = self._storage
         with storage.locks.episodes:
@@ -169,7 +169,7 @@ class Catalog:
         return found
 
     def _update_index(self) -> Index:
-        """Return the index if all that it lacks is known of, else after it was brought up to date."""
+        """Return the index if the changes it lacks are all known in memory; otherwise update it first."""
         with self._lock:
             index, storage = self._index, self._storage
             if index is None or self._lacks_changes(index, storage.state.content):
@@ -177,21 +177,21 @@ class Catalog:
             return index
 
     def _lacks_changes(self, index: Index, content: tuple[int, int]) -> bool:
-        """Return whether the index lacks more than the changes that are known of."""
+        """Return whether the index lacks changes that are no longer known in memory."""
         storage = self._storage
-        # A store in RAM may have had another index, which took its changes with it.
+        # A store in RAM may have had an earlier index, to which changes were committed that are now lost.
         nothing = index.position == (0, 0) and storage.write_count > 0
         return self._whole or nothing or not storage.state.index_floor <= index.position <= content
 
     def catch_up(self, last: Mapping[str, object] | None = None) -> Index:
-        """Hand the index what it lacks and return it; `last` is for `Index.commit`."""
+        """Commit the missing changes to the index and return it; `last` is passed to `Index.commit`."""
         self._storage.follow()
         with self._lock:
             index = self._index or self._open()
             storage = self._storage
             with storage.locks.episodes:
                 content = storage.state.content
-                # What was taken over anew may lack rows of which no record speaks.
+                # After the content was replaced, no journal record names the rows that the index lacks.
                 anew = storage.epochs.content != self._content and index.position > (0, 0)
                 self._content = storage.epochs.content
                 if index.position == content and not (self._whole or anew):
@@ -207,17 +207,17 @@ class Catalog:
             return index
 
     def keep_up(self) -> None:
-        """Hand the index what it lacks, before the journal forgets it; once closed it lacks nothing."""
+        """Update the index before the journal is truncated; does nothing once the catalog is closed."""
         with self._lock:
             if not self._closed:
                 self.catch_up()
 
     def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
-        """Return facts about episodes as an Arrow table, in no order.
+        """Return facts about episodes as an Arrow table, in no particular order.
 
         Args:
-            names: Columns of the relation `episodes`, `episode_id` among them.
-            episodes: Their ids, each once; None: all that have rows. Shape `(n,)`.
+            names: Columns of the relation `episodes`; must include `episode_id`.
+            episodes: Ids of the episodes, without duplicates. Shape `(n,)`. None: all episodes with rows.
 
         Raises:
             StateError: The store is closed.
@@ -232,7 +232,7 @@ class Catalog:
         if episodes is None:
             return self.catch_up().query(select + "live_rows > 0", None, Relations()).arrow()
         select += "episode_id IN (SELECT unnest(?::BIGINT[]))"
-        if "source" in names:  # the names of some stand in the index alone
+        if "source" in names:  # the names of some sources are only in the index
             return self.catch_up().query(select, [episodes], Relations()).arrow()
         with self._lock:
             table, entries, rest = self._storage.episodes, [], []
@@ -249,7 +249,7 @@ class Catalog:
             return table_of_facts(names, entries, found)
 
     def _ask_with_retry(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Ask; ask again if the index is found damaged, which has it made anew."""
+        """Call `ask`; if it finds the index damaged, rebuild the index and call it again."""
         if self._storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         try:
@@ -261,16 +261,16 @@ class Catalog:
             return ask()
 
     def busy(self) -> bool:
-        """Return whether many changes wait for the index."""
+        """Return whether many changes are waiting to be committed to the index."""
         return self._storage.episodes.waiting > MANY_CHANGES
 
     def close(self) -> None:
         """Bring the index up to date for other programs and close it.
 
-        With `tuning.INDEX_ON_CLOSE` off, an index that was never opened stays as it is.
+        With `tuning.INDEX_ON_CLOSE` off, an index that was never opened is not updated.
         """
         with self._lock:
-            self._closed = True  # otherwise the storage's last sync would reopen the index, and leave it open
+            self._closed = True  # otherwise the storage's final sync would reopen the index and leave it open
             if self._index is None and not tuning.INDEX_ON_CLOSE:
                 return
             storage = self._storage
@@ -285,7 +285,7 @@ class Catalog:
                 if not index.complete:
                     index.write_meta(meta_relation(storage))
             except ExpStoreError as exc:
-                # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
+                # The index is derived data: the next query updates or rebuilds it.
                 _log.warning("the index could not be brought up to date: %s", exc)
             try:
                 self.drop()
@@ -293,14 +293,14 @@ class Catalog:
                 _log.warning("the index could not be completed: %s", exc)
 
     def drop(self) -> None:
-        """Close the index as it is, without committing the newest changes to it."""
+        """Close the index without committing the newest changes to it."""
         with self._lock:
             if self._index is not None:
                 self._index.close()
                 self._index = None
 
     def _open(self) -> Index:
-        from expstore.sql.index import Index  # loads DuckDB, which sampling does without
+        from expstore.sql.index import Index  # loads DuckDB, which sampling does not need
 
         storage = self._storage
         if storage.index.path is not None and os.getpid() != self._pid:
@@ -357,7 +357,7 @@ def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]
             episodes[entry.episode] = entry
         else:
             sources[entry.source] = entry
-    sources.pop(0, None)  # what `repair` fills pieces of a log with
+    sources.pop(0, None)  # `repair` uses source 0 to fill pieces of a log
     return list(sources.values()), [entry for entry in episodes.values() if entry.status != OPEN]
 
 

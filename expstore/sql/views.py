@@ -1,7 +1,7 @@
-"""What SQL sees of the running store: columns in memory under the names users gave their fields.
+"""The relations that SQL sees of a running store: columns in memory under the names of the fields.
 
-Given by storages to the index, which puts these views on the cursor of one query. It copies no column
-and never touches a file.
+Passed by storages to the index, which creates these views on the cursor of one query. Nothing is copied,
+and no file is read.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ ROW_COLUMNS: dict[str, pa.DataType] = {
     "_priority": pa.float32(),
     "_sampled": pa.uint32(),
 }
-#: Shown only where there is such a column.
+#: Row columns that exist only in some stores.
 _OPTIONAL = {"_sampled"}
 
 # The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
 _TABLE = "__columns"
 _HALF = {"float16", "bfloat16"}
-#: Statements that may ask for rows: these name the relations, or what can name them in other words, or list
-#: what there is. Views take up to 2 ms; where a name is hidden otherwise there is no such relation.
+#: Text of statements that may read rows: it contains a relation's name, something that can spell a name in
+#: another way, or something that lists relations. Creating the views takes up to 2 ms. If another statement
+#: hides a name, DuckDB does not find the relation.
 _MAY_READ_ROWS = re.compile(
     "transitions|priorities|query|show|desc|summar|schema|duckdb_|pragma|sqlite|pg_|u&"
 )
-#: The type of a column that cannot be read, and why.
+#: The type and the error of a column that cannot be read.
 _Lost = tuple[pa.DataType, CorruptionError]
-#: Field dtype -> (how the bytes are shown to DuckDB, DuckDB's name of the type, values per item).
+#: Field dtype -> (dtype under which DuckDB sees the bytes, DuckDB's name of the type, values per item).
 _SQL_TYPES: dict[str, tuple[str, str, int]] = {
     "bool": ("u1", "BOOLEAN", 1),
     "uint8": ("u1", "UTINYINT", 1),
@@ -73,21 +74,21 @@ _SQL_TYPES: dict[str, tuple[str, str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Describe one column of the readable rows.
+    """One column of the readable rows.
 
     Args:
-        key: Path of the field, or one of the row columns such as `("_id",)`.
+        key: Path of the field, or a row column such as `("_id",)`.
         dtype: Dtype of the field as in the schema.
         shape: Shape of one row's value.
-        parts: Views one behind another, each C-contiguous of shape `(n, *shape)`; together all rows,
-            in the same order in every column. bfloat16 comes as uint16 bits; objects are shown as text.
-        fault: Why it cannot be read; there are no parts then, and queries that need it are refused.
-        take: Of a column that cannot be viewed, which has no parts: copies rows out, by their numbers in
-            that order.
-        arrow: Of rows without a fixed size the text of their type, as `Field` has it; parts are pyarrow
-            Arrays then, and so is what `take` returns.
-        gather: Of a column that is put together where a query names it: returns its parts, of which it has
-            none yet.
+        parts: Consecutive views, each C-contiguous of shape `(n, *shape)`; together all rows, in the same
+            order in every column. bfloat16 is given as uint16 bits; objects are shown as text.
+        fault: The error of a damaged column, which has no parts; queries that need the column raise it.
+        take: For a column that cannot be viewed and has no parts: a function that copies rows, given their
+            numbers, in the order of the numbers.
+        arrow: For a variable-length field: the text of its Arrow type, as in `Field.arrow`. `parts` and the
+            result of `take` are then pyarrow Arrays.
+        gather: For a column that is assembled when a query names it, and has no parts yet: a function that
+            returns its parts.
     """
 
     key: Key
@@ -100,7 +101,7 @@ class Column:
     gather: Callable[[], Sequence[Array]] | None = None
 
     def gather_parts(self) -> Column:
-        """Return the column with its parts, or with why it cannot be put together."""
+        """Return the column with its parts assembled, or with the error if they cannot be read."""
         if self.gather is None:
             return self
         try:
@@ -111,7 +112,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """Hold what one query sees in addition to the tables of the index.
+    """The data that one query sees in addition to the tables of the index.
 
     Args:
         columns: Row columns and fields. Empty if the rows cannot be read (the index of a closed store): then
@@ -133,10 +134,10 @@ class Relations:
     history: History | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
-        """Make the views that `sql` needs, for this cursor only; they last until it is closed.
+        """Create the views that `sql` needs, on this cursor only; they last until it is closed.
 
         Returns:
-            A list, to which is added what is wrong with a column that a query needs, or with the query.
+            A list to which errors are appended while the query reads columns.
 
         Raises:
             CorruptionError: No column can be read.
@@ -157,7 +158,7 @@ class Relations:
         return refused
 
     def column_names(self) -> dict[str, list[str]]:
-        """Return the dotted names of all columns of the relations whose views have only some of them."""
+        """Return all dotted column names of relations whose views have only the columns a query names."""
         row, fields, lost = self._split()
         taken = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
         tops = call_tops((column.key for column in fields), taken) if self.tops is None else self.tops
@@ -167,13 +168,13 @@ class Relations:
     def show(
         self, cursor: duckdb.DuckDBPyConnection, sql: str, table: str, refused: list[ExpStoreError]
     ) -> str:
-        """Register the columns that `sql` needs, for this cursor only; return the SELECT that shows them.
+        """Register the columns that `sql` needs, on this cursor only; return the SELECT that reads them.
 
         Args:
-            cursor: Of the query.
+            cursor: The query's cursor.
             sql: The statement.
-            table: The name of the Arrow table below.
-            refused: To which is added, when columns are read, what is wrong with one.
+            table: The name under which the Arrow table is registered.
+            refused: A list to which errors of columns are appended while they are read.
 
         Raises:
             CorruptionError: No column can be read.
@@ -212,7 +213,7 @@ class Relations:
         return f"SELECT {_select(items, names, index, tops)} FROM {table}"
 
     def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column], dict[str, _Lost]]:
-        """Take the row columns apart from fields, of which one may have such a name too; and damaged ones."""
+        """Split the columns into row columns, fields (which may share a name) and damaged row columns."""
         row: dict[str, pa.ChunkedArray] = {}
         fields: list[Column] = []
         lost: dict[str, _Lost] = {}
@@ -231,7 +232,7 @@ class Relations:
 
 
 class _Item:
-    """One field: the column below the views and the expression that shows it."""
+    """One field: its column in the registered table, and the SQL expression that returns it."""
 
     def __init__(self, name: str, column: Column) -> None:
         self.name = name
@@ -246,18 +247,18 @@ class _Item:
         self.shape = () if column.shape == (1,) else column.shape
         if width > 1:
             self.shape += (width,)
-        # DuckDB has no array of length 0: such a field is an empty list.
+        # DuckDB has no arrays of length 0: such a field becomes an empty list.
         self.stored = 0 not in self.shape
 
     def data(self) -> pa.ChunkedArray:
-        """Return the column as Arrow, not copied where DuckDB knows it as it lies."""
+        """Return the column as Arrow, without a copy if DuckDB supports its type."""
         if self.loose is not None:
             return pa.chunked_array(map(self.loose.of, self.column.parts), self.loose.kind)
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
     def to_packed(self) -> Packed:
-        """Return how rows of the column come out, as Arrow."""
+        """Return how to read rows of the column as Arrow."""
         if self.loose is not None:
             return Packed(".".join(self.column.key), self.loose.kind, self._take)
         kind: pa.DataType = pa.from_numpy_dtype(self.dtype)
@@ -273,7 +274,7 @@ class _Item:
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
     def arrow_kind(self) -> pa.DataType:
-        """Return the type with which the column is shown."""
+        """Return the Arrow type that DuckDB sees."""
         if self.loose is not None:
             return self.loose.kind
         kind = pa.float32() if self.column.dtype in _HALF else pa.from_numpy_dtype(self.dtype)
@@ -282,7 +283,7 @@ class _Item:
         return kind
 
     def expression(self) -> str:
-        """Write the column in SQL."""
+        """Return the SQL expression for the column."""
         if not self.stored:
             return f"[]::{self.kind}[]"
         if self.column.dtype == "bool":
@@ -292,12 +293,12 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Say how rows of a column come out that cannot be viewed.
+    """How to read rows of a column that cannot be viewed.
 
     Args:
-        name: Of the field.
-        kind: The type of what comes out.
-        take: Copies rows out, by their numbers.
+        name: Dotted name of the field.
+        kind: Type of the result.
+        take: Copies rows, given their numbers.
     """
 
     name: str
@@ -308,7 +309,7 @@ class Packed:
 def _drop_unnamed(
     items: Sequence[_Item], tops: Mapping[str, str], cursor: duckdb.DuckDBPyConnection, sql: str
 ) -> list[_Item]:
-    """Leave out what a statement does not name: packed members of structs, and what is put together."""
+    """Remove the items that a statement does not name, of packed struct members and of assembled columns."""
     members = {
         item.name: (tops[item.column.key[0]], *item.column.key[1:])
         for item in items
@@ -319,7 +320,7 @@ def _drop_unnamed(
 
 
 def _arrow(parts: Sequence[Array], kind: pa.DataType, shape: tuple[int, ...]) -> pa.ChunkedArray:
-    """See arrays as one Arrow column of nested lists of `shape`; copies nothing."""
+    """Convert arrays to one Arrow column of nested lists of `shape`, without copying."""
     arrays = []
     for part in parts:
         flat = np.ascontiguousarray(part).reshape(-1)
@@ -337,7 +338,7 @@ def _modulo(capacity: int | None) -> str:
 
 
 def call_tops(keys: Iterable[Key], taken: Iterable[str]) -> dict[str, str]:
-    """Return the name under which views show the first part of each key: none like another's, or a taken one.
+    """Return a unique SQL name for the first part of each key, different from the names in `taken`.
 
     >>> call_tops([("a",), ("A",), ("next", "a"), ("next", "b"), ("_id",)], ["_id"])
     {'a': 'a', 'A': 'A_', 'next': 'next', '_id': '_id_'}
@@ -354,7 +355,7 @@ def call_tops(keys: Iterable[Key], taken: Iterable[str]) -> dict[str, str]:
 
 
 def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapping[str, str]) -> str:
-    """Name all columns: first the row columns, then the fields, nested keys as structs."""
+    """Return the SELECT list: first the row columns, then the fields, with nested keys as structs."""
     tree: dict[str, Any] = {}
     for item in items:
         branch = tree
@@ -366,7 +367,7 @@ def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapp
 
 
 def _struct(value: str | dict[str, Any]) -> str:
-    # DuckDB reads all members, whichever of them a query names.
+    # DuckDB reads all members of a struct, even if a query names only one.
     if isinstance(value, str):
         return value
     members = ", ".join(f"{_quote(name)} := {_struct(member)}" for name, member in value.items())
@@ -378,19 +379,19 @@ def _quote(name: str) -> str:
 
 
 def select_episodes(where: str | None, order_by: str | None, limit: int | None) -> str:
-    """Write the query for some of the episodes.
+    """Return the query for some of the episodes.
 
     Raises:
-        QueryError: `where` is not one expression, or `order_by` no list of them.
+        QueryError: `where` is not a single expression, or `order_by` is not a list of expressions.
         ValueError: The limit is negative.
     """
-    # Each on lines of its own: a comment at the end of one hides nothing.
+    # Each part is on its own line, so that a comment at its end hides nothing.
     parts = ["SELECT * FROM episodes"]
     if where is not None:
-        _parse("where", where, where, "one SQL expression, as behind WHERE")
+        _parse("where", where, where, "one SQL expression, as after WHERE")
         parts += ["WHERE (", where, ")"]
     if order_by is not None:
-        _parse("order_by", order_by, f"first(0 ORDER BY {order_by}\n)", "SQL expressions, as behind ORDER BY")
+        _parse("order_by", order_by, f"first(0 ORDER BY {order_by}\n)", "SQL expressions, as after ORDER BY")
         parts += ["ORDER BY", order_by, ", episode_id"]
     else:
         parts.append("ORDER BY episode_id")
@@ -410,7 +411,7 @@ def _parse(name: str, given: str, expression: str, expected: str) -> None:
         raise QueryError(f"{name}={given!r} cannot be used: {reason}", hint=f"give {expected}") from exc
 
 
-# As the view of this name in the index, for the ids that this query sees.
+# The same as the view of this name in the index, but cut to the ids that this query sees.
 _FRAGMENTS = """
 CREATE TEMP VIEW fragments AS
 WITH clipped AS (

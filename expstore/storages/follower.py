@@ -25,6 +25,7 @@ from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.row_traits import RowTraits
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.memtable import Overlay
 from expstore.storages.description import Description
@@ -153,6 +154,14 @@ class Origin:
         reason = "is open for reading only in a copy of a buffer"
         return dataclasses.replace(self, reason=reason, forked=False, copied=True)
 
+    def to_shared(self) -> Origin:
+        """Return the origin of a copy that writes through the process that has the store open."""
+        reason = (
+            "is written by another process: here rows are appended, priorities set, and episodes annotated, "
+            "ended and resumed through it, and nothing else is changed"
+        )
+        return dataclasses.replace(self, reason=reason)
+
     def follow(self) -> FollowerStorage:
         """Open the rows for reading."""
         return FollowerStorage(self.path, settings=Settings(mode="r", seed=self.seed), origin=self)
@@ -240,6 +249,7 @@ class FollowerStorage(ReadView):
         draws = DrawState(order=self.locks.order, stream=stream)
         self._adopt(dataclasses.replace(self._state, draws=draws))
         self.manifest, self.kind = manifest, manifest.storage
+        self.row_traits = RowTraits(variable=self.kind == "arrow")
         self.changes: FollowedChanges = FollowedChanges()
         self._watch = Watch(disk, path)
         self._look_again()

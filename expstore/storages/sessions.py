@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "end_episodes",
     "end_sessions",
+    "end_stream",
     "end_unnamed",
     "next_observations",
     "observe",
@@ -129,6 +130,21 @@ def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
     """
     with storage.lock:
         _end(storage.writer(), storage.episodes.find_unnamed_sources(session or storage.episodes.session))
+
+
+def end_stream(storage: ReadView, source: str | None, *, session: SessionKey | None = None) -> None:
+    """End the open episodes of one stream of a session, of all its lanes; see `end_episodes`.
+
+    Args:
+        storage: Where they are.
+        source: Name of the stream; None: the unnamed one.
+        session: Which session; None: the own one.
+    """
+    session = session or storage.episodes.session
+    if source is None:
+        end_unnamed(storage, session)
+    else:
+        end_episodes(storage, source, session=session)
 
 
 def _end(storage: Storage, numbers: Sequence[int] | None) -> None:

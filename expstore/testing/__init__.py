@@ -1,7 +1,7 @@
-"""Tests that ship with the library: what every storage must hold, for storages of your own.
+"""Tests that every storage must pass, for storages of your own.
 
-Subclass `StorageSuite` in a test module and say what your storage can do; pytest runs the rest. Nothing here
-imports pytest or Hypothesis before a test asks for it.
+Subclass `StorageSuite` in a test module and declare what your storage can do; pytest runs the tests. pytest
+and Hypothesis are imported when a test needs them.
 """
 
 from expstore.testing.suite import StorageSuite

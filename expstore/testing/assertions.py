@@ -1,6 +1,6 @@
-"""Assertions that say what was found, whether pytest rewrites them or not.
+"""Assertions whose messages say what was found, with and without pytest's rewriting.
 
-Used by the suite, which is installed and may run under `python -O`. It knows nothing of stores.
+The suite is installed with the library and may run under `python -O`. This module knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ __all__ = ["expect", "raises", "same"]
 
 
 def expect(held: object, what: str) -> None:
-    """Raise AssertionError unless something holds; `what` says what it is."""
+    """Raise AssertionError unless `held` is true.
+
+    Args:
+        held: The condition.
+        what: The message if the condition is false.
+    """
     if not held:
         raise AssertionError(what)
 
 
 def same(found: Any, expected: Any, what: str) -> None:
-    """Raise AssertionError unless two values are the same; arrays and tensors to the bit.
+    """Raise AssertionError unless two values are equal; arrays and tensors are compared bit by bit.
 
     Args:
-        found: What the storage gave.
-        expected: What it was to give.
-        what: What they are.
+        found: The value that the storage returned.
+        expected: The value that it should have returned.
+        what: Name of the value, for the message.
     """
     if isinstance(found, torch.Tensor) or isinstance(expected, torch.Tensor):
         found, expected = _bits(found), _bits(expected)
@@ -38,12 +43,12 @@ def same(found: Any, expected: Any, what: str) -> None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise AssertionError(
                 f"{what}: got {found.dtype}{list(found.shape)}, expected {expected.dtype}"
-                f"{list(expected.shape)}; {_describe(found)} in the place of {_describe(expected)}"
+                f"{list(expected.shape)}; {_describe(found)} instead of {_describe(expected)}"
             )
         if found.tobytes() != expected.tobytes():
             differ = [n for n, pair in enumerate(zip(found, expected, strict=True)) if _differ(*pair)]
             raise AssertionError(
-                f"{what}: rows {differ[:8]} differ: {_describe(found)} in the place of {_describe(expected)}"
+                f"{what}: rows {differ[:8]} differ: {_describe(found)} instead of {_describe(expected)}"
             )
     elif found != expected:
         raise AssertionError(f"{what}: got {_describe(found)}, expected {_describe(expected)}")
@@ -51,12 +56,12 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 @contextmanager
 def raises(*kinds: type[BaseException], what: str, says: str = "") -> Iterator[None]:
-    """Raise AssertionError unless one of these errors is raised.
+    """Raise AssertionError unless the block raises one of these errors.
 
     Args:
-        kinds: Which errors will do.
-        what: What must be refused.
-        says: A part of the message.
+        kinds: The accepted errors.
+        what: Name of the operation that must be refused, for the message.
+        says: Text that the error's message must contain.
     """
     try:
         yield

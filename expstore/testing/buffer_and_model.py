@@ -1,6 +1,7 @@
-"""A buffer over a storage, and a model to which everything done to the buffer is applied as well.
+"""A buffer over a storage, together with a model of it.
 
-Used by the suite: acts go to both, and `look` holds one against the other. It keeps no files of its own.
+Every operation is applied to the buffer and to the model; `look` compares them. `Life` keeps no files of its
+own.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ __all__ = ["Life", "Maker"]
 _SQL_ROWS = "SELECT _id, number, _episode, _step FROM transitions ORDER BY _id"
 _SQL_EPISODES = (
     "SELECT episode_id, CASE WHEN source NOT LIKE '@%' THEN source END, length, status, live_rows "
-    "FROM episodes ORDER BY episode_id"  # a handle's own stream has a number for a name
+    "FROM episodes ORDER BY episode_id"  # a handle's own stream has a number as its name
 )
 
 
 class Maker(Protocol):
-    """What makes storages: a suite."""
+    """Interface of a suite: it creates storages."""
 
     def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> ReadView:
-        """Make a storage, or open the one that is there."""
+        """Create a storage, or open the one in the folder."""
 
 
 class Life:
-    """Act on a buffer and on a model of it.
+    """Apply operations to a buffer and to a model of it.
 
     Args:
-        maker: Makes the storage.
-        path: An empty folder of its own.
-        capacity: Most readable rows.
-        lanes: How many rows make a step of time; from 2 on the storage has two dims.
-        trajectories: Whether rows say which trajectory they are of.
-        seed: Key of all draws.
-        buffer: Keywords of the buffer; a sampler or writer as a function that makes it.
+        maker: Creates the storage.
+        path: An empty folder for the storage.
+        capacity: Maximum number of readable rows; None for an unbounded storage.
+        lanes: Number of rows per time step; with 2 or more the storage has two dims.
+        trajectories: Whether rows have trajectory ids.
+        seed: Seed of the draws.
+        buffer: Keywords of the buffer; samplers and writers as functions that create them.
 
     Example:
         >>> with Life(suite, tmp_path, 20) as life:
@@ -86,12 +87,12 @@ class Life:
 
     @property
     def storage(self) -> ReadView:
-        """Where the rows are."""
+        """The storage of the buffer."""
         return self.rb.storage
 
     @property
     def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The ids that can be read, the oldest first. Shape `(n,)`."""
+        """Ids of the readable rows, the oldest first. Shape `(n,)`."""
         return np.fromiter(self.model.rows, np.int64, len(self.model.rows))
 
     # -- acts ------------------------------------------------------------------------------------
@@ -100,8 +101,8 @@ class Life:
         """Write rows, and check the ids that the buffer returns.
 
         Args:
-            cells: The cells of each row; or a number of steps, which continue one trajectory.
-            source: Name of the stream.
+            cells: One cell per row, or a number of time steps, which continue one trajectory.
+            source: Name of the source.
         """
         model = self.model
         cells = [Cell()] * cells * model.lanes if isinstance(cells, int) else cells
@@ -115,7 +116,7 @@ class Life:
         return make_batch(rows, lanes=self.model.lanes, trajectories=self.model.trajectories)
 
     def add(self, cell: Cell | None = None, source: str | None = None) -> None:
-        """Write a single row."""
+        """Write one row."""
         (row,) = self.model.extend([Cell() if cell is None else cell], source)
         index = self.rb.add(self.batch([row])[0], source=source)
         same(index, self.model.index_of(row.id), "the index that add returns")
@@ -129,7 +130,7 @@ class Life:
                 self.extend(left // lanes)
 
     def patch(self, ids: Sequence[int]) -> None:
-        """Change fields of rows; of those that have left nothing may change."""
+        """Change fields of rows, and check that ids of deleted rows change nothing."""
         model = self.model
         rows = model.change([id for id in ids if id in model.rows])
         gone = [id for id in ids if id not in model.rows]
@@ -142,13 +143,13 @@ class Life:
             same(done.updated.tolist(), [True] * len(rows) + [False] * len(gone), "which rows were changed")
 
     def set_priorities(self, values: dict[int, float]) -> None:
-        """Set priorities by id; those of rows that have left reach nothing."""
+        """Set priorities by id, and check that ids of deleted rows set nothing."""
         given = torch.tensor(list(values.values()), dtype=torch.float32)
         expected = self.model.set_priorities(dict(zip(values, given.tolist(), strict=True)))
         same(self.rb.update_priority(id=torch.tensor(list(values)), priority=given), expected, "how many")
 
     def empty(self) -> None:
-        """Forget all rows."""
+        """Delete all rows."""
         self.rb.empty()
         self.model.empty()
 
@@ -159,9 +160,9 @@ class Life:
         self.model.reopen()
 
     def kill(self, act: Callable[[], object]) -> None:
-        """Let a child process open the storage, act and be killed; open what it leaves.
+        """Open the storage in a child process that runs `act` and is killed; open it again here.
 
-        What the model is told by `act` is lost with the child: tell it before, or after.
+        Changes that `act` makes to the model are lost with the child: apply them before or after.
         """
         self.rb.close()
         child = multiprocessing.get_context("fork").Process(target=self._live_and_die, args=(act,))
@@ -176,7 +177,7 @@ class Life:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def write_and_be_killed(self, batches: Sequence[Sequence[Cell]], source: str | None = None) -> None:
-        """Have another process write these batches and be killed: all of them must be there."""
+        """Write these batches in a child process that is killed afterwards; none may be lost."""
         self.model.reopen()
         made = [self.batch(self.model.extend(cells, source)) for cells in batches]
 
@@ -190,11 +191,11 @@ class Life:
     # -- looks -----------------------------------------------------------------------------------
 
     def look(self, rb: TensorDictReplayBuffer | None = None, *, episodes: bool = False) -> None:
-        """Hold everything that can be read against the model.
+        """Compare everything that can be read with the model.
 
         Args:
-            rb: Through which buffer; None: the writer's.
-            episodes: Whether to ask SQL for rows and episodes, too.
+            rb: The buffer that reads; None for the writer's.
+            episodes: Whether to check rows and episodes in SQL too.
         """
         model, looking = self.model, self.rb if rb is None else rb
         storage = looking.storage
@@ -212,9 +213,9 @@ class Life:
             self.look_at_sql(looking)
 
     def look_at_rows(self, rb: TensorDictReplayBuffer) -> None:
-        """Read all rows by index, and single ones."""
+        """Check all rows by index, and single rows."""
         model, ordered = self.model, self.model.by_index
-        found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # time comes last where it has come so
+        found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # with two dims time is the last one
         check_rows(found, ordered, "[:]", trajectories=model.trajectories)
         if model.lanes == 1:
             for place in {0, len(ordered) // 2, len(ordered) - 1}:
@@ -223,7 +224,7 @@ class Life:
                 check_rows(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
 
     def look_at_columns(self, storage: ReadView) -> None:
-        """Read rows by id, and check the columns that every row has besides the user's fields."""
+        """Check rows by id, and the columns that every row has besides the user's fields."""
         rows, ids, model = self.model.live, self.ids, self.model
         (number,) = storage.read(ids[::-1].copy(), [storage.require_schema().place_of(("number",))])
         same(number, np.array([row.serial for row in rows[::-1]], np.int64), "rows by id")
@@ -235,7 +236,7 @@ class Life:
         )
         same(storage.geometry.ids_at(storage.geometry.index_of(ids), storage.window), ids, "ids_at")
         if model.capacity is None or len(rows) < model.capacity:
-            with raises(NoRowError, what="the index of the row that is to come"):
+            with raises(NoRowError, what="the index of a row that is not written yet"):
                 storage.geometry.ids_at(np.array([model.index_of(model.last + 1)]), storage.window)
         fields = len(storage.require_schema().fields)
         places = [fields, fields + 1, fields + 2, fields + 4]
@@ -247,15 +248,15 @@ class Life:
         same(views[3], priorities, "priorities")
 
     def look_at_draw(self, rb: TensorDictReplayBuffer) -> None:
-        """Draw a batch: each of its rows is one that can be read, whole."""
+        """Check that a batch consists of whole readable rows."""
         batch, info = rb.sample(return_info=True)
         drawn = info["id"].tolist()
-        expect(set(drawn) <= self.model.rows.keys(), f"rows were drawn that have left: {drawn}")
+        expect(set(drawn) <= self.model.rows.keys(), f"sample returned deleted rows: {drawn}")
         rows = [self.model.rows[id] for id in drawn]
         check_rows(batch, rows, "a draw", trajectories=self.model.trajectories)
 
     def look_at_sql(self, rb: TensorDictReplayBuffer) -> None:
-        """Ask SQL for rows and episodes."""
+        """Check rows and episodes in SQL."""
         model = self.model
         same(
             rb.sql(_SQL_ROWS).fetchall(),

@@ -1,6 +1,6 @@
-"""What a storage under test says of itself, and how the suite comes by one.
+"""What a storage under test can do, and how the suite creates one.
 
-Base of the suite's parts. It tests nothing itself.
+Base class of the suite's parts; it has no tests of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Declared"]
 
 
 class Declared:
-    """Declare what a storage can do; what it cannot, it must refuse by an error of expstore's own.
+    """Declare what a storage can do. It must refuse everything else with an error of expstore.
 
     Example:
         >>> class TestMine(StorageSuite):
@@ -28,57 +28,56 @@ class Declared:
         ...         return MyStorage(path, capacity, ndim=ndim, seed=seed)
     """
 
-    #: Whether rows outlive the process: `make` with the same path finds them, after a kill, too.
+    #: Whether rows survive the end of the process and a kill: `make` with the same path finds them.
     persistent = False
-    #: Whether others follow while one writes; otherwise a copy of a buffer has rows of its own.
+    #: Whether readers can follow while one process writes; otherwise a copy of a buffer has its own rows.
     follows = False
-    #: Whether fields of fixed size can be changed in rows that are there.
+    #: Whether fixed-size fields of stored rows can be changed.
     patches = True
-    #: Whether the best rows may stay in the place of the newest.
+    #: Whether the storage can keep the best rows instead of the newest.
     ranks = True
-    #: Whether fields may have no fixed size; and whether those can be changed.
+    #: Whether fields may be of variable length, and whether such fields can be changed.
     variable = False
     variable_patches = False
-    #: Whether fields may come and go while rows are there.
+    #: Whether fields can be added and dropped while the storage has rows.
     late_fields = True
-    #: Whether a copy of a buffer, pickled or in another process, has the rows; otherwise it is refused.
+    #: Whether a copy of a buffer, pickled or in another process, has the rows; otherwise copying is refused.
     copies = True
-    #: Whether snapshots can be loaded; every storage can be dumped whose rows are no objects.
+    #: Whether snapshots can be loaded. Every storage without object fields can be dumped.
     versions = True
-    #: How many lives the state machine leads; None: a twentieth of the Hypothesis profile's
-    #: `max_examples`.
+    #: Number of runs of the state machine; None for a twentieth of the Hypothesis profile's `max_examples`.
     lives: int | None = None
 
     _made = 0
 
     @abstractmethod
     def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> ReadView:
-        """Make a storage, or open what a persistent one has left there.
+        """Create a storage, or open the persistent one in the folder.
 
         Args:
-            path: A folder for it, which need not be there yet.
-            capacity: Most readable rows; None: unbounded.
-            ndim: How many dims of a batch are rows.
-            seed: Key of all draws.
+            path: A folder for the storage; it may not exist yet.
+            capacity: Maximum number of readable rows; None for an unbounded storage.
+            ndim: Number of dims of a batch that index rows.
+            seed: Seed of the draws.
         """
 
     def follow(self, storage: ReadView) -> ReadView:
-        """Return a storage that reads what another one writes, as another process would."""
+        """Return a storage that reads what another one writes, as a reader in another process would."""
         if storage.path is None:
-            raise NotImplementedError(f"say how a {type(storage).__name__} is followed: override follow()")
+            raise NotImplementedError(f"override follow() to return a reader of a {type(storage).__name__}")
         return FollowerStorage(storage.path)
 
     def verify(self, storage: ReadView) -> Sequence[object]:
-        """Return what is wrong with the files of a closed storage."""
+        """Return the problems that a check of a closed storage's files finds."""
         return [] if storage.path is None else verify(storage.path)
 
     def life(self, path: Path, capacity: int | None = 20, **options: Any) -> Life:
         """Return a buffer over a new storage, with its model.
 
         Args:
-            path: Where the test may put files.
-            capacity: Most readable rows.
-            options: As `Life`.
+            path: Folder of the test.
+            capacity: Maximum number of readable rows; None for an unbounded storage.
+            options: Further arguments of `Life`.
         """
         self._made += 1
         return Life(self, path / f"life{self._made}", capacity, **options)

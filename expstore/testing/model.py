@@ -1,7 +1,7 @@
-"""What a store should hold, told row by row in plain Python.
+"""A model of a store's rows in plain Python.
 
-Used by the suite to judge storages. It asks the library nothing: each row is told its id, episode and step
-before it is written.
+Used by the suite to check storages. The model does not call the library: it computes the id, episode and
+step of each row before the row is written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Describe what a collector knows of a row.
+    """Describe the collector's part of a row.
 
     Args:
-        trajectory: The collector's number, which it does not give again once the trajectory has ended.
-        mark: "t": terminated, "T": truncated, "": neither.
+        trajectory: The collector's trajectory id; not reused after the trajectory has ended.
+        mark: "t" for terminated, "T" for truncated, "" for neither.
     """
 
     trajectory: int = 0
@@ -30,15 +30,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Know a row that was written.
+    """Describe a row that was written.
 
     Args:
-        id: Its own, never given again.
-        serial: How many rows came before it; all its values follow from this and the version.
-        version: How often it was changed.
+        id: Id of the row; ids are never reused.
+        serial: Number of rows written before it. All values follow from the serial and the version.
+        version: How often the row was changed.
         episode: Number of its episode.
-        step: Its place there.
-        cell: What its collector knew.
+        step: Step in the episode.
+        cell: The collector's part of the row.
     """
 
     id: int
@@ -51,12 +51,12 @@ class Row:
 
 @dataclass(slots=True)
 class Episode:
-    """Know an episode.
+    """Describe an episode.
 
     Args:
-        number: As the store counts them.
-        source: Name of its stream, as the store calls that of a lane; None: the handle's own.
-        length: How many rows it has had.
+        number: The store's number of the episode.
+        source: The store's name of the source (of a lane: with its suffix); None for the handle's own.
+        length: Number of rows written so far.
         status: "open", "terminated", "truncated" or "cut".
     """
 
@@ -68,12 +68,12 @@ class Episode:
 
 @dataclass
 class Model:
-    """Know the rows that can be read, their priorities, and all episodes that ever were.
+    """Hold the readable rows, their priorities, and all episodes ever written.
 
     Args:
-        capacity: Most readable rows; None: unbounded.
-        lanes: How many rows make a step of time.
-        trajectories: Whether rows say which trajectory they are of.
+        capacity: Maximum number of readable rows; None for an unbounded store.
+        lanes: Number of rows per time step.
+        trajectories: Whether rows have trajectory ids.
     """
 
     capacity: int | None = None
@@ -92,11 +92,11 @@ class Model:
     # -- what happens ----------------------------------------------------------------------------
 
     def extend(self, cells: Sequence[Cell], source: str | None = None) -> list[Row]:
-        """Take rows in, in the order of their ids: a cell per lane, then the next step.
+        """Append rows in the order of their ids: one cell per lane, then the next step.
 
         Args:
-            cells: Of whole steps.
-            source: Name of the stream; None: the handle's own.
+            cells: The cells of whole time steps.
+            source: Name of the source; None for the handle's own.
         """
         placed: dict[int, tuple[int, int]] = {}
         for lane in range(self.lanes):  # episodes are numbered lane by lane
@@ -133,7 +133,7 @@ class Model:
             del self.rows[id], self.priorities[id]
 
     def empty(self) -> None:
-        """Forget all rows, which ends their episodes; the next id is the next multiple of the capacity."""
+        """Delete all rows and end their episodes; the next id follows the next multiple of the capacity."""
         self._end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
@@ -141,20 +141,20 @@ class Model:
         self.priorities.clear()
 
     def change(self, ids: Iterable[int]) -> list[Row]:
-        """Change rows: each has its next version."""
+        """Change rows: increase their versions, and return them."""
         changed = [replace(self.rows[id], version=self.rows[id].version + 1) for id in ids]
         self.rows |= {row.id: row for row in changed}
         return changed
 
     def set_priorities(self, values: dict[int, float]) -> int:
-        """Set priorities of the rows that are there; return how many were set."""
+        """Set priorities of existing rows; return how many were set."""
         here = {id: value for id, value in values.items() if id in self.rows}
         self.priorities |= here
         self.largest = max(self.largest, *here.values()) if here else self.largest
         return len(here)
 
     def reopen(self) -> None:
-        """Begin a new session: the open episodes of the one before are cut."""
+        """Begin a new session: cut the open episodes of the previous one."""
         self._end_episodes()
         self.handle += 1
 
@@ -167,12 +167,12 @@ class Model:
 
     @property
     def live(self) -> list[Row]:
-        """The rows that can be read, the oldest first."""
+        """The readable rows, the oldest first."""
         return list(self.rows.values())
 
     @property
     def by_index(self) -> list[Row]:
-        """The same in the order of their indices."""
+        """The readable rows in the order of their indices."""
         return sorted(self.rows.values(), key=lambda row: self.index_of(row.id))
 
     def index_of(self, id: int) -> int:
@@ -180,7 +180,7 @@ class Model:
         return id - 1 if self.capacity is None else (id - 1) % self.capacity
 
     def runs(self) -> list[list[Row]]:
-        """Return the stretches of consecutive steps of one episode among the readable rows."""
+        """Return the runs of consecutive steps of one episode among the readable rows."""
         found: list[list[Row]] = []
         for row in sorted(self.rows.values(), key=lambda row: (row.episode, row.step)):
             if found and (found[-1][-1].episode, found[-1][-1].step + 1) == (row.episode, row.step):

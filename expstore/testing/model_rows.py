@@ -1,7 +1,7 @@
-"""Batches made of a model's rows, and batches held against them.
+"""Build batches from a model's rows, and compare batches with them.
 
-Used by the suite. Every value of a row follows from its serial number and its version, so that whatever is
-read can be judged to the bit.
+Used by the suite. Every value of a row follows from its serial number and its version, so that any read can
+be checked bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from expstore.testing.model import Row
 
 __all__ = ["CHANGEABLE", "check_rows", "columns_of", "make_batch", "patch_of"]
 
-#: What a patch changes.
+#: The fields that a patch changes.
 CHANGEABLE = ("value", "pixels")
 _WIDTH = 48
 
@@ -34,7 +34,8 @@ def columns_of(rows: Sequence[Row], *, trajectories: bool = True) -> dict[tuple[
         ("value",): mixed.astype(np.float64) / 8,
         ("pixels",): ((mixed[:, None] * 31 + np.arange(_WIDTH)) % 251).astype(np.uint8),
         ("observation",): (serial[:, None] + np.arange(3) / 8).astype(np.float32),
-        # No row's observation is the next one of another row: episodes follow from trajectory ids alone.
+        # No row's observation equals another row's next observation: episodes follow from trajectory ids
+        # alone.
         ("next", "observation"): (serial[:, None] + 1 / 16 + np.arange(3) / 8).astype(np.float32),
         ("next", "reward"): (serial[:, None] % 17 / 4).astype(np.float32),
         ("next", "terminated"): np.array([mark == "t" for mark in marks], bool).reshape(-1, 1),
@@ -46,12 +47,12 @@ def columns_of(rows: Sequence[Row], *, trajectories: bool = True) -> dict[tuple[
 
 
 def make_batch(rows: Sequence[Row], *, lanes: int = 1, trajectories: bool = True) -> TensorDict:
-    """Return rows as a batch: `[T]`, or with several lanes `[B, T]`.
+    """Return rows as a batch of shape `[T]`, or `[B, T]` with several lanes.
 
     Args:
         rows: In the order of their ids.
-        lanes: How many rows make a step of time.
-        trajectories: Whether they say which trajectory they are of.
+        lanes: Number of rows per time step.
+        trajectories: Whether the batch has trajectory ids.
     """
     shape = [len(rows)] if lanes == 1 else [lanes, len(rows) // lanes]
     batch = TensorDict({}, shape)
@@ -64,19 +65,19 @@ def make_batch(rows: Sequence[Row], *, lanes: int = 1, trajectories: bool = True
 
 
 def patch_of(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Return what of rows can be changed. Shapes `(n, *row shape)`."""
+    """Return the changeable fields of rows. Shapes `(n, *row shape)`."""
     columns = columns_of(rows)
     return {name: torch.from_numpy(columns[name,]) for name in CHANGEABLE}
 
 
 def check_rows(batch: Any, rows: Sequence[Row], what: str, *, trajectories: bool = True) -> None:
-    """Raise AssertionError unless a batch holds just these rows, in this order, to the bit.
+    """Raise AssertionError unless a batch consists of exactly these rows in this order, bit by bit.
 
     Args:
-        batch: As it was read; dims beyond the first are those of rows.
-        rows: What it should hold.
-        what: How it was read.
-        trajectories: As `make_batch`.
+        batch: The batch; its dims index rows.
+        rows: The expected rows.
+        what: How the batch was read, for messages.
+        trajectories: Whether the batch has trajectory ids.
     """
     flat = batch.reshape(-1)
     same(flat["number"].tolist(), [row.serial for row in rows], f"{what}: which rows")

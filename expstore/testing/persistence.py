@@ -26,16 +26,16 @@ __all__ = ["OutlivingSuite"]
 
 
 class OutlivingSuite(Declared):
-    """Hold a storage to what it keeps."""
+    """Test what a storage keeps after closing, a kill, `dumps` and copying."""
 
     def test_opened_again(self, tmp_path: Path) -> None:
-        """All is as it was, in every phase of a ring; or, of rows in RAM, all is gone."""
+        """A reopened storage is unchanged in every phase of a ring; a storage in RAM starts empty."""
         if not self.persistent:
             with self.life(tmp_path) as life:
                 life.extend(7)
                 life.rb.close()
                 life.rb = life.begin()
-                same((len(life.rb), life.storage.last), (0, 0), "rows of a storage that keeps none")
+                same((len(life.rb), life.storage.last), (0, 0), "rows of a reopened storage in RAM")
             return
         for capacity in (20, None):
             with self.life(tmp_path, capacity) as life:
@@ -57,10 +57,10 @@ class OutlivingSuite(Declared):
                 life.look(episodes=True)
 
     def test_killed(self, tmp_path: Path) -> None:
-        """Whatever `extend` returned is there when a process is killed, in every phase of a ring."""
+        """Rows that `extend` returned survive a kill, in every phase of a ring."""
         with self.life(tmp_path) as life:
             if not self.persistent:
-                return  # `test_opened_again` has shown that nothing is kept
+                return  # `test_opened_again` covers storages in RAM
             plans = ([3], [1, 14, 1], [9, 30, 2])
             for plan in plans:
                 life.write_and_be_killed([[Cell(0)] * count for count in plan], "a")
@@ -77,7 +77,7 @@ class OutlivingSuite(Declared):
             self._sound(life)
 
     def test_changes_outlive_a_kill(self, tmp_path: Path) -> None:
-        """A patch that returned is there, and that all rows were forgotten; priorities are after a flush."""
+        """Patches and `empty` survive a kill; priorities survive it after a flush."""
         with self.life(tmp_path) as life:
             if not self.persistent:
                 return
@@ -106,7 +106,7 @@ class OutlivingSuite(Declared):
             life.look(episodes=True)
 
     def test_draws_go_on(self, tmp_path: Path) -> None:
-        """After opening again, and after a kill, come the batches that would have come."""
+        """After reopening, and after a kill, sampling continues with the same batches."""
         for sampler in (None, lambda: PrioritizedSampler(None, 0.8, 0.5), SamplerWithoutReplacement):
             with self.life(tmp_path, sampler=sampler) as life, self.life(tmp_path, sampler=sampler) as whole:
                 for one in (life, whole):
@@ -124,7 +124,7 @@ class OutlivingSuite(Declared):
                 same(life.rb.sample(4)["number"].tolist(), expected[3], "the batch after a kill")
 
     def test_one_writer(self, tmp_path: Path) -> None:
-        """A persistent storage cannot be opened twice at a time; two storages in RAM are independent."""
+        """A second writer of a persistent storage is refused; two storages in RAM are independent."""
         with self.life(tmp_path) as life:
             life.extend(5)
             if self.persistent:
@@ -137,7 +137,7 @@ class OutlivingSuite(Declared):
             life.look()
 
     def test_followers(self, tmp_path: Path) -> None:
-        """Followers see only whole published rows, also without a writer; other copies are independent."""
+        """Followers see only whole committed rows, also without a writer; other copies are independent."""
         with self.life(tmp_path) as life:
             life.extend(6)
             if not self.follows:
@@ -176,20 +176,20 @@ class OutlivingSuite(Declared):
             rows = life.model.live
             check_rows(other[:], rows, "a copy's rows")
             life.extend(9)
-            check_rows(other[:], rows, "a copy's rows, when others have come to the original")
+            check_rows(other[:], rows, "a copy's rows after the original was extended")
             other.extend(make_batch(rows))
             other.empty()
             life.look()
 
     def test_versions(self, tmp_path: Path) -> None:
-        """A version is what the storage was; `loads` puts it in the place of what there is."""
+        """A snapshot contains the storage as it was; `loads` replaces the content with it."""
         with self.life(tmp_path) as life:
             folder = life.path.with_name("versions")
             life.extend(5)
             if not self.versions:
                 with contextlib.suppress(SnapshotError, StateError):
                     life.rb.dumps(folder)
-                with raises(SnapshotError, StateError, NotFoundError, what="loads of a version"):
+                with raises(SnapshotError, StateError, NotFoundError, what="loads of a snapshot"):
                     life.rb.loads(folder)
                 life.look()
                 return
@@ -199,7 +199,7 @@ class OutlivingSuite(Declared):
                 life.set_priorities({life.model.last: 2.0 + count})
                 if self.patches:
                     life.patch([life.model.last - 1])
-                same(life.rb.dumps(folder).rows, len(life.model.rows), "rows of a version")
+                same(life.rb.dumps(folder).rows, len(life.model.rows), "rows of a snapshot")
                 kept.append(life.model.by_index)
                 drawn.append(life.rb.sample(9)["number"].tolist())
             life.extend(11)
@@ -212,7 +212,7 @@ class OutlivingSuite(Declared):
                     found[found["number"].argsort()], sorted(rows, key=lambda row: row.serial), "loads"
                 )
                 same(life.rb.sample(9)["number"].tolist(), drawn[number - 1], "the batch after loads")
-            with raises(SnapshotError, what="a version that there is not"):
+            with raises(SnapshotError, what="a snapshot that does not exist"):
                 life.rb.loads(folder, 17)
             with self.life(tmp_path) as other:
                 other.rb.loads(folder, 1)
@@ -221,7 +221,7 @@ class OutlivingSuite(Declared):
                 same(other.rb.sample(9)["number"].tolist(), drawn[0], "the batch after loads elsewhere")
 
     def test_counts_of_hand_outs(self, tmp_path: Path) -> None:
-        """They are kept with the rows, where rows are kept."""
+        """Sample counts are kept with the rows of a persistent storage."""
         with self.life(tmp_path, consume_after_n_samples=2, batch_size=5) as life:
             life.extend(15)
             before = life.rb.sample(return_info=True)[1]["id"].tolist()
@@ -233,10 +233,10 @@ class OutlivingSuite(Declared):
             after: list[int] = []
             while life.rb.can_sample():
                 after += life.rb.sample(return_info=True)[1]["id"].tolist()
-            same(sorted(before + after), sorted(2 * list(life.model.rows)), "how often rows were handed out")
+            same(sorted(before + after), sorted(2 * list(life.model.rows)), "how often rows were returned")
 
     def _sound(self, life: Life) -> None:
-        """Close a storage, hold its files against one another, open it again."""
+        """Close a storage, check its files with `verify`, and open it again."""
         storage: ReadView = life.storage
         life.rb.close()
         same(list(self.verify(storage)), [], "what verify finds")
@@ -245,11 +245,11 @@ class OutlivingSuite(Declared):
 
 
 def _wait_for_follower(life: Life, reader: TensorDictReplayBuffer) -> None:
-    """Look as a follower once it sees the newest row; rows that are not there yet are not waited for."""
+    """Compare a follower with the model once it sees the newest row; fail if the row is missing."""
     storage = reader.storage
     life.rb.flush()
     reader.refresh()
     expect(storage.last == life.model.last, f"a follower sees {storage.last} of {life.model.last} rows")
     life.look(reader, episodes=True)
     drawn = reader.sample(return_info=True)[1]["id"]
-    expect(bool(torch.isin(drawn, torch.from_numpy(life.ids)).all()), "a follower drew rows that have left")
+    expect(bool(torch.isin(drawn, torch.from_numpy(life.ids)).all()), "a follower sampled deleted rows")

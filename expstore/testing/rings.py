@@ -1,4 +1,4 @@
-"""Rows come back as they were written, in every phase of a ring, without bound, in one dim and in two.
+"""Rows are read as they were written: in every phase of a ring, unbounded, with one dim and with two.
 
 Part of the suite.
 """
@@ -27,10 +27,10 @@ _ROUNDS = 150
 
 
 class RingSuite(Declared):
-    """Hold a storage to its rows."""
+    """Test the rows of a storage."""
 
     def test_a_ring_fills_and_wraps(self, tmp_path: Path) -> None:
-        """Batches of any length up to the ring's."""
+        """Batches of any length up to the capacity are kept."""
         for capacity in (1, 7, 20):
             with self.life(tmp_path, capacity) as life:
                 life.look()
@@ -40,7 +40,7 @@ class RingSuite(Declared):
                 life.look(episodes=True)
 
     def test_the_end_of_the_slots(self, tmp_path: Path) -> None:
-        """Rows lie on both sides of it, and the oldest are overwritten from there on."""
+        """Rows wrap around the end of the slots, and the oldest are overwritten."""
         with self.life(tmp_path) as life:
             life.extend(3)
             for short in (0, 1, 7):
@@ -53,7 +53,7 @@ class RingSuite(Declared):
             life.look(episodes=True)
 
     def test_extends_longer_than_the_spare_slots_and_the_ring(self, tmp_path: Path) -> None:
-        """The newest rows stay, and the next extend finds its place."""
+        """The newest rows are kept, and the next extend continues after them."""
         with self.life(tmp_path) as life:
             life.extend(5)
             spare, slots = life.storage.geometry.spare, life.storage.geometry.slots or 0
@@ -65,14 +65,14 @@ class RingSuite(Declared):
             life.look()
 
     def test_without_bound(self, tmp_path: Path) -> None:
-        """An unbounded storage keeps all rows, and grows beyond the space that it had at first."""
+        """An unbounded storage keeps all rows, also beyond the space that it allocated first."""
         with self.life(tmp_path, None) as life:
             for count in (3, 1, 5000, 2, 9000):
                 life.extend(count)
                 life.look()
             life.add()
             life.look(episodes=True)
-            same(life.storage.geometry.slots, None, "the slots of a storage without bound")
+            same(life.storage.geometry.slots, None, "the slots of an unbounded storage")
 
     def test_single_rows(self, tmp_path: Path) -> None:
         """Rows added one by one can be read at once, together with rows added in batches."""
@@ -85,7 +85,7 @@ class RingSuite(Declared):
             life.look()
 
     def test_time_and_lanes(self, tmp_path: Path) -> None:
-        """With two dims every cell is a row, and only whole steps leave."""
+        """With two dims every cell is a row, and whole time steps are evicted."""
         with self.life(tmp_path, 24, lanes=3) as life:
             for steps in (1, 2, 5, 3, 8, 9, 1):
                 life.extend(steps)
@@ -96,7 +96,7 @@ class RingSuite(Declared):
             same(tuple(life.rb[:].shape), (3, 8), "the shape of all rows")
 
     def test_indices(self, tmp_path: Path) -> None:
-        """Numbers, slices, arrays and masks mean the same rows as in a tensor of all of them."""
+        """Integers, slices, arrays and masks select the same rows as in a tensor of all rows."""
         with self.life(tmp_path) as life:
             life.extend(33)
             rows, rb = life.model.by_index, life.rb
@@ -108,12 +108,12 @@ class RingSuite(Declared):
             for wrong in (20, -21, [0, 1000]):
                 with raises(NoRowError, what=f"the index {wrong} of 20 rows"):
                     rb[wrong]
-            with raises(NoRowError, what="a mask that is too long"):
+            with raises(NoRowError, what="a mask longer than the buffer"):
                 rb[torch.ones(21, dtype=torch.bool)]
             life.look()
 
     def test_iteration(self, tmp_path: Path) -> None:
-        """A pass without replacement has every row once; a storage's own has all in order."""
+        """A pass without replacement has every row once; iteration over a storage has all rows in order."""
         for counts in ((9,), (33,)):
             with self.life(tmp_path, sampler=SamplerWithoutReplacement) as life:
                 for count in counts:
@@ -122,10 +122,10 @@ class RingSuite(Declared):
                 expected = [row.serial for row in life.model.live]
                 same(sorted(found), expected, "the rows of a pass")
                 each = [int(row["number"]) for row in life.storage]
-                same(each, [row.serial for row in life.model.by_index], "rows one after the other")
+                same(each, [row.serial for row in life.model.by_index], "rows of an iteration")
 
     def test_every_dtype(self, tmp_path: Path) -> None:
-        """Any bits come back: infinities, several NaNs, negative zeros."""
+        """Values are kept bit by bit: infinities, several NaNs, negative zeros."""
         rng = np.random.default_rng(7)
         bits = {
             name: rng.integers(0, 2 if name == "bool" else 256, (41, 3, dtype.itemsize), np.uint8)
@@ -144,10 +144,10 @@ class RingSuite(Declared):
                     (found,) = storage.read(ids, [storage.require_schema().place_of((name,))])
                     expected = np.ascontiguousarray(column[ids - 1]).view(DTYPES[name]).reshape(-1, 3)
                     same(found, expected, f"rows of {name}")
-                    expect(rb[:][name].dtype == batch[name].dtype, f"{name} came back as another dtype")
+                    expect(rb[:][name].dtype == batch[name].dtype, f"{name} has another dtype after reading")
 
     def test_forgotten_rows(self, tmp_path: Path) -> None:
-        """`empty` leaves no row; ids continue, indices begin at 0 again."""
+        """`empty` deletes all rows; ids continue, indices start at 0 again."""
         for capacity in (20, None):
             with self.life(tmp_path, capacity) as life:
                 life.empty()
@@ -162,7 +162,7 @@ class RingSuite(Declared):
                 life.look(episodes=True)
 
     def test_rows_are_never_torn(self, tmp_path: Path) -> None:
-        """While the ring wraps other threads draw, and get whole rows."""
+        """While the ring is overwritten, other threads sample whole rows."""
         with self.life(tmp_path) as life:
             life.extend(20)
             stop, problems, drawn = threading.Event(), list[BaseException](), [0, 0]
@@ -192,13 +192,13 @@ class RingSuite(Declared):
 
 
 def _whole(life: Life) -> None:
-    """Draw a batch, whose rows must be of one piece: everything follows from their numbers."""
+    """Sample a batch and check each row: all its fields follow from its number."""
     batch = life.rb.sample(16)
     number = batch["number"]
-    same(batch["value"], number.double() * 125, "a field of rows that were drawn")
-    same(batch["observation"][:, 1], number.float() + 1 / 8, "another field of them")
+    same(batch["value"], number.double() * 125, "value of a sampled row")
+    same(batch["observation"][:, 1], number.float() + 1 / 8, "observation of a sampled row")
     pixels = (number[:, None] * 31_000 + torch.arange(batch["pixels"].shape[1])) % 251
-    same(batch["pixels"], pixels.to(torch.uint8), "a wide field of them")
+    same(batch["pixels"], pixels.to(torch.uint8), "pixels of a sampled row")
 
 
 def _tensor(name: str, column: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Batches: of rows that are there, with the chances that were promised, the same ones from the same seed.
+"""Sampling: readable rows only, with the promised probabilities, and reproducible by the seed.
 
 Part of the suite.
 """
@@ -25,10 +25,10 @@ _DRAWS = 20_000
 
 
 class DrawingSuite(Declared):
-    """Hold a storage to what is drawn from it."""
+    """Test the batches that are sampled from a storage."""
 
     def test_every_row_is_as_likely(self, tmp_path: Path) -> None:
-        """In a ring that has gone round, and in one that was emptied."""
+        """All rows are equally likely in a ring that has wrapped, and after `empty`."""
         with self.life(tmp_path) as life:
             life.extend(15)
             life.lap(3)
@@ -39,7 +39,7 @@ class DrawingSuite(Declared):
             _frequent(life, dict.fromkeys(life.model.rows, 1.0))
 
     def test_batches_follow_from_the_seed(self, tmp_path: Path) -> None:
-        """Two storages draw alike with one seed, and otherwise with two."""
+        """Two storages with the same seed sample the same batches; with another seed they differ."""
         with self.life(tmp_path) as one, self.life(tmp_path) as two, self.life(tmp_path, seed=6) as other:
             for count in (5, 30, 3):
                 found = []
@@ -47,19 +47,19 @@ class DrawingSuite(Declared):
                     life.extend(count)
                     batches = [life.rb.sample(16, return_info=True)[1]["id"] for _ in range(3)]
                     found.append(torch.cat(batches).tolist())
-                same(found[0], found[1], "what two storages with one seed draw")
-                expect(found[0] != found[2], "storages with two seeds draw alike")
+                same(found[0], found[1], "batches of two storages with the same seed")
+                expect(found[0] != found[2], "storages with different seeds sample the same batches")
 
     def test_a_state_goes_on_where_it_was(self, tmp_path: Path) -> None:
-        """After `load_state_dict` the batches come again."""
+        """`load_state_dict` restores the sequence of batches."""
         with self.life(tmp_path) as life:
             life.extend(30)
             life.rb.sample()
             state = life.rb.state_dict()
             before = [life.rb.sample()["number"].tolist() for _ in range(3)]
-            life.rb.load_state_dict(state)  # rows in RAM have other ids then
+            life.rb.load_state_dict(state)  # rows in RAM then have other ids
             after = [life.rb.sample()["number"].tolist() for _ in range(3)]
-            same(after, before, "the batches after a state")
+            same(after, before, "the batches after load_state_dict")
 
     def test_conditions(self, tmp_path: Path) -> None:
         """`where` draws only matching rows while rows are added and removed; invalid conditions raise."""
@@ -70,14 +70,14 @@ class DrawingSuite(Declared):
                 life.rb.refresh()
                 good = [row.id for row in life.model.live if row.serial % 17 / 4 > 1]
                 drawn = set(torch.cat([_info(life)["id"] for _ in range(60)]).tolist())
-                same(drawn, set(good), "the rows that a condition allows")
+                same(drawn, set(good), "the rows that match the condition")
         with self.life(tmp_path, sampler=lambda: RandomSampler(where="no_such_field = 1")) as life:
             life.extend(3)
-            with raises(QueryError, what="a condition about no field", says="no_such_field"):
+            with raises(QueryError, what="a condition on an unknown field", says="no_such_field"):
                 life.rb.sample()
 
     def test_each_row_so_many_times(self, tmp_path: Path) -> None:
-        """Counts are kept by row: one that comes into a counted slot begins at 0."""
+        """Sample counts belong to rows: a new row in a reused slot starts at 0."""
         with self.life(tmp_path, consume_after_n_samples=2, batch_size=5) as life:
             for counts in ((10,), (20,), (7, 13)):
                 for count in counts:
@@ -85,13 +85,13 @@ class DrawingSuite(Declared):
                 handed: list[int] = []
                 while life.rb.can_sample():
                     handed += _info(life)["id"].tolist()
-                same(sorted(handed), sorted(2 * list(life.model.rows)), "how often rows were handed out")
+                same(sorted(handed), sorted(2 * list(life.model.rows)), "how often rows were returned")
                 life.lap(1)
                 while life.rb.can_sample():
                     life.rb.sample()
 
     def test_priorities_are_kept_by_row(self, tmp_path: Path) -> None:
-        """New rows begin at the largest one so far; those of rows that have left reach no other."""
+        """New rows get the largest priority so far; priorities of deleted rows are ignored."""
         with self.life(tmp_path, sampler=lambda: PrioritizedSampler(None, 1.0, 0.5)) as life:
             life.extend(8)
             life.set_priorities({1: 2.5, 4: 0.25, 8: 0.0, 9: 7.0, 0: 7.0, -3: 7.0})
@@ -109,7 +109,7 @@ class DrawingSuite(Declared):
             life.look()
 
     def test_priorities_that_are_none(self, tmp_path: Path) -> None:
-        """They are refused, and none of the others is set."""
+        """Invalid priorities are refused, and the whole call changes nothing."""
         with self.life(tmp_path) as life:
             life.extend(25)
             ids = np.array([10, 11, 12])
@@ -123,12 +123,12 @@ class DrawingSuite(Declared):
                 life.storage.writer().set_priorities(ids[[1, 1, 1]], np.array([2.0, 3.0, 0.0])), 3, "how many"
             )
             life.model.set_priorities({11: 3.0})
-            life.model.set_priorities({11: 0.0})  # the last one counts
+            life.model.set_priorities({11: 0.0})  # the last of several values counts
             life.extend(2)
             life.look()
 
     def test_the_largest_priority_so_far(self, tmp_path: Path) -> None:
-        """New rows have it when its own row has another, and where room must be made for them."""
+        """New rows get it even if its row now has a lower one, and when the storage must grow."""
         with self.life(tmp_path, None) as life:
             life.extend(3)
             life.set_priorities({2: 7.5})
@@ -138,7 +138,7 @@ class DrawingSuite(Declared):
             life.look()
 
     def test_rows_come_by_priority(self, tmp_path: Path) -> None:
-        """Their frequencies and weights are those of the priorities, also round the end of the slots."""
+        """Frequencies and weights follow from the priorities, also around the end of the slots."""
         with self.life(tmp_path, sampler=lambda: PrioritizedSampler(None, 0.7, 0.4, 0.0)) as life:
             life.extend(12)
             life.rb.sample()
@@ -155,14 +155,14 @@ class DrawingSuite(Declared):
             expect(close, f"weights are {info['priority_weight']}, expected {weights}")
 
     def test_nothing_to_draw(self, tmp_path: Path) -> None:
-        """A storage without rows says so, before the first and after the last."""
+        """Sampling without rows raises NotReadyError, before the first rows and after `empty`."""
         with self.life(tmp_path) as life:
             for _ in range(2):
-                expect(not life.rb.can_sample(), "there is something to draw where no rows are")
-                with raises(NotReadyError, what="a draw from no rows"):
+                expect(not life.rb.can_sample(), "can_sample() is true without rows")
+                with raises(NotReadyError, what="a sample without rows"):
                     life.rb.sample()
                 life.extend(3)
-                expect(life.rb.can_sample(), "there is nothing to draw where rows are")
+                expect(life.rb.can_sample(), "can_sample() is false although there are rows")
                 life.empty()
 
 
@@ -171,17 +171,18 @@ def _info(life: Life) -> Any:
 
 
 def _frequent(life: Life, shares: dict[int, float]) -> None:
-    """Raise AssertionError unless rows come in proportion to their shares, and no others.
+    """Raise AssertionError unless rows are sampled in proportion to their shares, and no others.
 
-    A row is off if it is by six standard deviations; the seed is fixed, so this either always happens or
-    never does.
+    The tolerance is six standard deviations. The seed is fixed, so the test is deterministic.
     """
     drawn = life.rb.sample(_DRAWS, return_info=True)[1]["id"].numpy()
     found = dict(zip(*(part.tolist() for part in np.unique(drawn, return_counts=True)), strict=True))
     strange = found.keys() - shares.keys()
-    expect(not strange, f"rows were drawn that have no chance: {sorted(strange)}")
+    expect(not strange, f"rows with probability 0 were sampled: {sorted(strange)}")
     total = math.fsum(shares.values())
     for id, share in shares.items():
         mean = _DRAWS * share / total
         off = abs(found.get(id, 0) - mean)
-        expect(off < 6 * math.sqrt(mean), f"row {id} came {found.get(id, 0)} times, expected {mean:.0f}")
+        expect(
+            off < 6 * math.sqrt(mean), f"row {id} was sampled {found.get(id, 0)} times, expected {mean:.0f}"
+        )

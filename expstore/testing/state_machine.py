@@ -1,6 +1,6 @@
-"""Any life of a storage, as Hypothesis thinks it up, held against the model after every act.
+"""Random sequences of operations on a storage, compared with the model after every step.
 
-Part of the suite. It needs Hypothesis, which is imported when a machine is made.
+Part of the suite. It needs Hypothesis, which is imported when a state machine is created.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STEPS = 14
 
 
 class LifeSuite(Declared):
-    """Hold a storage to whatever may come."""
+    """Test a storage with random sequences of operations."""
 
     def test_any_life(self, tmp_path: Path) -> None:
-        """Rows, patches, priorities, draws, empty rings, closed handles and kills in any order."""
+        """Extends, patches, priorities, draws, `empty`, reopening and kills in any order."""
         import pytest
 
         hypothesis = pytest.importorskip("hypothesis", reason="the state machine needs Hypothesis")
@@ -43,7 +43,7 @@ class LifeSuite(Declared):
 
 
 class _Acts:
-    """Act on a storage and its model; which of these are rules depends on what a storage can do."""
+    """Operations on a storage and its model; the storage's abilities decide which of them become rules."""
 
     suite: Declared
     folder: Path
@@ -51,7 +51,7 @@ class _Acts:
 
     def begin(self, capacity: int | None) -> None:
         self.life = self.suite.life(self.folder, capacity)
-        self.numbers = 1  # of trajectories; 0 is that of laps, and never ends
+        self.numbers = 1  # trajectory ids; 0 is used by `lap`, and never ends
 
     def extend(self, cells: list[Cell], source: str | None) -> None:
         self.life.extend(self._name_cells(cells), source)
@@ -92,7 +92,7 @@ class _Acts:
                 self.life.storage.close()
 
     def _name_cells(self, cells: list[Cell]) -> list[Cell]:
-        """Give trajectories that have ended no second life."""
+        """Return cells with trajectory ids that are not reused after the trajectory has ended."""
         found: list[Cell] = []
         ended: set[int] = set()
         for cell in cells:
@@ -105,17 +105,17 @@ class _Acts:
         return found
 
     def _ids(self, places: set[int]) -> list[int]:
-        """Return ids among the oldest that can be read, and some that have left."""
+        """Return ids near the oldest readable row; some of them are deleted."""
         first = next(iter(self.life.model.rows), self.life.model.last) - 3
         return [first + place for place in sorted(places)]
 
 
 def machine_of(suite: Declared, folder: Path) -> type[RuleBasedStateMachine]:
-    """Return a state machine that lives with a suite's storages.
+    """Return a state machine that tests the storages of a suite.
 
     Args:
-        suite: Makes them, and says what they can do.
-        folder: Where they may put files.
+        suite: Creates the storages and declares what they can do.
+        folder: A folder for their files.
 
     Example:
         >>> run_state_machine_as_test(machine_of(TestMine(), tmp_path))

@@ -1,6 +1,6 @@
-"""The suite that a storage passes, and the wrong ones do not.
+"""The whole test suite for a storage.
 
-What users subclass. Every test is in a part of it; this one only puts them together.
+Users subclass it. Every test is in one of its base classes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["StorageSuite"]
 class StorageSuite(
     RingSuite, DrawingSuite, EpisodeSuite, ChangeSuite, OutlivingSuite, AnyLengthSuite, LifeSuite
 ):
-    """Hold a storage to everything that buffers promise of their rows.
+    """Test everything that buffers promise about the rows of a storage.
 
-    Subclass it in a test module, under a name that pytest collects, and say how a storage is made and what it
-    can do; what it cannot do it must refuse by an error of expstore's own, which is tested as well. Each test
-    is given pytest's `tmp_path` and needs nothing else of pytest, so that it can be called by hand; one that
-    lets Hypothesis think up lives is skipped where that is not installed.
+    Subclass it in a test module, under a name that pytest collects. Implement `make` and declare what the
+    storage can do. The storage must refuse everything else with an error of expstore; the suite tests that
+    too. Tests need only pytest's `tmp_path`, so they can also be called by hand. The state machine test is
+    skipped if Hypothesis is not installed.
 
     Processes: persistent storages are opened in forked children, which are killed. Threads: two read while
     one writes.

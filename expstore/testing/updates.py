@@ -24,10 +24,10 @@ __all__ = ["ChangeSuite"]
 
 
 class ChangeSuite(Declared):
-    """Hold a storage to what changes it."""
+    """Test changes of a storage's rows and fields."""
 
     def test_patches(self, tmp_path: Path) -> None:
-        """Fields are changed in all rows that were named, and in none that took their places."""
+        """Fields change in all rows that are named, and in no row that reuses their slots."""
         for capacity in (20, None):
             with self.life(tmp_path, capacity) as life:
                 life.extend(12)
@@ -47,23 +47,23 @@ class ChangeSuite(Declared):
                 life.look()
 
     def test_patches_that_do_not_fit(self, tmp_path: Path) -> None:
-        """They are refused whole."""
+        """Invalid patches raise an error and change nothing."""
         with self.life(tmp_path) as life:
             life.extend(25)
             ids, rb = torch.tensor([10, 11]), life.rb
             for wrong in ({"value": torch.zeros(3)}, {"pixels": torch.zeros(2, 48)}, {"value": ["a", "b"]}):
                 with raises(SchemaError, what=f"the patch {wrong}"):
                     rb.update_if_present(id=ids, patch=patch_of(life.model.live[4:6]) | wrong)
-            with raises(NotFoundError, what="a patch of no field"):
+            with raises(NotFoundError, what="a patch of an unknown field"):
                 rb.update_if_present(id=ids, patch={"no_such_field": torch.zeros(2)})
-            with raises(NoRowError, what="a change of no row"):
+            with raises(NoRowError, what="a change of an unknown row"):
                 rb.set_at_("value", 0.0, [3, 20])
-            with raises(NotFoundError, SchemaError, what="a change of rows that have left"):
+            with raises(NotFoundError, SchemaError, what="a change of overwritten rows"):
                 life.storage.writer().change(np.array([2, 9]), [0], [np.zeros(2, np.int64)])
             life.look()
 
     def test_the_best_rows(self, tmp_path: Path) -> None:
-        """Once the storage is full a row that ranks above the worst takes its place, wherever that is."""
+        """In a full storage a better row replaces the worst one, in its slot."""
         with self.life(tmp_path, 8, writer=lambda: TensorDictMaxValueWriter("value")) as life:
             rows = life.model.extend([Cell()] * 60)
             batch = life.batch(rows)
@@ -71,9 +71,9 @@ class ChangeSuite(Declared):
             batch["value"] = scores
             if not self.ranks:
                 for part in (batch[:5], batch[:20]):
-                    with raises(StateError, SchemaError, what="rows that are to give way to better ones"):
+                    with raises(StateError, SchemaError, what="a writer that keeps the best rows"):
                         life.rb.extend(part)
-                    same(len(life.rb), 0, "rows of a storage that keeps no best ones")
+                    same(len(life.rb), 0, "rows after a refused write")
                 return
             seen = 0
             for count in (3, 5, 1, 30, 1, 20):
@@ -83,13 +83,15 @@ class ChangeSuite(Declared):
                 found = life.rb[:]
                 same(sorted(found["value"].tolist(), reverse=True), best, "the best rows")
                 same(found["value"], scores[found["number"]], "whole rows")
-                expect(set(life.rb.sample()["value"].tolist()) <= set(best), "another row was drawn")
+                expect(set(life.rb.sample()["value"].tolist()) <= set(best), "a replaced row was sampled")
             if self.persistent:
                 life.reopen()
-                same(sorted(life.rb[:]["value"].tolist(), reverse=True), best, "the best rows, opened again")
+                same(
+                    sorted(life.rb[:]["value"].tolist(), reverse=True), best, "the best rows after reopening"
+                )
 
     def test_batches_that_do_not_fit(self, tmp_path: Path) -> None:
-        """They are refused whole, while a ring fills and when it has gone round, and by `add`."""
+        """`extend` and `add` refuse invalid batches whole, also after the ring has wrapped."""
         with self.life(tmp_path) as life:
             rows = life.model.extend([Cell()] * 3)
             life.rb.extend(life.batch(rows))
@@ -100,7 +102,7 @@ class ChangeSuite(Declared):
                             act(spoil(make_batch(rows)))
                 life.look()
                 life.extend(count)
-            with raises(SchemaError, what="rows in the places of others that do not fit"):
+            with raises(SchemaError, what="replacement rows that do not fit"):
                 life.rb[[1, 2, 3]] = _SPOILT["a field of another dtype"](make_batch(rows))
             life.look()
 
@@ -115,24 +117,24 @@ class ChangeSuite(Declared):
             ]
             if not self.late_fields:
                 for act in acts:
-                    with raises(StateError, SchemaError, what="a field that is to come or go"):
+                    with raises(StateError, SchemaError, what="adding or dropping a field"):
                         act()
                 life.look()
                 return
             acts[0]()
             found = rb[:]
-            same(found["score"], found["number"] * 2, "a field that has come")
+            same(found["score"], found["number"] * 2, "an added field")
             life.extend(4)
             life.lap(1)
             life.extend(3)
             life.look()
-            same(set(rb[:]["score"].tolist()), {-1}, "a field of later rows")
+            same(set(rb[:]["score"].tolist()), {-1}, "the added field in later rows")
             rb.columns.drop("score")
             life.look()
             if self.persistent:
                 life.reopen()
                 life.look()
-            expect(life.rb[:].get("score") is None, "a field that has gone is still there")
+            expect(life.rb[:].get("score") is None, "a dropped field is still there")
 
     def test_a_closed_storage(self, tmp_path: Path) -> None:
         """A closed storage refuses reads and writes; a second `close` does nothing."""
@@ -156,10 +158,12 @@ class ChangeSuite(Declared):
             for name, act in acts.items():
                 with raises(StateError, what=f"{name} on a closed storage", says="closed; open it again"):
                     act()
-            expect(storage.closed and not storage.can_write, "a closed storage says that it can be written")
+            expect(
+                storage.closed and not storage.can_write, "can_write is true although the storage is closed"
+            )
 
     def test_before_the_first_rows(self, tmp_path: Path) -> None:
-        """There are no fields to ask for, and nothing to forget."""
+        """A storage without rows has no fields; reading raises, and deleting does nothing."""
         with self.life(tmp_path) as life:
             storage = life.storage
             same((len(life.rb), storage.window.size, storage.last), (0, 0, 0), "rows of a new storage")
@@ -170,9 +174,9 @@ class ChangeSuite(Declared):
                 lambda: storage.read(np.array([1])),
             ]
             for ask in asks:
-                with raises(StateError, what="a question about fields", says="extend() it first"):
+                with raises(StateError, what="reading fields", says="extend() it first"):
                     ask()
-            with raises(StateError, NotFoundError, what="a question about rows"):
+            with raises(StateError, NotFoundError, what="reading rows"):
                 life.rb[0]
             storage.writer().clear()
             storage.writer().sync()
@@ -184,11 +188,11 @@ class ChangeSuite(Declared):
                 storage.require_schema().place(("value",)),
                 "place_of",
             )
-            with raises(SchemaError, what="a field that there is not", says="no field 'reward'"):
+            with raises(SchemaError, what="an unknown field", says="no field 'reward'"):
                 storage.require_schema().place_of(("reward",))
 
     def test_stats(self, tmp_path: Path) -> None:
-        """They count rows, extends and draws."""
+        """`stats` counts rows, extends and draws."""
         with self.life(tmp_path) as life:
             life.extend(15)
             life.extend(12)
@@ -204,7 +208,7 @@ class ChangeSuite(Declared):
 
 
 def _cannot(life: Life) -> None:
-    """Hold that no way of changing rows does anything but say so."""
+    """Check that every way of changing rows raises an error and changes nothing."""
     rb, ids = life.rb, torch.from_numpy(life.ids[:2])
     patch, rows = patch_of(life.model.live[5:7]), make_batch(life.model.live[5:7])
     places = [life.storage.require_schema().place_of(("value",))]
@@ -215,13 +219,13 @@ def _cannot(life: Life) -> None:
         "change": lambda: life.storage.writer().change(life.ids[:2], places, [np.zeros(2)]),
     }
     for name, act in acts.items():
-        with raises(SchemaError, StateError, what=f"{name}, where rows cannot be changed"):
+        with raises(SchemaError, StateError, what=f"{name} on a storage whose rows cannot be changed"):
             act()
     life.look()
 
 
 def _by_index(life: Life) -> None:
-    """Change rows by index: whole ones, and a field of some."""
+    """Change rows by index: whole rows, and single fields."""
     model, rb = life.model, life.rb
     chosen = model.by_index[1:6:2]
     index = [model.index_of(row.id) for row in chosen]
@@ -237,9 +241,9 @@ def _without(batch: Any) -> Any:
 
 
 _SPOILT: dict[str, Callable[[Any], Any]] = {
-    "a field too few": _without,
-    "a field too many": lambda batch: batch.set("more", torch.zeros(len(batch))),
+    "a missing field": _without,
+    "an unknown field": lambda batch: batch.set("more", torch.zeros(len(batch))),
     "a field of another dtype": lambda batch: batch.set("pixels", batch["pixels"].long()),
     "a field of another shape": lambda batch: batch.set("pixels", batch["pixels"][:, :-1]),
-    "objects in the place of numbers": lambda batch: batch.set_non_tensor("value", "text"),
+    "objects instead of numbers": lambda batch: batch.set_non_tensor("value", "text"),
 }

@@ -1,4 +1,4 @@
-"""Rows without a fixed size: text, bytes, lists, tensors of any shape, structs, None; or that none are taken.
+"""Variable-length rows: text, bytes, lists, tensors of any shape, structs, None; or an error.
 
 Part of the suite.
 """
@@ -42,15 +42,15 @@ _SCHEMA = Schema([
 
 
 class AnyLengthSuite(Declared):
-    """Hold a storage to its rows of any length."""
+    """Test variable-length rows of a storage."""
 
     def test_rows_of_any_length(self, tmp_path: Path) -> None:
-        """They come back as they were, in every phase of a ring and without bound, by any ids."""
+        """Rows are read as they were written, in every phase of a ring and unbounded, by any ids."""
         if not self.variable:
             storage = self._bare(tmp_path / "refused")
-            with raises(SchemaError, what="a field without a fixed size", says="'text'"):
+            with raises(SchemaError, what="a variable-length field", says="'text'"):
                 storage.writer().prepare(_SCHEMA, find_keys(_SCHEMA))
-            same(storage.schema, None, "the fields of a storage that has refused them")
+            same(storage.schema, None, "the schema after a refused one")
             storage.close()
             return
         for capacity in (20, None):
@@ -73,12 +73,12 @@ class AnyLengthSuite(Declared):
     def test_changes_of_any_length(self, tmp_path: Path) -> None:
         """Replacing rows by longer or shorter ones works, or raises an error if unsupported."""
         if not self.variable:
-            return  # `test_rows_of_any_length` has shown that such rows are refused
+            return  # `test_rows_of_any_length` checks that such rows are refused
         with self._open(tmp_path / "s", 20) as storage:
             ids = _put(storage, 25)[-20:]
             places, chosen = range(len(_SCHEMA.fields)), ids[[2, 7, 19]]
             if not self.variable_patches:
-                with raises(SchemaError, StateError, what="a change of rows of any length"):
+                with raises(SchemaError, StateError, what="a change of variable-length rows"):
                     storage.writer().change(chosen, places, _columns(chosen, 7))
                 _check(storage, ids)
                 return
@@ -87,7 +87,7 @@ class AnyLengthSuite(Declared):
             _check(storage, np.setdiff1d(ids, chosen))
 
     def test_sql_over_rows_of_any_length(self, tmp_path: Path) -> None:
-        """Text can be asked for, and lists have a length."""
+        """SQL reads text, and lists have a length."""
         if not self.variable:
             return
         with self._open(tmp_path / "s", 20) as storage:
@@ -97,10 +97,10 @@ class AnyLengthSuite(Declared):
             expected = [
                 (id, _value("text", id * 1000), len(_value("tokens", id * 1000))) for id in ids.tolist()
             ]
-            same(found, expected, "rows of any length in SQL")
+            same(found, expected, "variable-length rows in SQL")
 
     def test_rows_of_any_length_outlive_handles(self, tmp_path: Path) -> None:
-        """They are there after opening again, followers and versions have them; or it is not promised."""
+        """Rows survive reopening, and are in followers and snapshots, as far as the storage has these."""
         if not self.variable:
             return
         path = tmp_path / "s"
@@ -122,7 +122,7 @@ class AnyLengthSuite(Declared):
                 _check(storage, storage.window.ids())
 
     def _version(self, storage: ReadView, tmp_path: Path) -> None:
-        """Make a version and load it; where rows of any length have none, nothing may be left behind."""
+        """Make a snapshot and load it; if snapshots are refused, check that the rows are unchanged."""
         rb, ids = ReplayBuffer(storage=storage), storage.window.ids()
         try:
             rb.dumps(tmp_path / "versions")
@@ -135,7 +135,7 @@ class AnyLengthSuite(Declared):
             found = other.window.ids()
             expected = _columns(ids)
             for column, given in zip(other.read(found), expected, strict=True):
-                same(column.tolist(), given.tolist(), "rows of any length, loaded")
+                same(column.tolist(), given.tolist(), "variable-length rows from a snapshot")
 
     def _bare(self, path: Path, capacity: int | None = 20) -> ReadView:
         return self.make(path, capacity, ndim=1, seed=2)
@@ -152,7 +152,7 @@ class AnyLengthSuite(Declared):
 
 
 def _value(name: str, number: int) -> Any:
-    """Return what a field of a row holds; it follows from the row's id and how often it was changed."""
+    """Return the value of a field; it follows from `number`, that is from the row's id and version."""
     size = number * 7919 % 13
     if number % 5 == 3 and name in ("text", "log"):
         return None
@@ -191,10 +191,10 @@ def _check(storage: ReadView, ids: IntArray, version: int = 0) -> None:
     found: list[Array] = storage.read(ids)
     for entry, column, expected in zip(_SCHEMA.fields, found, _columns(ids, version), strict=True):
         if isinstance(expected, np.ndarray):
-            same(column, expected, "rows of fixed size next to others")
+            same(column, expected, "fixed-size fields in the same rows")
             continue
         if not isinstance(column, pa.Array):
-            raise AssertionError(f"{entry.key} came as a {type(column).__name__}, expected a pyarrow Array")
+            raise AssertionError(f"{entry.key} is a {type(column).__name__}, expected a pyarrow Array")
         column.validate(full=True)
         same(str(column.type), str(expected.type), f"the type of {entry.key}")
         same(column.to_pylist(), expected.to_pylist(), f"rows of {entry.key}")

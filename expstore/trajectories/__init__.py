@@ -1,6 +1,6 @@
-"""Trajectories: conditions on them, and batches cut into them.
+"""Conditions on trajectories, and batches split into trajectories.
 
-Names load when first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is done to whole rollouts before they are stored: n-step rewards, and rewards spread over episodes.
+"""Transforms of whole rollouts before they are stored: n-step rewards, and rewards to go.
 
-Used as `postproc` of collectors, under TorchRL's names. They see one batch at a time and never a store: the
-transforms of the same kind in `expstore.transforms` look episodes up, across batches.
+Used as the `postproc` of collectors, under TorchRL's names. They see one batch at a time and never a store.
+The transforms of the same kind in `expstore.transforms` find other steps of an episode in the store.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["DensifyReward", "MultiStep"]
 
 
 class MultiStep(nn.Module):
-    """Sum rewards over the next steps, and take the observation after these.
+    """Sum rewards over the next steps, and replace the next observation by the one after these steps.
 
-    Row t gets the n = min(`n_steps`, steps up to the trajectory's end) steps from it on:
-    ("next", "reward") is the sum of gamma^i * reward[t + i] for i < n, and everything else below "next" is
-    that of row t + n - 1, but for the flags (`done_keys`), which stay those of row t, as in TorchRL.
-    Trajectories end with ("next", "done"), with the batch, and where ("collector", "mask") does. Added:
-    `steps_to_next_obs` (n), `gamma` (gamma^n), `nonterminal` (False in a trajectory's last row, and where the
-    mask is) and ("next", "original_reward").
+    Row t covers n = min(`n_steps`, steps up to the trajectory's end) steps, from its own on: ("next",
+    "reward") is the sum of gamma^i * reward[t + i] for i < n. All other fields below "next" are those of row
+    t + n - 1, except for the flags (`done_keys`), which remain those of row t, as in TorchRL. Trajectories
+    end at ("next", "done"), at the end of the batch, and where ("collector", "mask") ends. Added fields:
+    `steps_to_next_obs` (n), `gamma` (gamma^n), `nonterminal` (whether n is above 1; False where the mask is
+    False) and ("next", "original_reward").
 
     Sutton 1988, "Learning to predict by the methods of temporal differences".
 
-    Threads: any number may call. Processes, crashes: it keeps nothing.
+    Threads: any number may call. Processes, crashes: it stores nothing.
 
     Args:
-        gamma: The discount. Above 0, at most 1.
-        n_steps: How many steps at most. At least 1.
+        gamma: The discount, above 0 and at most 1.
+        n_steps: The largest number of steps in a sum, at least 1.
 
     Raises:
-        TypeError: `gamma` is no number.
-        ValueError: A number is out of its bounds.
+        TypeError: `gamma` is not a number.
+        ValueError: A number is out of range.
 
     Example:
         >>> reward, done = torch.ones(4, 1), torch.tensor([[False], [False], [True], [False]])
@@ -55,7 +55,7 @@ class MultiStep(nn.Module):
         super().__init__()
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps <= 0:
             raise ValueError(
-                "n_steps must be a non-negative integer. So TorchRL puts it: it must be positive, not "
+                "n_steps must be a non-negative integer. More exactly, it must be positive, not "
                 f"{n_steps!r}; 1 changes nothing."
             )
         try:
@@ -75,16 +75,16 @@ class MultiStep(nn.Module):
         self.mask_key: Any = ("collector", "mask")
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return a batch with sums of rewards; the one given stays as it is.
+        """Return a new batch with summed rewards; the given batch is not changed.
 
         Args:
-            tensordict: Time along the last batch dim. The shape of ("next", "done") is the batch size, with
-                1 or other dims behind it, which all fields below "next" then have, too; rewards may have
-                more dims.
+            tensordict: The batch, with time as its last batch dim. The shape of ("next", "done") is the batch
+                size, with a dim of 1 or with other dims after it. All fields below "next" must begin with the
+                same dims; rewards may have more.
 
         Raises:
-            SchemaError: Rewards or flags are not there.
-            RuntimeError: The shape of the flags does not fit.
+            SchemaError: The batch has no rewards or no flags.
+            RuntimeError: The shape of the flags does not fit the batch.
         """
         batch = tensordict.clone(False)
         dim, mask = batch.ndim - 1, None if self.mask_key is None else batch.get(self.mask_key, None)
@@ -112,25 +112,25 @@ class MultiStep(nn.Module):
         return batch
 
     def extra_repr(self) -> str:
-        """Return the settings, as they were given."""
+        """Return the settings as text."""
         return f"gamma={self.gamma}, n_steps={self.n_steps}"
 
 
 class DensifyReward(nn.Module):
-    """Give each step the rewards from it on up to the end of its trajectory.
+    """Give each step the sum of the rewards from it to the end of its trajectory.
 
-    With rewards in last steps only, every step of a trajectory gets that of its last one. Trajectories end
-    with the flag, and with the batch.
+    If only the last step of a trajectory has a reward, every step gets this reward. Trajectories end at the
+    flag and at the end of the batch.
 
-    Threads: any number may call. Processes, crashes: it keeps nothing.
+    Threads: any number may call. Processes, crashes: it stores nothing.
 
     Args:
-        reward_key: Where rewards stand, below "next".
-        done_key: The flag in the last step of each trajectory, below "next".
-        reward_key_out: Where sums are written, below "next"; None: in the place of rewards.
-        time_dim: The dim of rewards that is time. 2, the default, stands for the last but one, as whatever
-            is given does in TorchRL.
-        discount: What a reward that comes a step later is multiplied with.
+        reward_key: The field with rewards, below "next".
+        done_key: The flag that is True in the last step of each trajectory, below "next".
+        reward_key_out: The field for the sums, below "next"; None to replace the rewards.
+        time_dim: The dim of rewards that is time. The default, 2, means the last dim but one, as every value
+            does in TorchRL.
+        discount: The factor for a reward that is one step later.
 
     Example:
         >>> reward, done = torch.tensor([[0.0], [0.0], [3.0]]), torch.tensor([[False], [False], [True]])
@@ -155,11 +155,14 @@ class DensifyReward(nn.Module):
         self.discount = discount
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write sums of rewards into a batch, and return it.
+        """Write the sums of rewards into a batch, and return the batch.
+
+        Args:
+            tensordict: The batch; it is changed in place.
 
         Raises:
-            SchemaError: Rewards or flags are not there.
-            RuntimeError: They are of different shapes, or have no such dim.
+            SchemaError: The batch has no rewards or no flags.
+            RuntimeError: Rewards and flags have different shapes, or no dim `time_dim`.
         """
         reward, done = (_require(tensordict, ("next", *to_key(key))) for key in self.in_keys)
         if reward.shape != done.shape:
@@ -170,14 +173,14 @@ class DensifyReward(nn.Module):
         dim = -2 if self.time_dim == 2 else self.time_dim
         if not -reward.ndim <= dim < reward.ndim:
             raise RuntimeError(
-                f"time_dim={self.time_dim} is dim {dim} of rewards, which have shape {[*reward.shape]}; "
-                "give the one that is time"
+                f"time_dim={self.time_dim} is dim {dim}, but rewards have shape {[*reward.shape]}; pass the "
+                "dim that is time"
             )
         sums = _to_go(reward, done.bool(), self.discount, dim % reward.ndim)
         return tensordict.set(("next", *to_key(self.out_keys[0])), sums)
 
     def extra_repr(self) -> str:
-        """Return the settings."""
+        """Return the settings as text."""
         return f"reward_key={self.in_keys[0]!r}, done_key={self.in_keys[1]!r}, discount={self.discount}"
 
 
@@ -190,7 +193,7 @@ def _require(batch: TensorDictBase, key: Key) -> torch.Tensor:
 
 
 def _flags(batch: TensorDictBase, key: Key) -> torch.Tensor:
-    """Return the flags of the steps of a batch. Shape: the batch size, and whatever they have beyond 1."""
+    """Return the flags of the steps of a batch. Shape: the batch size, and further dims other than 1."""
     done, shape = _require(batch, key).bool(), batch.shape
     if done.shape[: len(shape)] != shape or not shape:
         raise RuntimeError(
@@ -201,19 +204,19 @@ def _flags(batch: TensorDictBase, key: Key) -> torch.Tensor:
 
 
 def _right(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values with dims of 1 behind them, to go with a tensor of more dims."""
+    """Return values with trailing dims of 1, so that they broadcast with a tensor of more dims."""
     return values.reshape(*values.shape, *(1 for _ in range(like.ndim - values.ndim)))
 
 
 def _last(mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return which steps are followed by none in a mask."""
+    """Return the steps of a mask that are followed by a step outside of it, or by none."""
     after = torch.zeros_like(mask)
     after.narrow(dim, 0, mask.shape[dim] - 1).copy_(mask.narrow(dim, 1, mask.shape[dim] - 1))
     return mask & ~after
 
 
 def _to_end(done: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return how many steps there are from each on up to a flag or the last step. Int64, from 1."""
+    """Return the number of steps from each step to the next flag or the last step, both included. Int64."""
     size = done.shape[dim]
     place = torch.arange(size, device=done.device).reshape(*(1 for _ in range(dim)), -1)
     place = _right(place, done).expand(done.shape)
@@ -222,7 +225,13 @@ def _to_end(done: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _gather(batch: TensorDictBase, index: torch.Tensor, dim: int) -> TensorDictBase:
-    """Return other steps of what is below "next"; the shape of `index` is the beginning of all of theirs."""
+    """Return the fields below "next" at other steps.
+
+    Args:
+        batch: The fields below "next".
+        index: The step to take for each step. Its shape must be the first dims of all fields.
+        dim: The dim that is time.
+    """
     shape = batch.batch_size
     try:
         batch.batch_size = index.shape
@@ -237,13 +246,21 @@ def _gather(batch: TensorDictBase, index: torch.Tensor, dim: int) -> TensorDictB
 
 
 def _sum(reward: torch.Tensor, steps: torch.Tensor, gamma: float, most: int, dim: int) -> torch.Tensor:
-    """Return sums of discounted rewards over some steps from each on."""
+    """Return the sums of discounted rewards over a number of steps from each step on.
+
+    Args:
+        reward: The rewards.
+        steps: The number of steps in each sum.
+        gamma: The discount.
+        most: The largest number of steps.
+        dim: The dim that is time.
+    """
     if not reward.is_floating_point():
         reward = reward.to(torch.get_default_dtype())
     if reward.ndim < steps.ndim:
         raise RuntimeError(
-            f"rewards of shape {[*reward.shape]} do not go with flags of shape {[*steps.shape]}: "
-            "they need the same dims, and may have more"
+            f"rewards of shape {[*reward.shape]} do not fit flags of shape {[*steps.shape]}: rewards need "
+            "the dims of the flags, and may have more"
         )
     size, steps = reward.shape[dim], _right(steps, reward)
     total = reward.clone()
@@ -255,12 +272,12 @@ def _sum(reward: torch.Tensor, steps: torch.Tensor, gamma: float, most: int, dim
 
 
 def _to_go(reward: torch.Tensor, done: torch.Tensor, discount: float, dim: int) -> torch.Tensor:
-    """Return the sums of discounted rewards from each step on: a scan in log2(steps) rounds."""
+    """Return the sums of discounted rewards from each step on, with a scan in log2(steps) rounds."""
     total = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
     factor = torch.where(done, 0.0, discount).to(total.dtype)
     size, ahead = total.shape[dim], 1
     while ahead < size:
-        # `total` holds the sums over up to `ahead` steps; `factor` what comes behind them is worth.
+        # `total` has the sums over up to `ahead` steps, `factor` the discount of the rewards after them.
         rest, end = size - ahead, torch.zeros_like(total.narrow(dim, 0, ahead))
         later = torch.cat([total.narrow(dim, ahead, rest), end], dim)
         total = total + factor * later

@@ -1,4 +1,4 @@
-"""Trajectories as users see them, and conditions on them: `traj.reward.sum() > 100`.
+"""The class `Trajectory`, and conditions on trajectories: `traj.reward.sum() > 100`.
 
 Used by `rb.query`, and by users on plain TensorDicts. It never reads a store.
 """
@@ -29,23 +29,23 @@ __all__ = [
     "traj",
 ]
 
-#: Which fields name trajectories, and which end them, where the user does not say.
+#: The fields that identify trajectories, and the flags that end them, by default.
 NAMES: tuple[Key, ...] = (("collector", "traj_ids"), ("traj_ids",), ("episode",))
 _ENDS = ("done", "terminated", "truncated")
 
 
 class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
-    """Hold the transitions of one trajectory, in the order of its steps.
+    """The transitions of one trajectory, in the order of its steps.
 
     `trajectory.reward` is the entry `reward`, or else `("next", "reward")`; `trajectory["next", "reward"]` is
-    the entry itself. Slices of it are trajectories; `tensordict.lazy_stack` makes one batch of trajectories
-    of different lengths. Threads, processes and crashes: as the TensorDict in it.
+    that entry itself. Slices of a trajectory are trajectories. `tensordict.lazy_stack` makes one batch of
+    trajectories of different lengths. Threads, processes and crashes: as the TensorDict in it.
 
     Args:
         data: The transitions. One batch dim.
 
     Raises:
-        ValueError: It has another number of batch dims.
+        ValueError: `data` does not have exactly one batch dim.
 
     Example:
         >>> trajectory = Trajectory(TensorDict({"reward": torch.ones(3)}, [3]))
@@ -58,7 +58,7 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
         batch_size: torch.Size
 
     def __post_init__(self) -> None:
-        """Take over the batch size."""
+        """Set the batch size to that of the data."""
         if not self.batch_size and self.data is not None and self.data.batch_dims:
             if self.data.batch_dims != 1:
                 raise ValueError(
@@ -69,12 +69,12 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
 
     @property
     def length(self) -> int:
-        """How many transitions it has."""
+        """The number of transitions."""
         return int(self.batch_size[0])
 
     @property
     def total_reward(self) -> torch.Tensor:
-        """The sum of its rewards."""
+        """The sum of the rewards."""
         return torch.as_tensor(self.reward).sum()
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -184,23 +184,26 @@ class TrajectoryPredicate:
         return _kind_of(self)(lambda t: not self(t), f"~{self._text}", self._keys)
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self._text} is true of some trajectories only: join conditions with &, | and ~")
+        raise TypeError(f"{self._text} has no truth value by itself: combine conditions with &, | and ~")
 
     def __repr__(self) -> str:
         return f"TrajectoryPredicate({self._text})"
 
 
 class Condition(TrajectoryPredicate):
-    """Be made of `traj` alone: it asks a trajectory for `get`, `length` and `total_reward`, and no more."""
+    """A condition built from `traj` only.
+
+    It uses no attributes of a trajectory but `get`, `length`, `total_reward` and, if there is one, `reduced`.
+    """
 
 
 def _kind_of(*parts: TrajectoryPredicate) -> type[TrajectoryPredicate]:
-    """Return what is made of these."""
+    """Return the class of a condition that is built from these conditions."""
     return Condition if all(isinstance(part, Condition) for part in parts) else TrajectoryPredicate
 
 
 class _Expression:
-    """Be computed from a trajectory."""
+    """A value that is computed from a trajectory."""
 
     def __init__(self, value: Callable[[Any], Any], text: str, keys: Keys) -> None:
         self._value, self._text, self._keys = value, text, keys
@@ -242,21 +245,21 @@ class _Expression:
 
 
 class _PerStep(_Expression):
-    """Have a value per step: a field, or a comparison of one."""
+    """An expression with one value per step: a field, or a comparison with a field."""
 
     def any(self) -> TrajectoryPredicate:
-        """Be true where it is at some step."""
+        """Return a condition that is met if the values are true at any step."""
         return Condition(lambda t: self._value(t).any(), f"{self._text}.any()", self._keys)
 
     def all(self) -> TrajectoryPredicate:
-        """Be true where it is at every step."""
+        """Return a condition that is met if the values are true at every step."""
         return Condition(lambda t: self._value(t).all(), f"{self._text}.all()", self._keys)
 
     def _result(self, fn: Callable[[Any], Any], text: str, keys: Keys) -> Any:
         return _PerStep(fn, text, keys)
 
     def __call__(self, trajectory: Any = None) -> bool:
-        """Refuse.
+        """Raise an error: values per step are not a condition.
 
         Raises:
             TypeError: Always.
@@ -268,7 +271,7 @@ class _PerStep(_Expression):
 
 
 class _Field(_PerStep):
-    """Be a field of a trajectory."""
+    """A field of a trajectory."""
 
     def __init__(self, key: Any, text: str) -> None:
         path = to_key(key)
@@ -293,50 +296,50 @@ class _Field(_PerStep):
         return _Expression(reduce_field, f"{self._text}.{word}()", self._keys)
 
     def sum(self) -> _Expression:
-        """Add up all its values."""
+        """Return the sum of all its values, as an expression."""
         return self._reduce(torch.sum, "sum")
 
     def mean(self) -> _Expression:
-        """Take the mean of its values."""
+        """Return the mean of all its values, as an expression."""
         return self._reduce(lambda values: values.double().mean(), "mean")
 
     def max(self) -> _Expression:
-        """Take the largest of its values."""
+        """Return the largest of all its values, as an expression."""
         return self._reduce(torch.max, "max")
 
     def min(self) -> _Expression:
-        """Take the smallest of its values."""
+        """Return the smallest of all its values, as an expression."""
         return self._reduce(torch.min, "min")
 
     def first(self) -> _Expression:
-        """Take its value at the first step."""
+        """Return its value at the first step, as an expression."""
         return self._reduce(lambda values: _plain(values[0]), "first")
 
     def last(self) -> _Expression:
-        """Take its value at the last step."""
+        """Return its value at the last step, as an expression."""
         return self._reduce(lambda values: _plain(values[-1]), "last")
 
 
 def _plain(value: Any) -> Any:
-    """Return what tensordict wraps: a text compares, its wrapping does not."""
+    """Return the text that tensordict wraps, because its wrapper cannot be compared."""
     return value.data if is_non_tensor(value) else value
 
 
 class _Trajectories:
-    """Begin expressions: `traj.reward` is a field of every trajectory, `traj["next", "reward"]` by its key.
+    """Build expressions: `traj.reward` is a field of every trajectory, `traj["next", "reward"]` a nested one.
 
-    Fields have `sum`, `mean`, `max`, `min`, `first`, `last`, and compare step by step, to be reduced by `any`
-    or `all`. `traj.length` and `traj.total_reward` are numbers.
+    Fields have the methods `sum`, `mean`, `max`, `min`, `first` and `last`. A comparison with a field has one
+    value per step; `any` or `all` makes it a condition. `traj.length` and `traj.total_reward` are numbers.
     """
 
     @property
     def length(self) -> _Expression:
-        """How many transitions it has."""
+        """The number of transitions."""
         return _Expression(lambda t: t.length, "traj.length", frozenset())
 
     @property
     def total_reward(self) -> _Expression:
-        """The sum of its rewards."""
+        """The sum of the rewards."""
         return _Expression(lambda t: t.total_reward, "traj.total_reward", frozenset({"reward"}))
 
     def __getattr__(self, name: str) -> _Field:
@@ -373,18 +376,18 @@ def check_predicate(predicate: Any) -> None:
 
 
 def split(data: TensorDictBase, trajectory_key: str | Key | None = None) -> tuple[IntArray, IntArray]:
-    """Find the trajectories in rows that follow one another.
+    """Find the trajectories in consecutive rows.
 
     Args:
         data: The rows. One batch dim.
-        trajectory_key: The field that names trajectories; None: one that torchrl would take, or else the
-            flags that end them, with a warning.
+        trajectory_key: The field that identifies trajectories; None for the first of `NAMES` that exists, or
+            else for the flags that end trajectories, with a warning.
 
     Returns:
-        First row of each, and the row after its last. Shapes `(trajectories,)`.
+        The first row of each trajectory, and the row after its last one. Shapes `(trajectories,)`.
 
     Raises:
-        NotFoundError: There is no such field, or none of those that part trajectories.
+        NotFoundError: The field does not exist, or no field identifies or ends trajectories.
     """
     rows = data.batch_size[0]
     names = NAMES if trajectory_key is None else (to_key(trajectory_key),)
@@ -402,38 +405,38 @@ def _flat(data: TensorDictBase, key: Key) -> Any:
 
 
 def _ends(data: TensorDictBase) -> Any:
-    """Return which rows end a trajectory, by the flags below `next`, or else those at the root."""
+    """Return which rows end a trajectory, by the flags below `next`, or else by those at the root."""
     for group in (("next",), ()):
         keys = [(*group, name) for name in _ENDS]
         flags = {key: flag for key in keys if (flag := _flat(data, key)) is not None}
         if flags:
             warnings.warn(
-                f"No field names trajectories: they are parted by the end-of-episode flags {list(flags)}. "
-                "One whose last row bears none is taken together with the next; give trajectory_key, or "
-                "store trajectory ids.",
+                "No field identifies trajectories: they are split at the end-of-episode flags "
+                f"{list(flags)}. A trajectory whose last row has no flag is joined with the next one; pass "
+                "trajectory_key, or store trajectory ids.",
                 UserWarning,
                 stacklevel=4,
             )
             return np.logical_or.reduce([flag.astype(np.bool_) for flag in flags.values()])
     raise NotFoundError(
-        "Cannot split data into trajectories: there is no field that names them "
+        "Cannot split data into trajectories: there is no field that identifies them "
         f"{[*NAMES]} or ends them {[*_ENDS]}",
-        hint="give trajectory_key",
+        hint="pass trajectory_key",
     )
 
 
 def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Iterator[Any]:
-    """Yield the trajectories in a batch whose rows follow one another.
+    """Yield the trajectories in a batch of consecutive rows.
 
     Args:
         data: A TensorDict with one batch dim.
-        trajectory_key: The field that names trajectories; None: `("collector", "traj_ids")`, `traj_ids` or
-            `episode`, or else the flags that end them, with a warning.
+        trajectory_key: The field that identifies trajectories; None for `("collector", "traj_ids")`,
+            `traj_ids` or `episode`, or else for the flags that end trajectories, with a warning.
 
     Raises:
-        NotFoundError: There is no such field, or none of those that part trajectories.
-        TypeError: It is no TensorDict.
-        ValueError: It has another number of batch dims.
+        NotFoundError: The field does not exist, or no field identifies or ends trajectories.
+        TypeError: `data` is not a TensorDict.
+        ValueError: `data` does not have exactly one batch dim.
 
     Example:
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
@@ -442,7 +445,7 @@ def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Ite
     """
     if not isinstance(data, TensorDictBase):
         raise TypeError(
-            f"iter_trajectories expects a TensorDictBase, got {type(data)}: other rows have no fields."
+            f"iter_trajectories expects a TensorDictBase, got {type(data)}; other data has no fields"
         )
     if data.batch_dims != 1:
         raise ValueError(
@@ -461,12 +464,15 @@ def filter_trajectories(
     """Return the trajectories in a batch that meet a condition.
 
     Args:
-        data: As `iter_trajectories`.
-        predicate: Made of `traj`, or a function of a trajectory; None: all of them.
-        trajectory_key: As `iter_trajectories`.
+        data: A TensorDict with one batch dim, whose rows are consecutive.
+        predicate: A condition built from `traj`, or a function of a trajectory; None for all trajectories.
+        trajectory_key: The field that identifies trajectories; None for `("collector", "traj_ids")`,
+            `traj_ids` or `episode`, or else for the flags that end trajectories, with a warning.
 
     Raises:
-        TypeError: The condition has a value per step.
+        NotFoundError: The field does not exist, or no field identifies or ends trajectories.
+        TypeError: `data` is not a TensorDict, or the condition has a value per step.
+        ValueError: `data` does not have exactly one batch dim.
 
     Example:
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])

@@ -1,7 +1,7 @@
-"""One number for each trajectory: the sum of a field over its steps, say, of many trajectories at once.
+"""Reduce a field of many trajectories to one number each, such as the sum over its steps.
 
-Used by the search for trajectories that meet a condition. What it computes equals, to the last bit, what
-torch computes of each trajectory by itself.
+Used by the search for trajectories that meet a condition. Every result equals, to the last bit, what torch
+computes for that trajectory alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from expstore.core.values import Array, IntArray
 
 __all__ = ["reduce_runs"]
 
-#: Up to so many values torch adds up in one thread; of more it makes parts, and their sum is another one.
+#: Up to this many values torch sums in one thread. It sums more of them in parts, which rounds differently.
 _ONE_THREAD = 1 << 15
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -32,13 +32,14 @@ def reduce_runs(values: torch.Tensor, starts: IntArray, lengths: IntArray, word:
     """Reduce the values of runs of rows to one number each.
 
     Args:
-        values: Of all rows. Shape `(rows, *row shape)`, of a dtype that NumPy has.
-        starts: Where each run begins. Shape `(runs,)`.
-        lengths: How many rows it has, at least one. Shape `(runs,)`.
-        word: "sum", "mean", "max", "min", "first" or "last".
+        values: Values of all rows. Shape `(rows, *row shape)`, with a dtype that NumPy has.
+        starts: The first row of each run. Shape `(runs,)`.
+        lengths: Number of rows of each run, at least 1. Shape `(runs,)`.
+        word: The reduction: "sum", "mean", "max", "min", "first" or "last".
 
     Returns:
-        Shape `(runs,)`. None: there is no such number, or only torch knows it to the bit.
+        Shape `(runs,)`. None if a run has no such number, or if the last bits could differ from torch's
+        result.
     """
     items = values.shape[1:].numel()
     single = word in ("first", "last")

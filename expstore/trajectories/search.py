@@ -1,7 +1,7 @@
-"""The trajectories of a buffer that meet a condition.
+"""Find the trajectories of a buffer that meet a condition.
 
-Used by buffers. Where trajectories begin and end it asks the storage, as samplers of slices do; it reads the
-fields that a condition names, and whole rows only where it is met.
+The storage knows where trajectories begin and end, as for slice samplers. The fields that the condition uses
+are read for all rows, the other fields only for trajectories that meet it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from expstore.transforms import Compose
 
 __all__ = ["find_trajectories"]
 
-#: About so many rows are read at once.
+#: About how many rows are read at once.
 _CHUNK = 1 << 16
-#: Trajectories in a result share blocks of memory up to this size. A block lives as long as one of them does.
+#: Trajectories in a result share blocks of memory up to this size. A block is freed with the last of them.
 _RESULT_BYTES = 1 << 20
 
 NestedKey = str | Key
@@ -46,18 +46,18 @@ def find_trajectories(
     trajectory_key: NestedKey | None,
     finish: Callable[[Any], Any],
 ) -> list[Any]:
-    """Return the trajectories that meet a condition, the oldest first; lane after lane where there are any.
+    """Return the trajectories that meet a condition, the oldest first, one lane after another.
 
     Args:
-        storage: Where the rows are.
-        transform: What is done to samples; conditions and results see what it makes.
-        predicate: Made of `traj`, or a function of a trajectory; None: all of them.
-        trajectory_key: The field that names trajectories; None: as the storage knows its episodes.
-        finish: What is done to each result last.
+        storage: The storage with the rows.
+        transform: The transforms of samples, which are applied before the condition is evaluated, too.
+        predicate: A condition built from `traj`, or a function of a trajectory; None for all trajectories.
+        trajectory_key: The field that identifies trajectories; None for the storage's episodes.
+        finish: Converts each result.
 
     Raises:
-        NotFoundError: There is no such field; or nothing says where trajectories end.
-        TypeError: Rows are no TensorDicts; or the condition has a value per step.
+        NotFoundError: The field does not exist, or no field identifies or ends trajectories.
+        TypeError: Rows are not TensorDicts, or the condition has a value per step.
     """
     check_predicate(predicate)
     if not len(storage):
@@ -74,13 +74,13 @@ def find_trajectories(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is read, and done to it, to see whether a condition is met.
+    """The fields to read, and the transforms to apply, before a condition can be evaluated.
 
     Args:
-        schema: The fields that are read; None: none are.
-        places: Where they stand among those of the storage.
-        transform: What is done.
-        whole: All fields are read and everything is done: what is seen is the result.
+        schema: The fields that are read; None if no field is read.
+        places: Positions of these fields in the storage's schema.
+        transform: The transforms that are applied.
+        whole: Whether all fields are read and all transforms are applied, so that the result can be returned.
     """
 
     schema: Schema | None
@@ -119,7 +119,7 @@ def _build_no_rows(schema: Schema) -> list[Array]:
 
 
 def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> _Runs:
-    """Return all trajectories, the oldest first, lane after lane."""
+    """Return all trajectories, the oldest first, one lane after another."""
     keys, schema = storage.keys, storage.require_schema()
     name = None if trajectory_key is None else to_key(trajectory_key)
     if name is not None and name not in schema:
@@ -130,8 +130,8 @@ def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> _Runs:
         name = next((key for key in NAMES if key in schema and schema[key].row_items == 1), None)
         if name is None and keys.terminated is keys.truncated is keys.done is keys.start is None:
             raise NotFoundError(
-                "Cannot split data into trajectories: there is no field that names or ends them",
-                hint="give trajectory_key",
+                "Cannot split data into trajectories: there is no field that identifies or ends them",
+                hint="pass trajectory_key",
             )
     storage.follow()
     runs = Trajectories(name).of(storage)
@@ -149,11 +149,11 @@ def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> _Runs:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The rows of some trajectories, one behind another.
+    """The rows of some trajectories, concatenated.
 
     Args:
-        ids: Of the rows, in the order of their steps. Shape `(rows,)`.
-        lengths: How many each has, at least one. Shape `(trajectories,)`.
+        ids: Ids of the rows, in the order of the steps. Shape `(rows,)`.
+        lengths: Number of rows of each trajectory, at least 1. Shape `(trajectories,)`.
     """
 
     ids: IntArray
@@ -164,17 +164,17 @@ class _Runs:
 
     @cached_property
     def starts(self) -> IntArray:
-        """Where each begins. Shape `(trajectories,)`."""
+        """The position of each trajectory's first row. Shape `(trajectories,)`."""
         return np.cumsum(self.lengths) - self.lengths
 
     def take(self, chosen: IntArray) -> _Runs:
-        """Return those with these numbers."""
+        """Return the trajectories with these numbers."""
         lengths, starts = self.lengths[chosen], self.starts[chosen]
         moved = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return _Runs(self.ids[moved + np.arange(moved.size)], lengths)
 
     def chunks(self, rows: int) -> Iterator[_Runs]:
-        """Yield some at a time: about so many rows, or one trajectory."""
+        """Yield some trajectories at a time: about `rows` rows, or one trajectory."""
         done, first = 0, 0
         while first < len(self):
             stop = max(first + 1, int(np.searchsorted(self.starts, done + rows, side="right")) - 1)
@@ -185,7 +185,7 @@ class _Runs:
             done, first = done + size, stop
 
     def among(self, ids: IntArray) -> _Runs:
-        """Return what is left if only these rows are."""
+        """Return the trajectories with only those of their rows that are in `ids`."""
         if ids.size == self.ids.size:
             return self
         left = np.add.reduceat(np.isin(self.ids, ids), self.starts, dtype=np.int64)
@@ -194,29 +194,29 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What was read of some trajectories.
+    """Some trajectories and their values.
 
     Args:
-        runs: Their rows.
-        batch: What these hold.
+        runs: The rows of the trajectories.
+        batch: The values of the rows.
     """
 
     runs: _Runs
     batch: Any
 
     def trajectory(self, number: int) -> Any:
-        """Return a trajectory as users get it."""
+        """Return a trajectory for the user."""
         start = int(self.runs.starts[number])
         return Trajectory(take_rows(self.batch, slice(start, start + int(self.runs.lengths[number]))))
 
     def trajectories(self) -> Iterator[Any]:
-        """Yield all of them as users get them."""
+        """Yield all trajectories for the user."""
         if len(self.runs):
             for rows in split_rows(self.batch, self.runs.lengths.tolist()):
                 yield Trajectory(rows, batch_size=rows.batch_size)
 
     def find(self, predicate: Callable[[Any], Any] | None) -> IntArray:
-        """Return the numbers of those that meet a condition."""
+        """Return the numbers of the trajectories that meet a condition."""
         numbers = range(len(self.runs))
         if isinstance(predicate, Condition):
             glance = _Glance(self)
@@ -226,39 +226,39 @@ class _Seen:
 
 
 class _Glance:
-    """Be a trajectory as far as a `Condition` asks; to make a `Trajectory` takes several times as long.
+    """The attributes of a trajectory that a `Condition` uses.
 
-    Threads: one moves it along.
+    Constructing a `Trajectory` would take several times as long. Threads: one thread uses it.
     """
 
     def __init__(self, seen: _Seen) -> None:
         self._seen, self._number = seen, 0
-        self._fields: dict[NestedKey, tuple[Any, bool]] = {}  # and whether they can be cut
+        self._fields: dict[NestedKey, tuple[Any, bool]] = {}  # values, and whether they can be sliced
         self._reduced: dict[tuple[NestedKey, str], Array | None] = {}
 
     def move(self, number: int) -> _Glance:
-        """Be the trajectory with this number."""
+        """Go to the trajectory with this number."""
         self._number = number
         return self
 
     @property
     def length(self) -> int:
-        """How many transitions it has."""
+        """The number of transitions."""
         return int(self._seen.runs.lengths[self._number])
 
     @property
     def total_reward(self) -> Any:
-        """The sum of its rewards."""
+        """The sum of the rewards."""
         found = self.reduce_field("reward", "sum")
         if found is not None:
             return found
         rewards = self.get("reward")
         if rewards is None:
-            rewards = self._seen.trajectory(self._number).reward  # which says what there is
+            rewards = self._seen.trajectory(self._number).reward  # raises an error that lists the entries
         return torch.as_tensor(rewards).sum()
 
     def get(self, key: NestedKey) -> Any:
-        """Return an entry, of the root or else below `next`; None: there is no such entry."""
+        """Return an entry of the root, or else of `next`; None if neither has it."""
         values, plain = self._entry(key)
         if not plain:
             return self._seen.trajectory(self._number).get(key)
@@ -268,9 +268,9 @@ class _Glance:
         return values[start : start + self.length]
 
     def reduce_field(self, key: NestedKey, word: str) -> Any:
-        """Return a field reduced to a number; None: it must be asked of the entry itself.
+        """Return a field reduced to a number; None if it must be computed from `get`.
 
-        The first time it is computed for all trajectories.
+        The first call computes it for all trajectories.
         """
         if (key, word) not in self._reduced:
             values, plain = self._entry(key)
@@ -291,7 +291,7 @@ class _Glance:
 
 
 def _read(storage: ReadView, plan: _Plan, runs: _Runs) -> _Seen:
-    """Return trajectories as the plan has them; none of those that have left."""
+    """Read trajectories according to a plan; trajectories without any readable row are left out."""
     ids, columns, view = plan.transform.read(
         storage, lambda: runs.ids[storage.window.holds(runs.ids)], plan.places
     )
@@ -314,7 +314,7 @@ def _transform(transform: Compose, batch: Any, rows: int) -> Any:
         return batch
     batch = transform.finish(batch)
     if not is_tensor_collection(batch) or batch.batch_size[:1] != (rows,):
-        raise StateError("a transform has changed the number of rows: trajectories cannot be told in them")
+        raise StateError("a transform has changed the number of rows, so trajectories cannot be split")
     return batch
 
 
@@ -322,7 +322,7 @@ def _transform(transform: Compose, batch: Any, rows: int) -> Any:
 
 
 def _plan(storage: ReadView, transform: Compose, predicate: Callable[[Any], Any]) -> _Plan:
-    """Return what must be read and done to see what the condition asks for."""
+    """Return which fields and transforms a condition needs."""
     schema = storage.require_schema()
     ask = getattr(predicate, "required_keys", None)
     required = ask() if callable(ask) else None
@@ -349,7 +349,7 @@ def _plan(storage: ReadView, transform: Compose, predicate: Callable[[Any], Any]
 
 
 def _meet(first: Key, second: Key) -> bool:
-    """Return whether two keys are one, or one is of a group in which the other is."""
+    """Return whether two keys are equal, or one is a prefix of the other."""
     depth = min(len(first), len(second))
     return first[:depth] == second[:depth]
 
@@ -374,7 +374,7 @@ def _search_objects(
         raise TypeError(
             "ReplayBuffer.query on a list-based storage expects single-transition (scalar) items."
         )
-    transform.look(storage, np.zeros(0, np.int64))  # refuses to look at other steps where rows are objects
+    transform.look(storage, np.zeros(0, np.int64))  # raises an error for transforms that read other steps
     data = LazyStackedTensorDict.lazy_stack(items)
     starts, stops = split(data, trajectory_key)
     seen = _transform(transform, data.clone() if len(transform) else data, len(items))

@@ -1,7 +1,7 @@
-"""Trajectories out of batches: a padded row for each, and where each begins and ends.
+"""Split batches into trajectories: padded rows, or the first and last row of each.
 
-Used by users on what a collector gave, or on tensors in the order of a ring. It never reads a store: those
-know their episodes, see `rb.episodes`, `rb.trajectory` and `rb.query`.
+Users call it on the output of a collector, or on tensors in the order of a ring. It never reads a store:
+`rb.episodes`, `rb.trajectory` and `rb.query` return the episodes of a store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expstore.errors import SchemaError
 
 __all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
 
-#: The flags that end an episode, by their last name: any of them does.
+#: The last names of the flags that end an episode; any one of them does.
 DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
 
 
@@ -63,7 +63,7 @@ def split_trajectories(
     """
     if not isinstance(rollout_tensordict, TensorDictBase):
         raise TypeError(
-            "split_trajectories takes steps as a TensorDict, as collectors give them, got "
+            "split_trajectories takes steps as a TensorDict, as collectors return them, got "
             f"{type(rollout_tensordict).__name__}"
         )
     for name, key in {"trajectory_key": trajectory_key, "done_key": done_key}.items():
@@ -73,7 +73,7 @@ def split_trajectories(
         check_key("prefix", prefix)
     if 0 in rollout_tensordict.shape or not rollout_tensordict.ndim:
         raise SchemaError(f"there are no steps to split in a batch of size {[*rollout_tensordict.shape]}")
-    lazy = isinstance(rollout_tensordict, LazyStackedTensorDict)  # those take no index of several dims
+    lazy = isinstance(rollout_tensordict, LazyStackedTensorDict)  # these cannot be indexed by several dims
     batch = rollout_tensordict.contiguous() if lazy else rollout_tensordict.copy()
     names_key, mask_key = _keys(batch, prefix, trajectory_key)
     names = batch.get(names_key, None)
@@ -102,7 +102,7 @@ def split_trajectories(
 
 
 def _keys(batch: TensorDictBase, prefix: Any, trajectory_key: Any) -> tuple[Key, Key]:
-    """Return where the names of trajectories and the mask stand."""
+    """Return the keys of the trajectory ids and of the mask."""
     if trajectory_key is not None:
         key = to_key(trajectory_key)
         return key, (*key[:-1], "mask")
@@ -113,12 +113,12 @@ def _keys(batch: TensorDictBase, prefix: Any, trajectory_key: Any) -> tuple[Key,
 
 
 def _name_trajectories(batch: TensorDictBase, key: Key) -> torch.Tensor:
-    """Return a name for the trajectory of each step, of the flags that end them."""
+    """Return a trajectory id for each step, from the flags that end trajectories."""
     done = batch.get(key, None)
     if done is None:
         raise SchemaError(
-            f"nothing tells trajectories apart: the batch has no {key_name(key)!r}",
-            hint="give trajectory_key= or done_key=",
+            f"cannot split the batch into trajectories: it has no field {key_name(key)!r}",
+            hint="pass trajectory_key= or done_key=",
         )
     done = _require_one_per_step(done, batch, key).bool()
     first = torch.zeros_like(done)
@@ -131,13 +131,13 @@ def _require_one_per_step(values: torch.Tensor, batch: TensorDictBase, key: Key)
     if values.numel() != batch.shape.numel():
         raise SchemaError(
             f"{key_name(key)!r} has shape {[*values.shape]} in a batch of size {[*batch.shape]}: "
-            "trajectories are told apart by one value per step"
+            "it must have one value per step"
         )
     return values.reshape(batch.shape)
 
 
 def _lengths(names: torch.Tensor) -> torch.Tensor:
-    """Return the lengths of the stretches of equal names, which end with their lane. Shape `(n,)`, int64."""
+    """Return the lengths of runs of equal ids, which end at the end of a lane. Shape `(n,)`, int64."""
     first = torch.ones(names.shape, dtype=torch.bool, device=names.device)
     first[..., 1:] = names[..., 1:] != names[..., :-1]
     starts = first.reshape(-1).nonzero()[:, 0]
@@ -145,7 +145,7 @@ def _lengths(names: torch.Tensor) -> torch.Tensor:
 
 
 def _zero(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
-    """Return a batch with zeros in some places; what is no tensor stays."""
+    """Return a batch with zeros at some positions; entries that are not tensors are not changed."""
 
     def fill(values: torch.Tensor) -> torch.Tensor:
         wide = where.reshape(*where.shape, *(1 for _ in values.shape[where.ndim :]))
@@ -155,7 +155,7 @@ def _zero(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
 
 
 def _lists(batch: TensorDictBase) -> list[tuple[Any, NonTensorStack]]:
-    """Return the entries that are objects, one per row; one for all rows is what it is in any row."""
+    """Return the entries with one object per row; entries with one object for all rows are left out."""
     entries = batch.items(True, is_leaf=lambda kind: issubclass(kind, NonTensorData | NonTensorStack))
     return [(key, values) for key, values in entries if isinstance(values, NonTensorStack)]
 
@@ -173,7 +173,7 @@ def _nest(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> Tens
             entries[name] = _nest(values, sizes, layout)
         else:
             entries[name] = torch.nested.as_nested_tensor([*values.split(sizes)], layout=layout)
-    # No check of shapes: torch's jagged tensors have a symbol where the batch size has -1.
+    # Do not check shapes: torch's jagged tensors have a symbol where the batch size has -1.
     return TensorDict._new_unsafe(entries, torch.Size([len(sizes), -1]), device=batch.device)
 
 
@@ -233,7 +233,7 @@ def find_start_stop_traj(
 
 
 def _row(cursor: Any) -> int:
-    """Return the last of the rows that a cursor names."""
+    """Return the row of a cursor; the last one if the cursor has several rows."""
     if isinstance(cursor, torch.Tensor):
         cursor = cursor.reshape(-1)
         if not cursor.numel():
@@ -251,15 +251,20 @@ def _row(cursor: Any) -> int:
 
 
 def _spans(last: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the first and last rows between ends, of which each place has one, and their lengths."""
-    # Places first, so that trajectories of one place follow one another.
+    """Return the first and last rows of trajectories, and their lengths.
+
+    Args:
+        last: Which rows are the last ones of trajectories; along time, every position has at least one.
+        device: Device of the results.
+    """
+    # Put time last, so that the trajectories of one position are consecutive.
     found = last.transpose(0, -1).nonzero()
     stop = torch.cat([found[:, -1:], found[:, 1:-1], found[:, :1]], 1)[:, : last.ndim]
     lane = stop[:, 1:]
     ending = torch.ones(len(stop), dtype=torch.bool, device=last.device)
     ending[:-1] = (lane[1:] != lane[:-1]).any(1)
     before = stop[:, 0].roll(1)
-    before[ending.roll(1)] = stop[ending, 0]  # the first of a place follows on its last one
+    before[ending.roll(1)] = stop[ending, 0]  # the first one of a position begins after its last one
     start = stop.clone()
     start[:, 0] = (before + 1) % last.shape[0]
     lengths = (stop[:, 0] - start[:, 0]) % last.shape[0] + 1

@@ -317,14 +317,14 @@ def _check_rows(storage: ReadView) -> None:
     form = json.loads(schema.form)
     if form.keys() & {"tree", "objects"}:
         raise SchemaError(
-            "transforms that look at other steps need fields with names, the rows of this store have none",
+            "transforms that read other steps need named fields, which the rows of this store do not have",
             hint="store TensorDicts in columns",
         )
     if form.get("batch_size"):
         raise SchemaError(
-            f"a row of this store has steps of its own (batch size {form['batch_size']}): transforms look at "
-            "other rows as other steps",
-            hint="store steps as rows: flatten what you extend with, or give the storage ndim=2",
+            f"a row of this store has several steps (batch size {form['batch_size']}), but transforms that "
+            "read other steps need one step per row",
+            hint="flatten the batches that you extend with, or create the storage with ndim=2",
         )
 
 
@@ -384,7 +384,7 @@ class StepTransform(ABC):
         )
 
     def __call__(self, batch: Any) -> NoReturn:
-        """Do as `forward`."""
+        """Refuse to transform a batch without a store, as `forward` does."""
         self.forward(batch)
 
 

@@ -33,9 +33,8 @@ class Compose:
     NumPy generator, seeded by the buffer's draw (None if the batch was not drawn).
 
     Threads: any number may transform while one appends a transform; a transform that keeps state between
-        calls
-    must be thread-safe if several threads write or sample. Processes: a copy has copies of the transforms.
-    Crashes: a transform's state is not part of the store; see `state_dict`.
+    calls must be thread-safe if several threads write or sample. Processes: a copy has copies of the
+    transforms. Crashes: a transform's state is not part of the store; see `state_dict`.
 
     Args:
         transforms: The transforms, in the order in which they are applied to samples; or one list of them.
@@ -58,8 +57,8 @@ class Compose:
         sums = [part for part in transforms if isinstance(part, StepTransform) and part.moves]
         if len(sums) > 1:
             raise ValueError(
-                f"two would overwrite what the other writes, {sums[0]!r} and {sums[1]!r}: one is enough; set "
-                "its n_steps to have another number of steps, and give it all reward_keys at once"
+                f"two would overwrite each other's fields, {sums[0]!r} and {sums[1]!r}: one is enough; set "
+                "its n_steps for another number of steps, and pass all reward_keys to it"
             )
         #: The transforms, in their order.
         self.transforms = transforms

@@ -1,1 +1,1 @@
-"""Rows between processes."""
+"""The formats in which rows travel between processes."""

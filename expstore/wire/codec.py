@@ -50,25 +50,25 @@ __all__ = [
 _ABOUT = b"expstore"
 _WISHES = b"expstore.wishes"
 _FORMAT = 1
-#: Arrow's type of one value of a dtype.
+#: The Arrow type for one value of a dtype.
 _ARROW: dict[str, Any] = {
     name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
 } | {"bfloat16": pa.float32(), "complex64": pa.float32()}
-#: NumPy's dtype of what Arrow holds.
+#: The NumPy dtype of the values in Arrow.
 _WIRE = DTYPES | {"bfloat16": np.dtype("<f4"), "complex64": np.dtype("<f4")}
 _NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
 _LAYOUT = containers.Layout(typed=True)
-#: So many kinds of batches an encoder remembers.
+#: Number of kinds of batches that an encoder remembers.
 _KINDS = 16
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Describe the columns of a record batch.
+    """The fields of a record batch.
 
     Args:
         schema: The fields.
-        batch_size: Batch size; () if the metadata has none: the number of rows then.
+        batch_size: Batch size from the metadata; (): the metadata has no batch size, use the number of rows.
         names: Names of the batch dims.
     """
 
@@ -78,12 +78,12 @@ class Coded:
 
 
 def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schema, list[Any]]:
-    """Return the fields of a batch, and their values, all batch dims in one.
+    """Return the fields of a batch, and their values with all batch dims flattened into one.
 
     Args:
         data: Rows; on any device.
         known: Schema of the store that the rows are from. It fixes the types of variable-length fields, which
-            a batch does not always show.
+            cannot always be inferred from a batch.
 
     Returns:
         The fields, and one column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
@@ -97,8 +97,8 @@ def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schem
     schema = _schema_of(batch, known)
     if schema.objects:
         raise SchemaError(
-            f"field {key_name(schema.objects[0])!r} holds objects, which are not sent",
-            hint="send tensors, text, bytes, numbers, lists and dicts of them",
+            f"field {key_name(schema.objects[0])!r} holds objects, which cannot be sent",
+            hint="send tensors, text, bytes, numbers, or lists and dicts of these",
         )
     return schema, batch.columns(schema)
 
@@ -116,9 +116,9 @@ def _schema_of(batch: Batch, known: Schema | None) -> Schema:
 
 
 class Codec:
-    """Turn rows of one schema into record batches and back.
+    """Convert rows of one schema to record batches and back.
 
-    Threads may share one.
+    Threads may share a codec.
 
     Args:
         schema: The fields.
@@ -129,16 +129,16 @@ class Codec:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self.names = [key_name(entry.key) for entry in schema.fields]  # a schema has none of them twice
+        self.names = [key_name(entry.key) for entry in schema.fields]  # unique in a schema
         self._types = [_type_of(entry) for entry in schema.fields]
         self._builder = Builder(schema)
-        #: Values per row, as Arrow has them.
+        #: Values per row, with the type that Arrow gives them.
         self._items = [
             math.prod(entry.shape) * (2 if entry.dtype == "complex64" else 1) for entry in schema.fields
         ]
 
     def with_fields(self, names: Collection[str]) -> Codec:
-        """Return the codec of rows that have these columns: fields that came late may be missing."""
+        """Return the codec for rows that have only these columns: fields added later may be missing."""
         given, schema = set(names), self.schema
         fields = [
             entry
@@ -151,8 +151,8 @@ class Codec:
         """Return the schema of record batches.
 
         Args:
-            batch_size: Of the batch, if it is not just rows.
-            names: Of its dims.
+            batch_size: Batch size, if the batch has more than one dim.
+            names: Names of the batch dims.
         """
         facts: dict[str, Any] = {"format": _FORMAT, "fields": self.schema.to_json()}
         if len(batch_size) > 1 or any(names):
@@ -168,7 +168,7 @@ class Codec:
 
         Args:
             columns: In the schema's order. Shapes `(n, *row shape)`.
-            arrow_schema: As the method of this name has made it.
+            arrow_schema: The result of `arrow_schema`.
         """
         arrays = [
             _to_arrow(entry, kind, column)
@@ -180,14 +180,15 @@ class Codec:
         """Return the columns of a record batch, in the schema's order.
 
         Args:
-            batch: With the columns of `check`.
-            memory: The writable memory that holds the batch: what is returned are views of it. None: copies.
+            batch: A record batch with a schema that `check` accepts.
+            memory: The writable memory that holds the batch: the columns are views of it. None: they are
+                copies.
 
         Returns:
-            Shapes `(n, *row shape)`; pyarrow Arrays of rows without a fixed size.
+            Shapes `(n, *row shape)`; pyarrow Arrays for variable-length fields.
 
         Raises:
-            SchemaError: A value is missing, or no bfloat16.
+            SchemaError: A value is missing, or is not a bfloat16 in a field of that dtype.
         """
         base = None if memory is None else _Memory(memory)
         found, columns = batch.schema.names, batch.columns
@@ -199,16 +200,16 @@ class Codec:
         ]
 
     def buffers(self, arrow_schema: Any) -> list[int] | None:
-        """Return which buffer of a record batch has the values of each field; None: they are not in one.
+        """Return the number of the buffer with each field's values; None if a field has several buffers.
 
         Args:
-            arrow_schema: With the columns of `check`.
+            arrow_schema: A schema that `check` accepts.
         """
         if self.schema.variable:
             return None
         values, count = {}, 0
         for column in arrow_schema:
-            # Whether there is a value, for rows and each dim of theirs; then the values
+            # Validity buffers, of the rows and of each of their dims, come before the values
             # (https://arrow.apache.org/docs/format/Columnar.html, "Fixed-Size List Layout").
             count += _depth(column.type) + 2
             values[column.name] = count - 1
@@ -218,14 +219,15 @@ class Codec:
         """Return the columns of a plain record batch, in the schema's order, as views of its memory.
 
         Args:
-            frame: With the columns of `check`.
-            buffers: What the method of this name says of its schema.
+            frame: A frame with a schema that `check` accepts.
+            buffers: The result of `buffers` for that schema.
 
         Returns:
             Shapes `(n, *row shape)`.
 
         Raises:
-            SchemaError: A value is no bfloat16; or there are fewer than rows.
+            SchemaError: A value is not a bfloat16 in a field of that dtype, or there are fewer values than
+                rows.
         """
         body, rows, bounds = frame.memory[frame.body :], frame.rows, frame.bounds.tolist()
         columns = []
@@ -235,7 +237,7 @@ class Codec:
             wire = _WIRE[entry.dtype]
             if len(part) < (-(-count // 8) if wire.kind == "b" else count * wire.itemsize):
                 raise SchemaError(f"the values of {key_name(entry.key)!r} end before their last row")
-            if wire.kind == "b":  # one bit each in Arrow
+            if wire.kind == "b":  # Arrow stores a boolean in one bit
                 values = np.unpackbits(part, count=count, bitorder="little").view(wire)
             else:
                 values = part[: count * wire.itemsize].view(wire)
@@ -243,18 +245,18 @@ class Codec:
         return columns
 
     def check(self, arrow_schema: Any) -> None:
-        """Look whether record batches of this schema have the fields, each of its type.
+        """Check that record batches of this schema have all fields, each with its type.
 
         Raises:
-            SchemaError: They have not; the message names one.
+            SchemaError: A column is missing, unknown or of another type; the message names it.
         """
         found = list(arrow_schema.names)
         if sorted(found) != sorted(self.names):
             missing, surplus = set(self.names) - set(found), set(found) - set(self.names)
             trouble = [f"column {min(missing)!r} is missing"] if missing else []
-            trouble += [f"column {min(surplus)!r} is no field"] if surplus else []
+            trouble += [f"column {min(surplus)!r} is not a field"] if surplus else []
             raise SchemaError(
-                " and ".join(trouble) or "a column comes twice", hint=f"send {', '.join(self.names)}"
+                " and ".join(trouble) or "a column appears twice", hint=f"send {', '.join(self.names)}"
             )
         for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
             got = arrow_schema.field(name).type
@@ -268,11 +270,11 @@ class Codec:
 
         Args:
             columns: In the schema's order. Shapes `(n, *row shape)`.
-            batch_size: Of the result; (): `(n,)`.
-            names: Of its dims.
+            batch_size: Batch size of the result; (): `(n,)`.
+            names: Names of the batch dims.
 
         Raises:
-            SchemaError: There are not as many rows as the batch size says.
+            SchemaError: The number of rows does not match the batch size.
         """
         count = len(columns[0])
         size = torch.Size(batch_size or (count,))
@@ -293,8 +295,8 @@ class Message(NamedTuple):
     """A record batch as it is sent.
 
     Args:
-        schema: Arrow's.
-        data: Its bytes.
+        schema: The Arrow schema.
+        data: The bytes of the message.
     """
 
     schema: Any
@@ -302,7 +304,7 @@ class Message(NamedTuple):
 
 
 class _Kind:
-    """What an encoder knows of batches that differ in their values alone."""
+    """What an encoder remembers for batches that differ only in their values."""
 
     def __init__(self, schema: Schema, data: TensorDictBase) -> None:
         self.codec = Codec(schema)
@@ -311,7 +313,7 @@ class _Kind:
         self._buffers = self.codec.buffers(self.arrow_schema)
 
     def message(self, columns: Sequence[Any]) -> Any:
-        """Return rows as the bytes of a message."""
+        """Return the bytes of the message for these rows."""
         if self._form is not None:
             return self._form.write(columns)
         data = self.codec.encode(columns, self.arrow_schema).serialize()
@@ -320,18 +322,19 @@ class _Kind:
             memory, (head,) = np.frombuffer(data, np.uint8), struct.unpack_from("<i", data, 4)
             form = FrameForm(frame_of(self.arrow_schema, memory, HEAD_BYTES + head), buffers)
             with contextlib.suppress(ValueError):
-                if np.array_equal(form.write(columns), memory):  # not of bfloat16, which is sent as float32
+                if np.array_equal(form.write(columns), memory):  # not true for bfloat16, sent as float32
                     self._form = form
         return data
 
 
 class Encoder:
-    """Turn batches into record batches, fast where one is like another before.
+    """Convert batches to record batches; fast for a batch of the same kind as an earlier one.
 
-    Threads may share one.
+    Threads may share an encoder.
 
     Args:
-        schema: Returns the fields of the store that they are of; None: they say themselves what they are.
+        schema: Returns the schema of the store that the batches are from; None: it is inferred from the
+            batch.
     """
 
     def __init__(self, schema: Callable[[], Schema | None] = lambda: None) -> None:
@@ -339,7 +342,7 @@ class Encoder:
         self._known: dict[Any, _Kind] = {}
 
     def encode(self, data: TensorDictBase) -> Any:
-        """Return rows as a record batch, with what they are in its schema's metadata.
+        """Return rows as a record batch whose schema metadata describes the fields.
 
         Args:
             data: Rows; on any device.
@@ -351,7 +354,7 @@ class Encoder:
         return kind.codec.encode(columns, kind.arrow_schema)
 
     def message(self, data: TensorDictBase) -> Message:
-        """Return rows as what `encode` returns is sent, made faster.
+        """Return rows as the bytes of the record batch that `encode` returns, but faster.
 
         Args:
             data: Rows; on any device.
@@ -363,12 +366,12 @@ class Encoder:
         return Message(kind.arrow_schema, kind.message(columns))
 
     def _take_columns(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
-        """Return what a batch is, and its columns."""
+        """Return the kind of a batch, and its columns."""
         keys: list[Key] = []
         leaves: list[Any] = []
         dims = data.ndim
         try:
-            leaves_of(data, (), frozenset(), keys, leaves)  # not of rows that differ in shape
+            leaves_of(data, (), frozenset(), keys, leaves)  # raises for rows that differ in shape
             alike = (
                 data.batch_size,
                 tuple(data.names),
@@ -398,20 +401,20 @@ def _names_of(data: TensorDictBase) -> Sequence[str | None]:
 
 
 def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
-    """Return a record batch that says in its schema's metadata what is to be done with its rows.
+    """Return a record batch whose schema metadata says how to process its rows.
 
     Args:
-        batch: Rows.
-        wishes: By name; what JSON can keep.
+        batch: The rows.
+        wishes: Options by name; the values must be representable as JSON.
     """
     return batch.replace_schema_metadata({**(batch.schema.metadata or {}), _WISHES: json.dumps(wishes)})
 
 
 def wishes_of(arrow_schema: Any) -> dict[str, Any]:
-    """Return what `with_wishes` has said.
+    """Return the options that `with_wishes` has added.
 
     Raises:
-        SchemaError: It is no JSON object.
+        SchemaError: The metadata is not a JSON object.
     """
     try:
         found = json.loads((arrow_schema.metadata or {}).get(_WISHES, b"{}"))
@@ -419,11 +422,11 @@ def wishes_of(arrow_schema: Any) -> dict[str, Any]:
             return found
     except (ValueError, RecursionError):
         pass
-    raise SchemaError("what the metadata says is to be done with the rows cannot be read")
+    raise SchemaError("the options in the schema's metadata cannot be read")
 
 
 class _Known(NamedTuple):
-    """What a decoder knows of batches of one schema."""
+    """What a decoder remembers for batches of one schema."""
 
     schema: Any
     told: Coded
@@ -432,32 +435,32 @@ class _Known(NamedTuple):
 
 
 class Decoder:
-    """Turn record batches into TensorDicts, by what their schemas say; it knows the last ones again.
+    """Convert record batches to TensorDicts as their schemas describe; the last schemas are cached.
 
-    Threads may share one.
+    Threads may share a decoder.
     """
 
     def __init__(self) -> None:
         self._last: tuple[_Known, ...] = ()
 
     def decode(self, batch: Any, memory: Any = None) -> TensorDict:
-        """Return a batch's rows.
+        """Return the rows of a record batch.
 
         Args:
-            batch: As an `Encoder` makes one, or with plain columns.
+            batch: A batch made by an `Encoder`, or one with plain columns.
             memory: As in `Codec.decode`.
 
         Raises:
-            SchemaError: They are no rows.
+            SchemaError: The columns are not rows that can be read.
         """
         known = self._find_known(batch.schema)
         return known.codec.build(known.codec.decode(batch, memory), known.told.batch_size, known.told.names)
 
     def read(self, frame: Frame) -> TensorDict:
-        """Return the rows of a batch that came in a stream, in its memory.
+        """Return the rows of a batch received in a stream, as views of its memory.
 
         Raises:
-            SchemaError: They are no rows.
+            SchemaError: The columns are not rows that can be read.
         """
         known = self._find_known(frame.schema)
         if known.buffers is None or not frame.plain:
@@ -477,14 +480,14 @@ class Decoder:
 
 
 def join_columns(parts: Sequence[Any]) -> Any:
-    """Return columns one behind another as one."""
+    """Concatenate the parts of a column."""
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
 
 
 def plain_columns(batch: Any) -> list[list[Any]]:
-    """Return the columns of a record batch as lists of Python's values.
+    """Return the columns of a record batch as lists of Python values.
 
-    A date or a time that Python has not is a text.
+    Dates and times that Python cannot represent are returned as text.
     """
     return [_plain_column(column) for column in batch.columns]
 
@@ -495,12 +498,12 @@ def _plain_column(column: Any) -> list[Any]:
         return found
     try:
         return list(column.to_pylist())
-    except (OverflowError, ValueError):  # the year 290000, nanoseconds without pandas, members of one name
+    except (OverflowError, ValueError):  # the year 290000, nanoseconds without pandas, duplicate member names
         return [_plain_value(value) for value in column]
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a scalar of Arrow's as a value of Python's."""
+    """Convert an Arrow scalar to a Python value."""
     if not value.is_valid:
         return None
     if isinstance(value, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
@@ -517,15 +520,15 @@ def _plain_value(value: Any) -> Any:
 
 
 def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
-    """Return what the columns of a record batch are: by its metadata, or else by names and types.
+    """Return the fields of a record batch, from its metadata or else from names and types.
 
     Args:
         arrow_schema: Schema of the batch.
         known: The codec of the fields that the rows must have; None: the schema decides.
 
     Raises:
-        SchemaError: A column is of a type that no field has, or not of the field's; or the metadata does not
-            fit the columns.
+        SchemaError: A column has a type that no field can have, or not the type of its field; or the metadata
+            does not match the columns.
     """
     if known is not None:
         known.check(arrow_schema)
@@ -538,7 +541,7 @@ def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
         if int(facts["format"]) > _FORMAT:
             raise SchemaError(
                 f"the rows are in format {facts['format']}, this version reads format {_FORMAT}",
-                hint="take a newer expstore at this end",
+                hint="upgrade expstore in this process",
             )
         schema = Schema.from_json(facts["fields"]) if known is None else known.schema
         size = tuple(int(part) for part in facts.get("batch_size", ()))
@@ -548,7 +551,7 @@ def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CorruptionError) as exc:
         if isinstance(exc, SchemaError):
             raise
-        raise SchemaError(f"what the metadata says of the columns cannot be read: {exc}") from exc
+        raise SchemaError(f"the columns' metadata cannot be read: {exc}") from exc
     if known is None:
         Codec(schema).check(arrow_schema)
     return Coded(schema, size, names)
@@ -557,7 +560,7 @@ def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
 def _type_of(entry: Field) -> Any:
     """Return the Arrow type of a field's column."""
     if entry.dtype == OBJECT:
-        raise SchemaError(f"field {key_name(entry.key)!r} holds objects, which are not sent")
+        raise SchemaError(f"field {key_name(entry.key)!r} holds objects, which cannot be sent")
     if entry.variable:
         return to_type(entry.arrow)
     kind = _ARROW[entry.dtype]
@@ -577,12 +580,12 @@ def _field_of(name: str, kind: Any) -> Field:
     if plain in _NAMES:
         return Field(key, _NAMES[plain], shape)
     if isinstance(plain, pa.BaseExtensionType) or shape:
-        raise SchemaError(f"column {name!r} is of type {kind}, which no field has")
+        raise SchemaError(f"column {name!r} is of type {kind}, which a field cannot have")
     return Field(key, ARROW, (), type_text(kind))
 
 
 def _plain(kind: Any, entry: Field) -> Any:
-    """Return a type as far as it matters: (value type, values per row), or of others the type."""
+    """Return a type in a comparable form: (value type, values per row); variable-length types unchanged."""
     count = 1
     if entry.variable:
         return kind
@@ -594,7 +597,7 @@ def _plain(kind: Any, entry: Field) -> Any:
 
 
 def _depth(kind: Any) -> int:
-    """Return how many lists of a fixed size a type is."""
+    """Return the number of nested fixed-size lists in a type."""
     depth = 0
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
@@ -619,14 +622,14 @@ def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
 
 
 class _Memory:
-    """Find arrays again in the memory that holds them, which can be written to."""
+    """Find the position of Arrow arrays in the writable memory that holds them."""
 
     def __init__(self, memory: Any) -> None:
         self._bytes = np.frombuffer(memory, np.uint8)
         self._start = self._bytes.ctypes.data
 
     def view(self, array: Any, dtype: np.dtype[Any]) -> Array:
-        """Return plain values of Arrow's as an array."""
+        """Return a plain Arrow array as a NumPy view of the memory."""
         at = array.buffers()[1].address - self._start + array.offset * dtype.itemsize
         inside: Array = self._bytes[at : at + len(array) * dtype.itemsize].view(dtype)
         return inside
@@ -642,7 +645,7 @@ def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
         if isinstance(array, pa.ExtensionArray):
             array = array.storage
         elif isinstance(array, pa.FixedSizeListArray):
-            inner = array.values  # of all rows that the memory holds; a slice has fewer
+            inner = array.values  # of all rows in the memory; a slice has fewer
             whole = not array.offset and len(inner) == len(array) * array.type.list_size
             array = inner if whole else array.flatten()
         else:
@@ -651,12 +654,12 @@ def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
 
 
 def _to_rows(entry: Field, values: Array, count: int) -> Array:
-    """Return so many rows of a field, of the values that Arrow has for it."""
+    """Return `count` rows of a field from their values in Arrow."""
     if entry.dtype == "bfloat16":
         bits = values.view(np.uint32)
         if (bits & np.uint32(0xFFFF)).any():
             raise SchemaError(
-                f"column {key_name(entry.key)!r} has values that bfloat16 has not", hint="round them first"
+                f"column {key_name(entry.key)!r} has values bfloat16 cannot hold", hint="round them first"
             )
         values = (bits >> np.uint32(16)).astype(np.uint16)
     elif entry.dtype == "complex64":
@@ -665,8 +668,8 @@ def _to_rows(entry: Field, values: Array, count: int) -> Array:
 
 
 def _values(array: Any, dtype: np.dtype[Any], base: _Memory | None) -> Array:
-    """Return plain values as an array that can be written to."""
-    if isinstance(array, pa.BooleanArray):  # one bit each in Arrow
+    """Return plain values as a writable array."""
+    if isinstance(array, pa.BooleanArray):  # Arrow stores a boolean in one bit
         spread: Array = array.to_numpy(zero_copy_only=False)
         return spread
     if base is not None and len(array):

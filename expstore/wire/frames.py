@@ -18,7 +18,7 @@ from expstore.core.values import Array, IntArray
 
 __all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "size_of_body"]
 
-#: What comes before a message: the mark, and the length of its metadata.
+#: Bytes before a message's metadata: a marker, and the length of the metadata.
 HEAD_BYTES = 8
 # Fields of the tables Message and RecordBatch, by number.
 _HEADER, _BODY_SIZE = 2, 3
@@ -26,7 +26,7 @@ _LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3
 
 
 class Frame(NamedTuple):
-    """A record batch in the memory that it came into.
+    """A record batch in the memory that received it.
 
     Args:
         schema: The Arrow schema.
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     plain: bool
 
     def batch(self) -> Any:
-        """Return it as Arrow's record batch, in the same memory."""
+        """Return the frame as an Arrow record batch in the same memory."""
         message = pa.ipc.read_message(pa.BufferReader(pa.py_buffer(self.memory)))
         return pa.ipc.read_record_batch(message, self.schema)
 
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 class FrameForm:
     """Write the bytes of record batches that differ only in their values, without Arrow objects.
 
-    Threads may share one.
+    Threads may share a form.
 
     Args:
         frame: One of these batches; `plain` must be True.
@@ -80,7 +80,7 @@ class FrameForm:
         for end, begin in self._padding:
             message[end:begin] = 0  # do not send old memory contents
         for (begin, end), column in zip(self._places, columns, strict=True):
-            if column.dtype == np.bool_:  # one bit each in Arrow
+            if column.dtype == np.bool_:  # Arrow stores a boolean in one bit
                 message[begin:end] = np.packbits(column, bitorder="little")
             else:
                 message[begin:end].view(column.dtype).reshape(column.shape)[...] = column
@@ -123,13 +123,13 @@ def _root(metadata: Any) -> int:
 
 
 def _header(metadata: Any) -> int:
-    """Return where the message's own table is."""
+    """Return the position of the table inside the message."""
     at = _field(metadata, _root(metadata), _HEADER)
     return at + int(struct.unpack_from("<I", metadata, at)[0])
 
 
 def _field(metadata: Any, table: int, number: int) -> int:
-    """Return where a field of a table is; 0: it has its default."""
+    """Return the position of a table's field; 0 if it has its default value."""
     (back,) = struct.unpack_from("<i", metadata, table)
     fields = table - back
     (size,) = struct.unpack_from("<H", metadata, fields)

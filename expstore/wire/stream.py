@@ -1,6 +1,6 @@
 """Arrow IPC streams, message by message; untrusted streams are validated before they are read.
 
-Used by the callers of `expstore.wire.codec` at both ends of a connection. It knows frames, not fields.
+Used by the callers of `expstore.wire.codec` at both ends of a connection. It handles frames, not fields.
 
 Arrow's own reader accepts a stream that was cut between two messages as complete, decompresses compressed
 buffers, and trusts lengths. So the end mark, the message types and the buffers of each batch are checked here
@@ -31,21 +31,22 @@ __all__ = [
     "write_stream",
 ]
 
-#: What ends a stream.
+#: The end mark of a stream.
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-#: Most metadata of a schema, and of a batch: deeply nested ones would overflow the stack of Arrow's reader.
+#: Largest metadata of a schema, and of a batch: deeply nested types would overflow the stack of Arrow's
+#: reader.
 _SCHEMA_BYTES = 64 * 1024
 _BATCH_BYTES = 1024 * 1024
 
 
 def _bad(reason: str, hint: str = "") -> SchemaError:
     return SchemaError(
-        f"the body is no Arrow IPC stream that can be taken: {reason}", kind="arrow", hint=hint
+        f"the body is not an Arrow IPC stream that can be read: {reason}", kind="arrow", hint=hint
     )
 
 
 def write_stream(batch: Any, *, compression: str | None = None) -> Any:
-    """Return a record batch as a whole stream: schema, batch, end mark. A pyarrow Buffer."""
+    """Return a record batch as a complete stream: schema, batch, end mark. A pyarrow Buffer."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
@@ -54,10 +55,10 @@ def write_stream(batch: Any, *, compression: str | None = None) -> Any:
 
 
 class StreamWriter:
-    """Write record batches of one schema as a stream, and take its bytes away part by part.
+    """Write record batches of one schema as a stream that is returned piece by piece.
 
     Args:
-        compression: Of their buffers: "lz4", "zstd" or None.
+        compression: Compression of the buffers: "lz4", "zstd" or None.
     """
 
     def __init__(self, compression: str | None = None) -> None:
@@ -67,23 +68,23 @@ class StreamWriter:
         self.pending = 0
 
     def write(self, batch: Any) -> None:
-        """Add a record batch.
+        """Append a record batch.
 
         Raises:
-            SchemaError: It is of another schema than the first.
+            SchemaError: Its schema differs from that of the first batch (kind "changed").
         """
         self._begin(batch.schema)
         self._add(batch.serialize() if self._options.compression is None else self._pack(batch))
 
     def write_message(self, schema: Any, message: Any) -> None:
-        """Add a record batch as it is sent: its buffers are not compressed.
+        """Append a record batch that is serialized already; its buffers are not compressed.
 
         Args:
-            schema: Its own.
-            message: Its bytes.
+            schema: Schema of the batch.
+            message: The bytes of the message.
 
         Raises:
-            SchemaError: It is of another schema than the first.
+            SchemaError: Its schema differs from that of the first batch (kind "changed").
         """
         self._begin(schema)
         self._add(message)
@@ -94,7 +95,7 @@ class StreamWriter:
             self._add(schema.serialize())
         elif schema is not self._schema and not schema.equals(self._schema):
             raise SchemaError("the fields have changed since the stream began", kind="changed",
-                              hint="ask for another stream")  # fmt: skip
+                              hint="open a new stream")  # fmt: skip
 
     def _pack(self, batch: Any) -> Any:
         whole = write_stream(batch, compression=self._options.compression)
@@ -102,7 +103,7 @@ class StreamWriter:
         return whole.slice(head, len(whole) - head - len(END))
 
     def end(self) -> None:
-        """Add the end mark."""
+        """Append the end mark."""
         self._add(END)
 
     def _add(self, part: Any) -> None:
@@ -110,13 +111,13 @@ class StreamWriter:
         self.pending += len(part)
 
     def take(self) -> bytes | memoryview:
-        """Return the bytes that were added since they were last taken."""
+        """Return the bytes appended since the last call."""
         parts, self._parts, self.pending = [memoryview(part) for part in self._parts], [], 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def table_stream(table: Any) -> Any:
-    """Return a table as a whole stream. A pyarrow Buffer."""
+    """Return a table as a complete stream. A pyarrow Buffer."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -156,7 +157,7 @@ def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple
         try:
             message = pa.ipc.read_message(source)
             if schema is None:
-                if message.type != "schema":  # Arrow takes the caller's word for it
+                if message.type != "schema":  # Arrow does not check this
                     raise _bad(f"it begins with a message of type {message.type!r}")
                 schema = pa.ipc.read_schema(message)
                 check(schema)
@@ -180,12 +181,12 @@ def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple
 
 
 def _metadata_size(view: memoryview, at: int) -> int:
-    """Return how many bytes of metadata the message at `at` has; 0: the stream ends there."""
+    """Return the number of metadata bytes of the message at `at`; 0 if the stream ends there."""
     if len(view) < at + HEAD_BYTES:
         raise _bad("it has no end mark, so rows may be missing", "close the writer before you send")
     mark, size = struct.unpack_from("<Ii", view, at)
     if mark != 0xFFFFFFFF or size < 0:
-        raise _bad("a message does not begin as one")
+        raise _bad("a message does not begin with its marker")
     return int(size)
 
 
@@ -216,7 +217,7 @@ def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
 
     def fill(piece: Any) -> Any:
         if len(piece) and readinto(piece) != len(piece):
-            raise EOFError("it breaks off")
+            raise EOFError("the stream ends early")
         return piece
 
     schema, head = None, bytearray(HEAD_BYTES)
@@ -224,7 +225,7 @@ def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
         while size := _metadata_size(memoryview(fill(head)), 0):
             metadata = fill(bytearray(size))
             body = HEAD_BYTES + size
-            # Not zeros first: a batch may be many MiB.
+            # Not zeroed: a batch may have many MiB.
             message = np.empty(body + size_of_body(metadata), np.uint8)
             view = message.data
             view[:HEAD_BYTES], view[HEAD_BYTES:body] = head, metadata

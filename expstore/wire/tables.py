@@ -1,6 +1,6 @@
-"""Arrow tables as columns of a store: what `extend` is given by pyarrow, polars, DuckDB or a Parquet file.
+"""Read Arrow tables as columns of a store: input for `extend` from pyarrow, polars, DuckDB or Parquet files.
 
-Column names are field names with dots (`next.reward`); types are those that the server sends and takes.
+Column names are dotted field names (`next.reward`); the types are those of the HTTP API.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["is_table", "take_table"]
 
 
 def is_table(data: Any) -> bool:
-    """Return whether something is a table of Arrow's: a Table, a RecordBatch or a RecordBatchReader."""
+    """Return whether `data` is a pyarrow Table, RecordBatch or RecordBatchReader."""
     return isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
 
 
 def take_table(
     data: Any, known: Schema | None, *, skip: frozenset[str] = frozenset()
 ) -> tuple[Coded, list[Any]]:
-    """Return what the columns of a table are, and their values.
+    """Return the fields of a table, and their columns.
 
     Args:
         data: The table.
@@ -32,11 +32,11 @@ def take_table(
         skip: Columns to leave out.
 
     Returns:
-        The fields, and a column for each. Shapes `(n, *row shape)`; pyarrow Arrays of rows without a fixed
-        size.
+        The fields, and a column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
+        fields.
 
     Raises:
-        SchemaError: The table does not have the fields, each of its type, or a value is missing.
+        SchemaError: A field is missing, unknown or of another type, or a value is missing.
     """
     if isinstance(data, pa.RecordBatchReader):
         data = data.read_all()

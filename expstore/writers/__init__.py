@@ -1,6 +1,6 @@
-"""Where new rows go.
+"""Writers: they decide which rows a store keeps, and where.
 
-Names load when first used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

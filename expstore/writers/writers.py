@@ -45,7 +45,7 @@ __all__ = [
     "default_writer",
 ]
 
-#: Root keys that TorchRL's buffers add to what they write and to what they sample.
+#: Root keys that TorchRL's buffers add to written data and to samples.
 _BESIDE = frozenset({"index", "index_generation"})
 
 Reduction = Literal["sum", "max", "min", "mean", "median"]
@@ -58,7 +58,7 @@ class Writer(ABC):
     the last one stopped.
     """
 
-    #: Whether samples say how many rows each place had before: `index_generation`.
+    #: Whether samples have `index_generation`: the number of rows that each index had before.
     tracks_generations = False
     #: Whether a batch is written as a whole, under one record, which can keep an idempotency key.
     keeps_keys = False
@@ -85,10 +85,10 @@ class Writer(ABC):
         """Write one row to the storage, without the transforms of a buffer.
 
         Args:
-            data: One row; where `ndim` is larger than 1, one for each lane.
+            data: One row; if `ndim` is larger than 1, one for each lane.
 
         Returns:
-            Its index, or -1 if it was not taken in. Where `ndim` is larger than 1: shape `(lanes, ndim)`.
+            Index of the row, or -1 if it was not stored. If `ndim` is larger than 1: shape `(lanes, ndim)`.
 
         Raises:
             SchemaError: The row does not fit the store.
@@ -104,12 +104,12 @@ class Writer(ABC):
             data: The rows, as `ReplayBuffer.extend` takes them; time is the first dim.
 
         Returns:
-            Index of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; `(n, ndim)` where
-            `ndim` is larger than 1.
+            Index of each row; -1 for rows that were not stored. Shape `(n,)`, int64; `(n, ndim)` if `ndim` is
+            larger than 1.
 
         Raises:
             SchemaError: The rows do not fit the store.
-            StateError: No storage is registered, or it cannot be written; or there is no row.
+            StateError: No storage is registered, it cannot be written, or there are no rows.
 
         Example:
             >>> writer, storage = RoundRobinWriter(), LazyTensorStorage(4)
@@ -128,7 +128,7 @@ class Writer(ABC):
             self.check()
             batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
             if batch.count == 0:
-                raise StateError("extend() of a writer was given no rows", hint="give it at least one")
+                raise StateError("extend() of a writer got no rows", hint="pass at least one row")
             if writable.schema is None:
                 self.check_fields(Schema.infer(batch.signature(), batch.form))
                 self.begin(writable)
@@ -167,13 +167,13 @@ class Writer(ABC):
         return torch.from_numpy(found).to(numbers.device)
 
     def check(self) -> None:
-        """Raise StateError if no rows are taken, or given up, at all."""
+        """Raise StateError if the writer lets no rows be written or removed."""
 
     def check_fields(self, schema: Schema) -> None:
-        """Raise an error if rows with these fields cannot be taken; asked before they are fixed."""
+        """Raise an error if the writer cannot store rows with these fields; called before the first rows."""
 
     def begin(self, storage: Storage) -> None:
-        """Prepare a storage for its first rows, which fix how it stores rows."""
+        """Prepare a storage for its first rows, after which the way that it stores rows is fixed."""
 
     @abstractmethod
     def write(
@@ -222,7 +222,7 @@ class Writer(ABC):
         """Read nothing, as `dumps` writes nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; the buffer that gets it registers its storage."""
+        """Return the state of a copy; the buffer that gets the copy registers its storage."""
         own = ("_storage", "_on_write")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -231,11 +231,12 @@ class Writer(ABC):
 
 
 class RoundRobinWriter(Writer):
-    """Append rows; in a ring the newest take the places of the oldest.
+    """Append rows; in a ring, new rows overwrite the oldest.
 
     Args:
         compilable: Only False: `torch.compile` does not trace writers.
-        track_generations: Let samples carry `index_generation`, for `update_if_present`; `id` does the same.
+        track_generations: Whether samples have `index_generation`, for `update_if_present`; `id` serves the
+            same purpose.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
@@ -260,7 +261,7 @@ class RoundRobinWriter(Writer):
         """Give every row of a batch the next ids.
 
         Raises:
-            StateError: The storage keeps the best rows, which the newest would push out.
+            StateError: The storage keeps the best rows, which new rows would overwrite.
         """
         if storage.ranking is not None:
             _end_ranking(storage, storage.ranking)
@@ -268,7 +269,7 @@ class RoundRobinWriter(Writer):
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """Do as `RoundRobinWriter`, under the name that torchrl has for rows that are TensorDicts.
+    """The same as `RoundRobinWriter`, under torchrl's name for rows that are TensorDicts.
 
     Example:
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), writer=TensorDictRoundRobinWriter())
@@ -276,7 +277,9 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
 
 
 class ImmutableDatasetWriter(Writer):
-    """Refuse new rows, for data that is complete; `set_writer` returns the writer that takes some.
+    """Refuse new rows, for complete data sets.
+
+    `rb.set_writer` returns the former writer; set that one again to write.
 
     Args:
         compilable: Only False: `torch.compile` does not trace writers.
@@ -285,14 +288,14 @@ class ImmutableDatasetWriter(Writer):
         >>> former = rb.set_writer(ImmutableDatasetWriter())
     """
 
-    #: What `extend` and `add` say.
+    #: Message of the error that `extend` and `add` raise.
     WRITING_ERR = "This dataset doesn't allow writing."
 
     def __init__(self, compilable: bool = False) -> None:
         check_keywords(self, {"compilable": compilable}, WRITER)
 
     def check(self) -> None:
-        """Refuse.
+        """Raise an error: no rows can be written or removed.
 
         Raises:
             StateError: Always.
@@ -300,7 +303,7 @@ class ImmutableDatasetWriter(Writer):
         raise self._refusal()
 
     def _refusal(self) -> StateError:
-        return StateError(self.WRITING_ERR, hint="set_writer() another writer, if it is to change")
+        return StateError(self.WRITING_ERR, hint="call set_writer() with another writer to write")
 
     def write(
         self,
@@ -321,13 +324,13 @@ class ImmutableDatasetWriter(Writer):
 
 
 def _facts(count: int, steps: Steps) -> Steps:
-    """Return what single facts are: rows without trajectories, of the session of a batch."""
+    """Return the steps of independent rows: without trajectories, with the session of the batch."""
     return Steps(count, session=steps.session, linked=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Hold the ranks of a storage's rows, and when they were that."""
+    """The ranks of a storage's rows, and the state of the storage for which they are valid."""
 
     storage: weakref.ref[ReadView]
     tree: RankTree
@@ -337,20 +340,20 @@ class _Known:
 
 
 class TensorDictMaxValueWriter(Writer):
-    """Keep the best rows: once the storage is full, a row that ranks above the worst takes its place.
+    """Keep the best rows: once the storage is full, a row that ranks above the worst replaces it.
 
     Rows that do not rank higher are not stored: `extend` and `add` return -1 for them. Of rows with equal
-    ranks, the earlier row is kept. A row that replaces another one takes over its index and its id. It begins
-    at the largest priority.
+    ranks, the earlier row is kept. A row that replaces another one gets its index and its id. It starts with
+    the largest priority.
 
     Rows are independent here: they have no trajectories, whatever their fields say, and each source is one
     endless episode. Slices of such a store have no meaning.
 
-    Threads: as the storage; followers see rows that replaced others after the next sync. Crashes: a row is
-    complete or absent, and is only replaced by a better one. All replacements of one `extend` happen at
-    once; if the `extend` also appends rows to fill the storage, it appends them first. Ranks are read from
-    the rows, so they are right after a restart, `loads` or `rb[i] =`.
-    The storage remembers what its rows are ranked by: it refuses other writers until it is empty.
+    Threads: as the storage; readers see rows that replaced others after the next sync. Crashes: a row is
+    complete or absent, and is only replaced by a better one. All replacements of one `extend` happen at once;
+    if the `extend` also appends rows to fill the storage, it appends them first. Ranks are read from the
+    rows, so they are right after a restart, `loads` or `rb[i] =`. The storage stores how its rows are ranked:
+    it refuses other writers until it is empty.
 
     Args:
         rank_key: The field by which rows are ranked; ("next", "reward") by default. Numbers are compared as
@@ -385,37 +388,37 @@ class TensorDictMaxValueWriter(Writer):
         self._known: _Known | None = None
 
     def register_storage(self, storage: ReadView) -> None:
-        """Refuse storages with several dims.
+        """Attach the writer to the storage of a buffer.
 
         Raises:
-            ValueError: It has.
+            ValueError: The storage has several dims.
         """
         if storage.ndim > 1:
             raise ValueError(
                 "TensorDictMaxValueWriter is not compatible with storages with more than one dimension: "
-                "the places of a row would be those of others; keep whole trajectories as rows (ndim=1)"
+                "a row would get the index of another lane; store whole trajectories as rows (ndim=1)"
             )
         super().register_storage(storage)
 
     def begin(self, storage: Storage) -> None:
-        """Have the storage know by what rows are ranked: what is packed could not give way.
+        """Store in the storage how rows are ranked. Packed fields are not allowed, because rows get replaced.
 
         Raises:
-            StateError: It was made with packed fields.
+            StateError: The storage was created with packed fields.
         """
         storage.settings.rank_by(self._ranking)
 
     def check_fields(self, schema: Schema) -> None:
-        """Refuse rows that cannot be ranked.
+        """Check that rows with these fields can be ranked.
 
         Raises:
-            NotFoundError: They lack the field.
-            SchemaError: It holds no numbers.
-            StateError: They have no named fields at all.
+            NotFoundError: The field `rank_key` does not exist.
+            SchemaError: The field does not have numbers.
+            StateError: The rows have no named fields.
         """
         key, form = self._ranking.key, json.loads(schema.form or "{}")
         if "objects" in form:
-            return  # each row is looked at by itself
+            return  # each row is checked when it is ranked
         if key not in schema and "tree" in form:
             raise self._no_collection()
         if key not in schema:
@@ -434,12 +437,12 @@ class TensorDictMaxValueWriter(Writer):
         info: str,
         key: WriteKey | None = None,
     ) -> IntArray:
-        """Append rows while there is room, then let better ones take the places of the worst.
+        """Append rows until the storage is full, then replace the worst rows by better ones.
 
         Raises:
-            StateError: The storage holds rows that were ranked otherwise or not at all, or counts how often
-                rows are handed out.
-            ValueError: There is something to note about episodes.
+            StateError: The storage has rows that are ranked differently or not at all, or counts how often
+                rows are drawn.
+            ValueError: `info` is not empty: the rows have no episodes.
         """
         self._check(storage, info)
         ranks = self._rank(storage.require_schema(), columns[self._place(storage)])
@@ -448,7 +451,7 @@ class TensorDictMaxValueWriter(Writer):
         if storage.capacity is None:
             return append_rows(storage, columns, _facts(ranks.size, steps), source=source, info="")
         known = self._catch_up(storage, storage.capacity)
-        self._known = None  # what fails in between leaves ranks of rows that are not there
+        self._known = None  # if the write fails, the tree has ranks of rows that were not stored
         batch = _Batch.place(storage, storage.capacity, known.tree, ranks)
         if batch.appended.size:
             chosen = [pick(column, batch.appended) for column in columns]
@@ -461,28 +464,28 @@ class TensorDictMaxValueWriter(Writer):
     def _check(self, storage: Storage, info: str) -> None:
         if info:
             raise ValueError(
-                "episode_info is for episodes, and the rows of a TensorDictMaxValueWriter are in none of "
+                "episode_info is not supported by TensorDictMaxValueWriter, whose rows have no episodes of "
                 "their own; leave it out"
             )
         if storage.state.sampled is not None:
             raise StateError(
-                "the storage counts how often each row was handed out, and rows that take the places of "
-                "others would inherit their counts",
+                "the storage counts how often each row was drawn, and a row that replaces another one would "
+                "inherit its count",
                 hint="keep the best rows in a store of their own",
             )
         if storage.ranking != self._ranking and storage.window.size:
-            found = "in the order they came" if storage.ranking is None else f"by {storage.ranking}"
+            found = "newest rows" if storage.ranking is None else f"best rows by {storage.ranking}"
             raise StateError(
-                f"the storage keeps its rows {found}, and is to keep them by {self._ranking}",
-                hint="use the writer that it was filled by, or empty() it first",
+                f"the storage keeps the {found}, but this writer keeps the best by {self._ranking}",
+                hint="use a writer like the one that filled it, or empty() it first",
             )
 
     def _place(self, storage: ReadView) -> int:
-        """Return the position of the field by which rows are ranked, or of rows that are objects."""
+        """Return the position of the field by which rows are ranked; 0 if rows are objects."""
         return 0 if storage.row_traits.whole else storage.require_schema().place_of(self._ranking.key)
 
     def _rank(self, schema: Schema, column: Array) -> Array:
-        """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` and `(n,)`."""
+        """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` in, `(n,)` out."""
         if column.dtype == object:
             reduction = self._ranking.reduction
             return np.array([reduce_values(self._values_of(row)[None], reduction)[0] for row in column])
@@ -525,7 +528,7 @@ class TensorDictMaxValueWriter(Writer):
             slots = storage.changes.since(known.changes)
         if known is None or slots is None:
             from expstore.kernels.rank_tree import (
-                RankTree,  # compiles; who appends in order is to start without
+                RankTree,  # imported late: it compiles, and other writers do not need it
             )
 
             known = self._stamp(storage, RankTree(capacity))
@@ -548,27 +551,27 @@ class TensorDictMaxValueWriter(Writer):
         return _Known(weakref.ref(storage), tree, storage.last, storage.changes.number, moves)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings; ranks are read out of the rows."""
+        """Return the settings for `load_state_dict`; ranks are read from the rows."""
         return {"rank_key": list(self._ranking.key), "reduction": self._ranking.reduction}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: no ranks, which are read anew."""
+        """Return the state of a copy, which reads ranks for itself."""
         return super().__getstate__() | {"_known": None}
 
 
-#: So many rows at a time are read to be ranked.
+#: Number of rows that are read at once to be ranked.
 _STEP = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Describe which rows of a batch are written where; rows are given by their numbers.
+    """Which rows of a batch are written where; rows are given by their numbers in the batch.
 
     Args:
-        ids: Id of each; -1: not taken in. Shape `(n,)`.
+        ids: Id of each row; -1 if it is not stored. Shape `(n,)`.
         appended: The rows that get the next ids, in their order.
-        replacing: The rows that take the places of stored ones.
-        displaced: The ids of these.
+        replacing: The rows that replace stored rows.
+        displaced: The ids of the stored rows that are replaced.
     """
 
     ids: IntArray
@@ -578,7 +581,7 @@ class _Batch:
 
     @classmethod
     def place(cls, storage: Storage, capacity: int, tree: RankTree, ranks: Array) -> _Batch:
-        """Let rows in one after the other, free places first; the tree is that of all of them then."""
+        """Choose where rows are written, one after the other, free slots first; update the tree, too."""
         room = min(capacity - storage.window.size, ranks.size)
         first = storage.last + 1
         appended, ids = np.arange(room), np.full(ranks.size, -1)
@@ -599,7 +602,7 @@ class _Batch:
 
 
 def default_writer(storage: ReadView) -> Writer:
-    """Return the default writer of a storage: of the kind that wrote its rows."""
+    """Return a writer for a storage: one that keeps the best rows if the storage does so."""
     ranking = storage.ranking
     if ranking is None:
         return RoundRobinWriter()
@@ -607,10 +610,14 @@ def default_writer(storage: ReadView) -> Writer:
 
 
 def _end_ranking(storage: Storage, ranking: Ranking) -> None:
-    """Let an empty storage keep the newest rows again."""
+    """Make an empty storage keep the newest rows again.
+
+    Raises:
+        StateError: The storage is not empty.
+    """
     if storage.window.size:
         raise StateError(
-            f"the storage keeps the best rows by {ranking}; rows that are appended would push them out",
+            f"the storage keeps the best rows by {ranking}; appended rows would overwrite them",
             hint="use TensorDictMaxValueWriter, or empty() the store first",
         )
     storage.settings.rank_by(None)

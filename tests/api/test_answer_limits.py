@@ -1,4 +1,4 @@
-"""Answers are bounded by bytes, which are counted before rows are read."""
+"""Responses are limited in bytes; the size is computed before rows are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask for what, by every route; what is logged and counted of it."""
+"""Permissions of tokens on every route, and what is logged and counted about requests."""
 
 from __future__ import annotations
 

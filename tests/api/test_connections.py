@@ -1,4 +1,4 @@
-"""Connections of slow, silent and broken clients: each ends in time, and keeps nobody else out."""
+"""Slow, silent and broken connections: each ends in time and blocks no other client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which form answers have: JSON unless a client asks for Arrow by its Accept header."""
+"""Format of responses: JSON unless the Accept header asks for Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deletion of stores over HTTP: its guards, its refusals, and what a crash leaves."""
+"""Deletion of stores over HTTP: guards, errors, and the state after a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page /docs without internet, and headers by which browsers are told what answers may do."""
+"""The page /docs works without internet; security headers restrict what browsers may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers send: bodies that are no Arrow, names that lead elsewhere, requests of every kind."""
+"""Requests of attackers: invalid Arrow bodies, names that escape the folder, requests of every kind."""
 
 from __future__ import annotations
 

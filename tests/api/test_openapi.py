@@ -1,4 +1,4 @@
-"""The OpenAPI document: everything in it is described, its examples work, and it says who may do what."""
+"""The OpenAPI document describes everything, its examples work, and it states the permissions."""
 
 from __future__ import annotations
 

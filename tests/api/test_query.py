@@ -1,4 +1,4 @@
-"""Questions over HTTP: episodes, SQL in its own process, versions, and how fast rows come and go."""
+"""Queries over HTTP: episodes, SQL in a separate process, snapshots, and rate limits."""
 
 from __future__ import annotations
 

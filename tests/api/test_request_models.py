@@ -1,4 +1,4 @@
-"""What is said of requests that no model takes: never pydantic's words."""
+"""Error messages for invalid requests are our own, not pydantic's."""
 
 from __future__ import annotations
 

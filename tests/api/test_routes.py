@@ -1,4 +1,4 @@
-"""The HTTP layer by its routes: rows in, batches out, errors in one form."""
+"""The routes of the HTTP server: rows in, batches out, errors in one format."""
 
 from __future__ import annotations
 

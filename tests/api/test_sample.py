@@ -1,4 +1,4 @@
-"""Batches over HTTP: the same as in-process, streams, samplers with names, conditions."""
+"""Batches over HTTP equal those in-process: single batches, streams, named samplers, conditions."""
 
 from __future__ import annotations
 

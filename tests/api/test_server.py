@@ -1,4 +1,4 @@
-"""The server as a process of its own: where it listens, how it ends, what it keeps."""
+"""The server as a separate process: its address, its shutdown, and which data it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions of clients: which parts of SQL they may have, and what those cost that are refused."""
+"""Conditions of clients: the allowed SQL, and the cost of refused conditions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All benchmarks run through, and fail when something is below its bar.
+"""All benchmarks run, and fail if a result is below its bar.
 
-Run with the other tests; sizes are tiny and the figures mean nothing here.
+Run with the other tests; sizes are tiny and the figures are meaningless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is made of a run: blocks of documents, missed bars, what is worse than before; and how parts end.
+"""Output of a run: generated blocks of documents, missed bars, comparison with an earlier run, failures.
 
 The figures in the documents are compared here with the stored results.
 """
@@ -117,7 +117,7 @@ def test_a_busy_machine_is_told(told: dict[str, Any]) -> None:
 
     assert "Other programs" not in text()
     told["parts"][0]["load"] = "load 9.5 before, 2.0 after"
-    assert "Other programs were running beside 1 of 1 parts" in text()
+    assert "Other programs were running during 1 of 1 parts" in text()
 
 
 def test_all_buffers_are_told_beside_one_another(told: dict[str, Any]) -> None:
@@ -205,8 +205,8 @@ def test_parts_that_fail_stop_no_others_and_a_cut_run_goes_on(
     out = tmp_path / "out"
     assert entry.main(["--only", "bad,slow,good", "--out", str(out)]) == 2
     said = capsys.readouterr().out
-    assert "not whole: bad: failed exit code 1: RuntimeError: no disk" in said
-    assert "not whole: slow: cut it took longer than it may" in said
+    assert "incomplete: bad: failed exit code 1: RuntimeError: no disk" in said
+    assert "incomplete: slow: cut it exceeded its time limit" in said
     assert "missed: good: a: 1.0" in said
     (folder,) = out.iterdir()
     told = runs.load(folder / "run.json")
@@ -220,7 +220,7 @@ def test_parts_that_fail_stop_no_others_and_a_cut_run_goes_on(
     assert entry.main(["--only", "bad,good", "--resume", "--out", str(out)]) == 1
     assert "good: done before" in capsys.readouterr().out
     assert {part["state"] for part in runs.load(folder / "run.json")["parts"]} == {"done"}
-    with pytest.raises(SystemExit, match="no run that was cut off"):
+    with pytest.raises(SystemExit, match="no interrupted run"):
         entry.main(["--resume", "--out", str(out)])
 
 
@@ -228,7 +228,7 @@ def test_figures_of_a_smoke_run_are_not_put_into_readme(told: dict[str, Any], tm
     run = runs.Run(tmp_path)
     run.write(told | {"effort": "smoke"})
     assert json.loads(run.file.read_text())["results"] == told["results"]
-    with pytest.raises(SystemExit, match="mean nothing"):
+    with pytest.raises(SystemExit, match="meaningless"):
         entry.main(["embed", "--run", str(tmp_path)])
 
 

@@ -1,7 +1,7 @@
 """The command line: what it prints, its exit codes, how long it takes.
 
-Run with the other tests. Most commands run in this process; those whose exit code, locks or time count
-run in one of their own.
+Run with the other tests. Most commands run in this process; those whose exit code, locks or time matter run
+in a separate one.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
 def test_info_for_people(cli: Cli, store: Path) -> None:
     done = cli("info", store)
     assert done.code == 0
-    assert "25 (capacity 100), 25 written in all" in done.out
+    assert "25 (capacity 100), 25 written in total" in done.out
     assert "0 open, 2 terminated, 0 truncated, 1 cut" in done.out
     assert "closed" in done.out
     assert "next.reward" in done.out
@@ -777,5 +777,5 @@ def test_collect_says_that_it_makes_a_store(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     path = tmp_path / "run.exp"
     collect = ("collect", "CartPole-v1", path, "--steps", 9, "--envs", 1)
-    assert f"note: made a new store: {path}" in cli(*collect).err.splitlines()
+    assert f"note: created a new store: {path}" in cli(*collect).err.splitlines()
     assert "note: made" not in cli(*collect).err

@@ -1,4 +1,4 @@
-"""The commands `add-column` and `drop-column`: what they print, their exit codes."""
+"""The commands `add-column` and `drop-column`: output and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expstore datasets`: fetch from a server, list, look, delete; what is wrong is told."""
+"""`expstore datasets`: fetch from a server, list, inspect, delete; errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expstore resize` and `expstore merge`, as typed: what they ask, say and leave."""
+"""`expstore resize` and `expstore merge`: questions, output, and resulting stores."""
 
 from __future__ import annotations
 

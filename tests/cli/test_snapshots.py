@@ -1,4 +1,4 @@
-"""The commands `dumps`, `loads` and `versions`: what they print, their exit codes."""
+"""The commands `dumps`, `loads` and `versions`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., TensorDict]
 def test_there_and_back(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:
     place, new = tmp_path / "backup", tmp_path / "new.exp"
     code, out, _ = cli("dumps", store, place, "--tag", "start")
-    assert (code, out.split(",")[0]) == (0, "version 1 (start): 30 rows")
+    assert (code, out.split(",")[0]) == (0, "snapshot 1 (start): 30 rows")
     for _ in range(3):
         made = json.loads(cli("dumps", store, place, "--keep", 2, "--json")[1])
     assert (made["number"], made["rows"], made["tag"]) == (4, 30, None)

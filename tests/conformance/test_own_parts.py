@@ -1,4 +1,4 @@
-"""Storages, writers and samplers of the user's own: subclasses of the abstract ones, in buffers."""
+"""Users' storages, writers and samplers, derived from the abstract classes, work in buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every storage of the library passes the suite that ships with it."""
+"""Every storage of the library passes the public test suite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Buffers behave as TorchRL's: the same programs tell the same with both libraries.
+"""Buffers behave like TorchRL's: the same programs report the same with both libraries.
 
-What is drawn differs, and is told without its values; everything else must be equal.
+Sampled values differ, so only their shapes are compared; everything else must be equal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The samples in the docstrings of TorchRL's data set classes run here, with only the import replaced.
+"""The examples in the docstrings of TorchRL's data set classes run with only the import replaced.
 
-Docstrings are taken from the installed torchrl. The data sets are small files of the public formats, which a
-server on this machine has at the paths of the public addresses. The Atari DQN class is in
-`test_torchrl_documents.py`.
+Docstrings are taken from the installed torchrl. The data sets are small files in the public formats, served
+from this machine at the paths of the public addresses. The Atari DQN class is in `test_torchrl_documents.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The examples in TorchRL's own docstrings run here, with only the imports replaced, and print the same.
+"""The examples in TorchRL's docstrings run with only the imports replaced, and print the same.
 
 Docstrings are taken from the installed torchrl when the tests run. Each is run twice, with TorchRL's classes
-and with those here; what it prints must be alike but for the values that are drawn.
+and with ours. The output must be equal except for sampled values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The code blocks of TorchRL's documents about buffers and their company, as they stand but for the imports.
+"""The code blocks of TorchRL's documents about buffers run with only the imports replaced.
 
-One test per block, retyped: what is stored is small, data sets are small files of the same formats,
-environments are what is installed, and names that TorchRL itself has given up since stand for those that took
-their places.
+One test per block, retyped: stores are small, data sets are small files of the same formats, environments are
+the installed ones, and names that TorchRL has removed are replaced by their successors.
 """
 
 from __future__ import annotations

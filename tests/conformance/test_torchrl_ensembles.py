@@ -1,4 +1,4 @@
-"""Ensembles, writers and queries behave as TorchRL's: the same programs tell the same with both libraries."""
+"""Ensembles, writers and queries behave like TorchRL's: the same programs report the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of samplers, writers and storages that TorchRL's programs call without a buffer."""
+"""Methods of samplers, writers and storages that TorchRL programs call without a buffer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random programs tell the same with TorchRL's buffers and with those here.
+"""Random programs report the same with TorchRL's buffers and with ours.
 
-Every act of a program is written, read or counted in both libraries at once; nothing of it is drawn.
+Every operation of a program writes, reads or counts in both libraries; none samples.
 """
 
 from __future__ import annotations

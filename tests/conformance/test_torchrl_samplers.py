@@ -1,6 +1,6 @@
-"""Samplers behave as TorchRL's: the same programs tell the same with both libraries.
+"""Samplers behave like TorchRL's: the same programs report the same with both libraries.
 
-What they draw differs, and is told by what holds of it: how many rows, which fields, which flags.
+Sampled rows differ, so their properties are compared: number of rows, fields, flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Storages behave as TorchRL's: the same programs tell the same with both libraries."""
+"""Storages behave like TorchRL's: the same programs report the same with both libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms in buffers act as TorchRL's do: the same programs tell the same with both libraries."""
+"""Transforms in buffers behave like TorchRL's: the same programs report the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a buffer should hold, in plain Python: rows, priorities, episodes, fields that came, versions.
+"""The expected state of a buffer in plain Python: rows, priorities, episodes, added fields, snapshots.
 
-Used by tests/property/test_whole_buffer.py. It asks the library nothing; only where a load puts its ids it is
-told, and says whether that may be.
+Used by tests/property/test_whole_buffer.py. The model does not call the library. It is told only the ids that
+a load assigns, and checks that they are allowed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ __all__ = ["CUT", "KEEP", "OPEN", "Episode", "Truth"]
 
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
-#: So many versions are kept.
+#: Number of snapshots that are kept.
 KEEP = 3
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What is known of an episode, also when its rows have left."""
+    """What is known of an episode, also after its rows are deleted."""
 
-    source: str | None  # None: the handle's own stream
+    source: str | None  # None for the handle's own stream
     length: int = 0
     status: int = OPEN
 
 
 @dataclass
 class Truth:
-    """What a store should hold.
+    """The expected content of a store.
 
     Args:
-        capacity: Most readable rows; None: it grows.
+        capacity: Maximum number of readable rows; None for an unbounded store.
     """
 
     capacity: int | None = None
     rows: dict[int, Row] = field(default_factory=dict)  # by id, the oldest first
-    # What a row's priority may be after a kill: what it was when last written to the disk, or since.
+    # Possible priorities of a row after a kill: the value that was last written to the disk, or a later one.
     priorities: dict[int, tuple[float, ...]] = field(default_factory=dict)
     largest: tuple[float, ...] = (1.0,)
     episodes: dict[int, Episode] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Truth:
     draw: int = 0
     handle: int = 0
     going: dict[tuple[str | int, int], int] = field(default_factory=dict)
-    # Fields that have come: what later rows have there, and what each row has.
+    # Added fields: the value of later rows, and of each row.
     late: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
     versions: dict[int, Truth] = field(default_factory=dict)
-    number: int = 0  # of the newest version that ever was
+    number: int = 0  # of the newest snapshot ever made
 
     def copy(self) -> Truth:
-        """Return one that goes its own way; what it holds is never changed in place."""
+        """Return an independent copy; the values are never changed in place."""
         twin = copy.copy(self)
         for name in ("rows", "priorities", "episodes", "going", "versions"):
             setattr(twin, name, dict(getattr(self, name)))
@@ -65,7 +65,7 @@ class Truth:
 
     @property
     def ids(self) -> list[int]:
-        """The ids that can be read, the oldest first."""
+        """The ids of readable rows, the oldest first."""
         return list(self.rows)
 
     def index_of(self, id: int) -> int:
@@ -80,7 +80,7 @@ class Truth:
     # -- what happens --------------------------------------------------------------------------------
 
     def extend(self, cells: Sequence[Cell], source: str | None) -> list[Row]:
-        """Take rows in; return them."""
+        """Append rows; return them."""
         new = []
         for place, cell in enumerate(cells):
             stream = self.handle if source is None else source, cell.trajectory
@@ -111,13 +111,13 @@ class Truth:
                 del held[id]
 
     def change(self, ids: Iterable[int]) -> list[Row]:
-        """Give rows their next versions; return them."""
+        """Change rows to their next versions; return them."""
         changed = [replace(self.rows[id], version=self.rows[id].version + 1) for id in ids]
         self.rows |= {row.id: row for row in changed}
         return changed
 
     def prioritise(self, values: dict[int, float]) -> int:
-        """Set priorities of the rows that are there; return how many."""
+        """Set priorities of existing rows; return their number."""
         here = {id: value for id, value in values.items() if id in self.rows}
         self.priorities |= {id: (*self.priorities[id], value) for id, value in here.items()}
         if here:
@@ -125,35 +125,35 @@ class Truth:
         return len(here)
 
     def settle(self, *, all_of_it: bool) -> None:
-        """Have priorities on the disk; and, with the rest, the largest one."""
+        """Mark priorities as written to the disk; with `all_of_it` also the largest one."""
         self.priorities = {id: held[-1:] for id, held in self.priorities.items()}
         if all_of_it:
             self.largest = self.largest[-1:]
 
     def empty(self) -> None:
-        """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
+        """Delete all rows and end their episodes; the next id follows the next multiple of the capacity."""
         self.end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
         self._forget(self.ids)
 
     def retain(self, least: int) -> None:
-        """Give up episodes that have ended and have no row with such a serial number or a later one."""
+        """Delete ended episodes that have no row with a serial number of at least `least`."""
         stay = {row.episode for row in self.rows.values() if row.serial >= least}
         stay |= {number for number, held in self.episodes.items() if held.status == OPEN}
         self._forget([id for id, row in self.rows.items() if row.episode not in stay])
 
     def add_column(self, name: str, value: int, *, later: int | None = None) -> None:
-        """Have one more field: of one value, or, with `later`, of values that follow from serial numbers."""
+        """Add a field: with one value, or, with `later`, with values that follow from serial numbers."""
         held = {id: value if later is None else row.serial * value for id, row in self.rows.items()}
         self.late[name] = value if later is None else later, held
 
     def drop_column(self, name: str) -> None:
-        """Have one field less."""
+        """Drop a field."""
         del self.late[name]
 
     def dumps(self) -> None:
-        """Have one more version."""
+        """Make a snapshot."""
         kept = self.copy()
         kept.versions = {}
         kept.settle(all_of_it=True)
@@ -161,7 +161,7 @@ class Truth:
         self.versions = dict([*self.versions.items(), (self.number, kept)][-KEEP:])
 
     def loads(self, number: int, last: int) -> Truth:
-        """Return what is there after a version was loaded, whose newest row has the id `last` now."""
+        """Return the content after a snapshot was loaded whose newest row now has the id `last`."""
         kept = self.versions[number].copy()
         shift, beyond = last - kept.last, self.next_episode - 1
         beyond = max(self.next_episode, kept.next_episode) - 1
@@ -187,7 +187,7 @@ class Truth:
         return kept
 
     def reopen(self) -> None:
-        """Begin a new session: the open episodes of the one before are cut."""
+        """Begin a new session: cut the open episodes of the previous one."""
         self.end_episodes()
         self.handle += 1
 

@@ -1,7 +1,7 @@
-"""A buffer in a process of its own, which does what it is told, and can be killed at any act on files.
+"""A buffer in a separate process, which runs requested operations and can be killed at any file operation.
 
 Used by tests/property/test_whole_buffer.py. Children are forked from a process that has opened no store;
-calls and answers go through pipes. In RAM the buffer lives in the caller's process.
+calls and answers go through pipes. A buffer in RAM runs in the caller's process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore.kernels.blosc_decode
 
-# What children need: they are to find it there.
+# Imported here so that forked children have it.
 import expstore.kernels.blosc_encode
 import expstore.kernels.gather_runs
 import expstore.kernels.rank_tree
@@ -41,7 +41,7 @@ from tests.support.stores import NoKeeper
 __all__ = ["KINDS", "SAMPLERS", "SEED", "SPARE", "Dead", "Hand", "Host", "fields_of"]
 
 SEED, BATCH = 7, 6
-#: Longer than any extend: what longer ones give up is for the other crash tests.
+#: Longer than any extend; longer extends are covered by other crash tests.
 SPARE = 40
 _SMALL = {"rows": 4}
 _PACKED = {"layout": "packed", **_SMALL}
@@ -70,7 +70,7 @@ _EPISODES = (
 
 
 class Dead(Exception):
-    """The process was killed while it did something."""
+    """The process was killed during an operation."""
 
 
 def fields_of(rows: Sequence[Row], kind: str) -> dict[tuple[str, ...], Any]:
@@ -91,7 +91,7 @@ def _batch(rows: Sequence[Row], kind: str) -> TensorDict:
 
 
 def _plain(data: TensorDict) -> dict[tuple[str, ...], Any]:
-    """Return a batch in what a pipe carries."""
+    """Return a batch in a form that can be sent through a pipe."""
     found: dict[tuple[str, ...], Any] = {}
     for key in data.keys(True, True):
         found[key if isinstance(key, tuple) else (key,)] = data[key].numpy()
@@ -101,7 +101,7 @@ def _plain(data: TensorDict) -> dict[tuple[str, ...], Any]:
 
 
 def _shrink() -> None:
-    """Let all happen in short lives: short shards and segments, no threads but the one that is told."""
+    """Set small sizes (shards, segments), and run no background threads."""
     torch.set_num_threads(1)
     tuning.SPARE_SLOTS = tuning.UNBOUNDED_SPARE_ROWS = SPARE
     tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
@@ -112,7 +112,7 @@ def _shrink() -> None:
 
 
 class Hand:
-    """Do what is told to a buffer; answers are plain."""
+    """Run requested operations on a buffer; answers are plain values."""
 
     def __init__(self, folder: Path, kind: str, capacity: int | None, sampler: str, mode: Any = "a") -> None:
         self._folder, self._kind = folder, kind
@@ -163,7 +163,7 @@ class Hand:
         self.rb.flush()
 
     def tick(self) -> None:
-        """Do what the background thread does ten times a second."""
+        """Do the periodic work of the background thread."""
         self.rb.storage.engine.write_values()
 
     def retain(self, least: int) -> None:
@@ -211,7 +211,7 @@ class Hand:
 
 
 def _look(rb: Any) -> dict[str, Any]:
-    """Return all that can be seen of a buffer."""
+    """Return everything that can be read from a buffer."""
     kept = rb.storage
     ids = kept.window.ids()
     found = {
@@ -237,14 +237,14 @@ def _look(rb: Any) -> dict[str, Any]:
 
 
 class Host:
-    """A hand in a process of its own.
+    """A hand in a separate process.
 
     Args:
-        at: At which act on files it is killed; 0: at none. A write is torn there: so much of it is done.
-        given: As for `Hand`.
+        at: Number of the file operation at which the process is killed; 0 for none. A write is torn there.
+        given: Arguments of `Hand`.
 
     Raises:
-        Dead: It was killed while it opened the store.
+        Dead: The process was killed while it opened the store.
     """
 
     def __init__(self, *given: Any, at: int = 0, torn: float | None = None) -> None:
@@ -261,18 +261,18 @@ class Host:
             raise
 
     def call(self, name: str, *given: Any) -> Any:
-        """Have something done; return the answer.
+        """Run an operation; return the answer.
 
         Raises:
-            Dead: It was killed before it had answered.
-            AssertionError: It raised something.
+            Dead: The process was killed before it answered.
+            AssertionError: The operation raised an error.
         """
         self._pipe.send((name, given))
         return self._answer(name)
 
     def _answer(self, name: str) -> Any:
         if not self._pipe.poll(100):
-            raise AssertionError(f"{name} has not come to an end")
+            raise AssertionError(f"{name} has not finished")
         try:
             fine, answer = self._pipe.recv()
         except EOFError:
@@ -283,14 +283,14 @@ class Host:
         return answer
 
     def end(self) -> None:
-        """Kill it, if it is still there."""
+        """Kill the process, if it is running."""
         self._child.kill()
         self._child.join()
         self._pipe.close()
 
 
 class Here:
-    """A hand in this process; it cannot be killed."""
+    """A hand in this process, which cannot be killed."""
 
     def __init__(self, *given: Any) -> None:
         self._hand = Hand(*given)

@@ -1,7 +1,7 @@
-"""What must hold of an open store: rows, episodes, SQL, and the next batch, against a ledger.
+"""Checks of an open store against a ledger: rows, episodes, SQL, and the next batch.
 
-Used by the children of the crash tests. Each raises Wrong with what it found; none changes the store, but a
-sample counts.
+Used by the children of the crash tests. Each check raises Wrong with a description; none changes the store
+except by sampling.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Wrong(AssertionError):
 
 
 def expect(holds: bool, text: str) -> None:
-    """Raise Wrong with a text unless it holds."""
+    """Raise Wrong with a text unless a condition holds."""
     if not holds:
         raise Wrong(text)
 
 
 def key_of(key: str) -> dict[str, Any]:
-    """Return what an extend under a key is given, beside its rows."""
+    """Return the keywords of an extend under a key, in addition to its rows."""
     return {"idempotency_key": key, "digest": hashlib.blake2b(key.encode(), digest_size=16).digest()}
 
 
 def check_keys(rb: Any, state: Ledger) -> None:
-    """Hold the idempotency keys that are known against those of the newest writes; try these again."""
+    """Compare the known idempotency keys with those of the newest writes; repeat these writes."""
     row = facts.batch(state.spec, Op("extend"), np.ones(1, np.int64))
     kept, newest = rb.storage, list(state.keys.items())[-tuning.IDEMPOTENCY_KEYS :]
     for key, (first, count) in newest:
@@ -82,7 +82,7 @@ def check_keys(rb: Any, state: Ledger) -> None:
 
 
 def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold every readable row, in every column, against the ledger."""
+    """Compare every readable row, in every column, with the ledger."""
     kept = rb.storage
     window = kept.window
     expect(
@@ -133,33 +133,33 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 
 
 def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold what has left the ring against the ledger: in the archive, or still in the ring, and once."""
+    """Compare evicted rows with the ledger: each is either in the archive or still in the ring."""
     if not state.spec.archived:
         return
     kept, spec, ids = rb.storage, state.spec, state.ever
     left = kept.open_archive()
-    if left is None:  # a power cut before the new store could note where its archive is
+    if left is None:  # a power cut before the new store recorded its archive
         expect(not ids.size, f"the store has no archive, expected {ids.size} rows")
         return
-    beside = Beside(left)
-    archive, window = beside.archive, with_left(kept, kept.window, beside.through)
-    split = np.searchsorted(ids, beside.through, side="right")
+    archived = Beside(left)
+    archive, window = archived.archive, with_left(kept, kept.window, archived.through)
+    split = np.searchsorted(ids, archived.through, side="right")
     own = window.ids()
     expect(np.array_equal(own, ids[split:]), f"{own.size} rows in the ring, expected {ids.size - split}")
     _check_some(kept, own, own, state)
     if archive.schema is None:
         expect(not split, f"the archive is empty, expected {split} rows")
         return
-    there = beside.window.ids()
+    there = archived.window.ids()
     (found,) = archive.read(there, [archive.require_schema().place_of(ARCHIVED_ID)])
-    if kept.follows:  # the next writer gives up what came too early
+    if kept.follows:  # the next writer removes rows that were archived too early
         there, found = there[found <= kept.last], found[found <= kept.last]
     expect(np.array_equal(found, ids[:split]), f"{found.size} rows in the archive, expected {split}: {spec}")
     _check_some(archive, there, found, state)
 
 
 def _check_some(kept: Storage, ids: np.ndarray, named: np.ndarray, state: Ledger) -> None:
-    """Hold rows of a store against those of a ledger with the ids `named`."""
+    """Compare rows of a store with those of a ledger with the ids `named`."""
     if not ids.size:
         return
     schema = kept.require_schema()
@@ -178,10 +178,10 @@ def _check_some(kept: Storage, ids: np.ndarray, named: np.ndarray, state: Ledger
 
 
 def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = False) -> None:
-    """Hold how often each row was handed out, in RAM and in the column, against the ledger; take it over.
+    """Compare how often each row was returned, in RAM and in the column, with the ledger; update it.
 
-    After a kill it is what had returned, and for a batch under way that or one more; after a power cut
-    (`cut`) whatever it was since the last sync.
+    After a kill the count includes every returned batch, and perhaps one under way. After a power cut (`cut`)
+    it is any count since the last sync.
     """
     kept, ids = rb.storage, state.ids
     if state.spec.consume is None or not ids.size:
@@ -200,7 +200,7 @@ def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = Fals
 
 
 def check_sums(rb: TensorDictReplayBuffer) -> None:
-    """Hold the checksums of a store that was just opened against its columns; no readable row lacks them."""
+    """Compare the checksums of a store that was just opened with its columns; every readable row has them."""
     group, sums, window = rb.storage.state.columns, rb.storage.state.checksums, rb.storage.window
     if group is None:
         return
@@ -212,7 +212,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
         if state_of(entry) != SUMMED:
             expect(state_of(entry) in (NOTHING, GIVEN_UP), f"the checksums of block {block} are damaged")
             continue
-        for place, column in [*group.flat.items()][:-1]:  # all but the priorities; others have their own sums
+        for place, column in [*group.flat.items()][:-1]:  # not the priorities; others have own checksums
             expect(column.ready > block * BLOCK_ROWS, f"block {block} has checksums and no place")
             rows = column.view[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
             rows = rows.reshape(-1).view(np.uint8)
@@ -223,7 +223,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
 
 
 def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold what log and memory say of episodes against the ledger."""
+    """Compare the episodes in log and memory with the ledger."""
     latest = {e.episode: e for e in rb.storage.state.log.read() if e.episode}
     latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
     found = {n: (e.length, e.ret, e.status, e.last_id) for n, e in latest.items()}
@@ -239,18 +239,18 @@ def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 
 
 def check_info(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold what is noted about episodes against the ledger."""
+    """Compare annotations of episodes with the ledger."""
     latest = {e.episode: e for e in rb.storage.state.log.read() if e.episode}
     latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
     found = {n: json.loads(e.text) for n, e in latest.items() if e.text}
     wanted = {n: dict(e.info) for n, e in state.episodes.items() if e.info}
     if found != wanted:
         n = min(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
-        raise Wrong(f"of episode {n} is noted {found.get(n)}, expected {wanted.get(n)}")
+        raise Wrong(f"the annotations of episode {n} are {found.get(n)}, expected {wanted.get(n)}")
 
 
 def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold the relation `episodes` and a count of the rows against the ledger."""
+    """Compare the relation `episodes` and the number of rows with the ledger."""
     words = ("open", "terminated", "truncated", "cut")
     live = state.live_rows()
     wanted: list[tuple[Any, ...]] = [
@@ -267,7 +267,7 @@ def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     ]
     query = 'SELECT episode_id, source, length, "return", status, live_rows, info FROM episodes ORDER BY 1'
     for have, want in itertools.zip_longest(rb.sql(query).fetchall(), wanted):
-        # The name of an unnamed source carries the number of the opening; one that was killed counts, too.
+        # The name of an unnamed source contains the number of the opening, which includes killed openings.
         same = have and want and (have[1] == want[1] or have[1][0] == want[1][0] == "@")
         same = same and (have[0], *have[2:]) == (want[0], *want[2:])
         expect(same, f"SQL says of an episode {have}, expected {want}")
@@ -288,13 +288,13 @@ def check_sql(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 def check_versions(
     place: Path, need: Collection[int], known: Mapping[int, Ledger], *, current: int
 ) -> dict[int, Ledger]:
-    """Hold the snapshots in a folder against the ledger; return those that are there.
+    """Compare the snapshots in a folder with the ledger; return the existing ones.
 
     Args:
         place: The folder.
-        need: Numbers of those that must be there.
-        known: What each holds that may be there.
-        current: The oldest that CURRENT may name.
+        need: Numbers of the snapshots that must exist.
+        known: Contents of all snapshots that may exist.
+        current: The oldest snapshot that CURRENT may name.
     """
     versions = list_versions(Disk(), place)
     numbers = [version.number for version in versions]
@@ -320,7 +320,7 @@ def check_versions(
 
 
 def _check_version_sampled(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Hold how often rows had been handed out when a snapshot was made against the ledger."""
+    """Compare how often rows had been returned when a snapshot was made with the ledger."""
     if state.spec.consume is None or not state.ids.size:
         return
     kept = rb.storage
@@ -332,14 +332,14 @@ def _check_version_sampled(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 
 
 def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Draw a batch and hold it against the words of the documentation."""
+    """Sample a batch and compare it with the documented algorithm."""
     expect(rb.storage.draws.number == state.draw, f"draw {rb.storage.draws.number}, expected {state.draw}")
     if not state.left.size:
         try:
             rb.sample()
         except NotReadyError:
             return
-        raise Wrong("a batch was drawn though no row is left")
+        raise Wrong("a batch was sampled although no row is left")
     wanted = state.next_sample(facts.SAMPLE)
     found = rb.sample()
     expect(np.array_equal(found["id"].numpy(), wanted), f"draw {state.draw} chose other rows")

@@ -1,7 +1,7 @@
-"""Children that write to a store and are killed, and children that look at what is left.
+"""Child processes that write to a store and are killed, and child processes that check the result.
 
-Used by harness.py and kill_points.py, which fork them and know from a ledger what must be there. Acks and
-expected rows go through pipes; nothing of them touches the store's folder.
+Used by harness.py and kill_points.py, which fork them and know the expected content from a ledger.
+Acknowledgements and expected rows go through pipes, never through the store's folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pandas  # noqa: F401  # pyarrow looks for it; the children are to find it
 import torch
 import zarr as zarr_python  # noqa: F401  # and this
 
-# Compiled loops, which take a second to load: the children are to find them there.
+# Compiled loops, which take a second to load; imported here for the children.
 import expstore.kernels.blosc_decode
 import expstore.kernels.blosc_encode
 import expstore.kernels.gather_runs
@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 
-# What torch loads with the first one, which takes a second: the children are to find it there.
+# Loads what torch loads with the first nested tensor, which takes a second, for the children.
 torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
 
 
@@ -103,7 +103,7 @@ torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
 def open_store(
     spec: Spec, path: Path, disk: Disk | None = None, *, index: bool = True
 ) -> TensorDictReplayBuffer:
-    """Open a store as the spec says; without an index unless somebody asks for one."""
+    """Open a store as the spec says; without an index unless requested."""
     packed = {
         "frame": {"layout": "packed", "rows": 4},
         "next.frame": {"layout": "packed", "rows": 2},
@@ -132,18 +132,18 @@ def open_store(
 
 
 def place_of(path: Path) -> Path:
-    """Return where the snapshots of a store are."""
+    """Return the folder of a store's snapshots."""
     return path.with_name("snapshots")
 
 
 def archive_of(path: Path) -> Path:
-    """Return where the archive of a store is."""
+    """Return the folder of a store's archive."""
     return path.with_name(f"{path.stem}-archive.exp")
 
 
 #: The default, which `fit_constants` restores.
 MEMTABLE_BATCH_BYTES = tuning.MEMTABLE_BATCH_BYTES
-#: What `fit_constants` sets.
+#: The constants that `fit_constants` sets.
 CONSTANTS = (
     (tuning, "SPARE_SLOTS"),
     (tuning, "UNBOUNDED_SPARE_ROWS"),
@@ -185,17 +185,17 @@ def fit_constants(spec: Spec) -> None:
 
 
 def new_ledger(spec: Spec) -> Ledger:
-    """Return the ledger of a store that is not there yet."""
+    """Return the ledger of a store that does not exist yet."""
     row_bytes = sum(
         a.nbytes for a in facts.values(spec, np.ones(1, np.int64), np.zeros(1, np.int64)).values()
     )
     spare = spare_slots(spec.capacity, row_bytes + base.ROW_BYTES) if spec.spare is None else spec.spare
-    # So far from their own places, and a chunk, rows may lie.
+    # Maximum distance of deduplicated rows from their slots, plus a chunk.
     return Ledger(spec, spare=spare, reach=8 + 4 if spec.packed and spec.capacity is not None else 0)
 
 
 def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
-    """Make one call, and look at what it returns."""
+    """Make one call, and check its result."""
     spec = state.spec
     if op.kind == "extend":
         ids = origins = np.arange(state.last + 1, state.last + op.count + 1)
@@ -204,7 +204,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         data = facts.batch(spec, op, origins)
         key = {} if op.key is None else key_of(op.key)
         given = rb.extend(data, source=op.source, return_ids=True, episode_info=op.info, **key).numpy()
-        # As an array: before it shows a tensor, torch imports for half a second.
+        # As an array: printing the first tensor would import for half a second.
         expect(np.array_equal(given, ids), f"extend gave ids {given[:3]}.., expected {ids[:3]}..")
     elif op.kind == "annotate":
         _annotate(rb, op)
@@ -243,7 +243,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
 
 
 def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
-    """Let a field come; rows that come meanwhile are another thread's."""
+    """Add a field; another thread writes rows meanwhile."""
     name = tuple(str(op.source).split("."))
     if op.fill:
         rb.columns.add(name, fill=torch.tensor(op.version))
@@ -270,7 +270,7 @@ def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
 
 
 def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
-    """Note facts about an episode; without an index, which says how those stand that have ended, by hand."""
+    """Annotate an episode; without an index, which knows the state of ended episodes, do it directly."""
     kept = rb.storage
     if kept.index.catalog is not None:
         rb.episodes.annotate(op.episode, **op.info)
@@ -284,7 +284,7 @@ def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
 
 
 class saying:
-    """Write lines to a pipe, each in one piece."""
+    """Write lines to a pipe, each in one write."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -294,7 +294,7 @@ class saying:
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
-        """Say what was raised."""
+        """Report an exception."""
         try:
             yield
         except BaseException:
@@ -302,7 +302,7 @@ class saying:
 
 
 def write_life(path: Path, state: Ledger, ops: Sequence[Op], pipe: int, disk: Disk, *, index: bool) -> None:
-    """Open the store, do what was planned, close it; say so, line by line."""
+    """Open the store, run the planned operations and close it, reporting each step in a line."""
     say = saying(pipe)
     state = state.copy()
     with say.failures():
@@ -347,7 +347,7 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
 
 
 def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
-    """Return the states in which a store may be found: with the call under way, without it."""
+    """Return the possible states of a store: with and without the call under way."""
     found = [state]
     if op is None or op.kind in ("flush", "dumps"):
         return found
@@ -360,7 +360,7 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
     if half is not None:
         found.insert(1, half)
     for late in found[1:]:
-        # What the call set may be there in part: priorities have no promise before a flush.
+        # Priorities of the call may be applied in part: they have no promise before a flush.
         if op.kind == "priority":
             late.priorities = done.priorities
             late.max_priorities = done.max_priorities
@@ -372,7 +372,7 @@ def candidates(state: Ledger, op: Op | None) -> list[Ledger]:
 
 
 def snapshots(state: Ledger, op: Op | None) -> tuple[list[int], dict[int, Ledger]]:
-    """Return the snapshots that must be there while a call is under way, and all that may be."""
+    """Return the snapshots that must exist during a call, and all that may exist."""
     if op is None or op.kind != "dumps":
         return [*state.versions], state.versions
     done = state.copy()
@@ -382,21 +382,21 @@ def snapshots(state: Ledger, op: Op | None) -> tuple[list[int], dict[int, Ledger
 
 @dataclass(frozen=True)
 class Look:
-    """How to look at a store after a kill.
+    """How to check a store after a kill.
 
     Args:
         path: The store.
-        states: What it may hold, the likeliest first.
-        ops: What is done then.
-        sql: Whether to ask the index, too.
-        leave: "kill" leaves it after `ops`; "reopen" closes it, opens it again and leaves it so; "close"
-            closes it once more.
-        index: Whether there is one.
-        clean: Whether it had been closed.
+        states: The possible contents, the likeliest first.
+        ops: Operations to run afterwards.
+        sql: Whether to check the index too.
+        leave: "kill" leaves the store after `ops`; "reopen" closes and reopens it and leaves it open; "close"
+            closes it again.
+        index: Whether there is an index.
+        clean: Whether the store had been closed.
         cut: Whether the power was cut.
-        need: Numbers of the snapshots that must be there.
-        known: What each holds that may be there.
-        current: The oldest that CURRENT may name.
+        need: Numbers of the snapshots that must exist.
+        known: Contents of all snapshots that may exist.
+        current: The oldest snapshot that CURRENT may name.
     """
 
     path: Path
@@ -413,7 +413,7 @@ class Look:
 
 
 def look_at(look: Look) -> Ledger | str:
-    """Return the state in which a store is left, or what is wrong with it."""
+    """Return the state of a store, or a description of what is wrong."""
     try:
         return _check_and_go_on(look)
     except Wrong as exc:
@@ -424,7 +424,7 @@ def look_at(look: Look) -> Ledger | str:
 
 def _check_and_go_on(look: Look) -> Ledger:
     spec, index = look.states[0].spec, look.index or look.sql
-    disk = KillingDisk(serial=True)  # one after another is faster where nothing is really synced
+    disk = KillingDisk(serial=True)  # sequential syncs are faster where nothing is really synced
     rb = open_store(spec, look.path, disk, index=index)
     expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
     state = matching(rb, look.states, cut=look.cut)
@@ -467,10 +467,10 @@ def _check_and_go_on(look: Look) -> Ledger:
 
 
 def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = False) -> Ledger:
-    """Return the first state that the store is in; raise what is wrong with each.
+    """Return the first state that matches the store; raise Wrong with a reason for each otherwise.
 
-    The number of draws is in every record that publishes rows and in every mark; after a power cut (`cut`)
-    only these can say it.
+    Every publish record and every mark contains the number of draws; after a power cut (`cut`) only these are
+    reliable.
     """
     reasons = []
     for state in states:
@@ -509,19 +509,19 @@ class Report:
     """What was tried, and what went wrong."""
 
     kills: int = 0
-    lost: int = 0  # stores without some of the rows that had been acked
+    lost: int = 0  # stores that lack acknowledged rows
     inside: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     acts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def count(self, where: str) -> None:
-        """Note a kill, and what was under way."""
+        """Count a kill, and what was under way."""
         self.kills += 1
         self.inside[where] += 1
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """Take over what another report found."""
+        """Add the results of another report."""
         for name in ("kills", "lost", "failures"):
             setattr(self, name, getattr(self, name) + other[name])
         self.seconds = round(self.seconds + other["seconds"], 1)
@@ -530,7 +530,7 @@ class Report:
 
 
 def read_lines(pipe: int, stop: Callable[[list[str]], float | None], pid: int) -> list[str]:
-    """Collect the child's lines until it is gone; kill it when `stop` says how many seconds from now."""
+    """Collect the child's lines until it ends; kill it after the seconds that `stop` returns."""
     data, deadline = b"", None
     lines: list[str] = []
     give_up = time.monotonic() + 60
@@ -557,7 +557,7 @@ def read_lines(pipe: int, stop: Callable[[list[str]], float | None], pid: int) -
 
 
 def outcome(lines: list[str], state: Ledger, ops: list[Op]) -> tuple[Ledger, Op | None, str]:
-    """Return the ledger after the calls that returned, the call under way, and where the kill came."""
+    """Return the ledger after the returned calls, the call under way, and the place of the kill."""
     state = state.copy()
     about: Op | None = None
     where = "open"
@@ -582,7 +582,7 @@ def outcome(lines: list[str], state: Ledger, ops: list[Op]) -> tuple[Ledger, Op 
 
 
 def ask_child(work: Callable[[], Any]) -> Any:
-    """Run work in a fresh process and return what it returns.
+    """Run work in a fresh process and return its result.
 
     Raises:
         Wrong: The process died.
@@ -597,7 +597,7 @@ def ask_child(work: Callable[[], Any]) -> Any:
 
 
 def check(looks: Sequence[Look]) -> list[Ledger | str]:
-    """Look at stores in a fresh process and write on; return for each its state, or what is wrong."""
+    """Check stores in a fresh process and write to them; return for each its state, or what is wrong."""
     try:
         found: list[Ledger | str] = ask_child(lambda: [look_at(look) for look in looks])
     except Wrong as exc:
@@ -606,7 +606,7 @@ def check(looks: Sequence[Look]) -> list[Ledger | str]:
 
 
 def check_one(look: Look) -> Ledger:
-    """Look at one store, as `check` does; raise Wrong with what is wrong."""
+    """Check one store, as `check` does; raise Wrong with what is wrong."""
     found = check([look])[0]
     if isinstance(found, str):
         raise Wrong(found)

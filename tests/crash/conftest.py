@@ -1,6 +1,6 @@
-"""Start the harness: it forks children from a process that has opened no store, which pytest may have.
+"""Start the harness, which forks children from a process that has opened no store (pytest may have).
 
-Loaded by pytest before the crash tests. It only runs harness.py and reads what that prints.
+Loaded by pytest before the crash tests. It only runs harness.py and reads its output.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.support.paths import ROOT
 
 Reports = dict[str, dict[str, Any]]
 
-#: Large pages make the many forks cheap (on other systems these are not known, and do nothing).
+#: Large pages make the many forks cheap (ignored on other systems).
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: Files in memory are as good as others where no test really syncs, and faster.
+#: Files in memory are sufficient where no test really syncs, and faster.
 MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 2 << 30
 
 
 def start(*arguments: str, folder: str) -> subprocess.Popen[str]:
-    """Start the harness; it makes its stores in a folder."""
+    """Start the harness; it creates its stores in a folder."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.crash.harness", *arguments],
         cwd=ROOT,
@@ -54,7 +54,7 @@ def finish(processes: list[subprocess.Popen[str]], *, seconds: float) -> Reports
 
 @pytest.fixture(scope="session")
 def harness() -> Callable[..., Reports]:
-    """Run the harness with several lists of arguments at once, on files in memory unless told otherwise."""
+    """Run the harness with several lists of arguments in parallel, by default on files in memory."""
 
     def run(lists: list[list[str]], *, memory: bool = True) -> Reports:
         memory = memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES

@@ -1,12 +1,12 @@
-"""What a disk may hold after a power cut: pages, lengths and names, each as it was synced or as it is.
+"""Possible states of a disk after a power cut: pages, lengths and names, each synced or not.
 
-Used by power_cuts.py: it replays recorded acts, and builds as many of the possible disks as it is asked for.
-Nothing here knows what a store is.
+Used by power_cuts.py: it replays recorded operations, and builds some of the possible disks. This module does
+not know stores.
 
-What was written since a file's last sync may be there or not, page by page, and file by file; a page may
-be as it was in between, or torn between two sectors; a length may be an older one. Names that were made,
-renamed or removed since their folder's last sync may be or not; what was done to one name is undone from
-its end. A rename is one act: it never leaves both names, or none.
+Everything that was written since a file's last sync may be on the disk or not, page by page and file by file.
+A page may have an intermediate state, or be torn between two sectors; a length may be an older one. Names
+that were created, renamed or removed since their folder's last sync may have changed or not; changes of one
+name are undone from the last one. A rename is atomic: it never leaves both names, or none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ZEROS = bytes(PAGE)
 
 @dataclass(eq=False, slots=True)
 class Inode:
-    """A file: its pages and its length, each as synced, and as it was after every write since."""
+    """A file: its pages and its length, as synced, and after every write since."""
 
     pages: dict[int, list[bytes]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=lambda: [0])
@@ -63,14 +63,14 @@ class Inode:
             self.unsynced.add(page)
 
     def sync(self) -> None:
-        """Make what it is now lasting."""
+        """Make the current state durable."""
         for page in self.unsynced:
             del self.pages[page][:-1]
         self.unsynced.clear()
         del self.sizes[:-1]
 
     def choose(self, chance: random.Random, share: float) -> Inode:
-        """Return the file as a power cut may leave it."""
+        """Return the file in one of the states that a power cut may leave."""
         share = chance.choice([0.0, share, share, 1.0 if share else 0.0])
         pages = {page: versions[-1:] for page, versions in self.pages.items()}
         for page in sorted(self.unsynced):
@@ -95,7 +95,7 @@ def _one_of(versions: list[bytes], chance: random.Random, share: float) -> bytes
 
 @dataclass(eq=False, slots=True)
 class Folder:
-    """A folder: its names as synced, and as they are."""
+    """A folder: its names as synced, and the current ones."""
 
     lasting: dict[str, Node] = field(default_factory=dict)
     names: dict[str, Node] = field(default_factory=dict)
@@ -108,7 +108,7 @@ Key = tuple[Folder, str]
 
 @dataclass(eq=False, slots=True)
 class _Change:
-    """What one act made of one or two names; None: the name is gone."""
+    """The effect of one operation on one or two names; None if the name is removed."""
 
     names: dict[Key, Node | None]
 
@@ -121,11 +121,11 @@ class _Change:
 
 
 class Platter:
-    """Know what of a folder is on the disk and what is not.
+    """Track which parts of a folder are on the disk.
 
     Args:
-        base: The folder; all acts are below it.
-        tree: What is in it, and lasts, in the beginning.
+        base: The folder; all operations are below it.
+        tree: Its initial content, which is durable.
     """
 
     def __init__(self, base: Path, tree: Tree | None = None) -> None:
@@ -135,13 +135,13 @@ class Platter:
         self._changes: list[_Change] = []
 
     def replay(self, event: Event) -> None:
-        """Take over one act."""
+        """Apply one operation."""
         if event.act in ("write", "truncate", "sync", "punch"):
             inode = self._inodes[event.inode]
             if event.act == "write":
                 inode.write(event.data, event.at)
             elif event.act == "punch":
-                inode.write(bytes(event.data), event.at)  # lost or torn as zeros that were written
+                inode.write(bytes(event.data), event.at)  # lost or torn like zeros that were written
             elif event.act == "truncate":
                 inode.truncate(event.at)
             else:
@@ -200,7 +200,7 @@ class Platter:
         self._change({key: None})
 
     def _sync(self, folder: Folder) -> None:
-        """Make the names of a folder lasting, and what was done before to names that were moved there."""
+        """Make the names of a folder durable, and earlier operations on names that were moved there."""
         keys = {key for change in self._changes for key in change.names if key[0] is folder}
         count = -1
         while count != len(keys):
@@ -224,7 +224,7 @@ class Platter:
 
     def choose(self, chance: random.Random) -> Tree:
         """Return one of the trees that a power cut may leave now."""
-        share = chance.choice([0.0, 0.1, 0.5, 0.9, 1.0])  # of the pages and names that are lost
+        share = chance.choice([0.0, 0.1, 0.5, 0.9, 1.0])  # share of pages and names that are lost
         kept = self._keep(chance, share)
         names: dict[Folder, dict[str, Node]] = {}
 
@@ -253,7 +253,7 @@ class Platter:
         return build(self._root)
 
     def _keep(self, chance: random.Random, share: float) -> list[_Change]:
-        """Return the changes of names that are not lost: of each name, those up to some moment."""
+        """Return the changes of names that are kept: for each name, those up to some moment."""
         groups: list[tuple[set[Key], list[_Change]]] = []
         for change in self._changes:
             keys, members = set(change.names), [change]
@@ -273,7 +273,7 @@ class Platter:
 
 
 def _settled(tree: Tree) -> Folder:
-    nodes: dict[int, Inode] = {}  # a file with two names stays one
+    nodes: dict[int, Inode] = {}  # a file with two names remains one
 
     def fold(tree: Tree) -> Folder:
         names: dict[str, Node] = {}
@@ -289,7 +289,7 @@ def _settled(tree: Tree) -> Folder:
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
-    """Make a tree of files."""
+    """Create a tree of files."""
     made: dict[int, Path] = {}
 
     def make(tree: Tree, folder: Path) -> None:

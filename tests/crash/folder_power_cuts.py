@@ -1,6 +1,7 @@
-"""What power cuts leave of a folder in which something is done once, from its first act to its last.
+"""Power cuts during a single operation on a folder, from its first file operation to its last.
 
-Used by tests of acts that are no part of a store's daily life: those are in power_cuts.py. It judges nothing.
+Used by tests of operations outside of a store's normal work, which power_cuts.py covers. This module checks
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["disks_after"]
 
 
 def _tree_of(folder: Path) -> Tree:
-    """All files of a folder, as they last."""
+    """Return all files of a folder in their durable state."""
     tree: Tree = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
@@ -34,21 +35,21 @@ def _tree_of(folder: Path) -> Tree:
 def disks_after(
     base: Path, act: Callable[[RecordingDisk], Any], folder: Path, cuts: int, seed: int
 ) -> Iterator[tuple[bool, Path]]:
-    """Yield what power cuts leave of a folder, and whether the act had returned.
+    """Yield the folders that power cuts leave, and whether the operation had returned.
 
     Args:
-        base: The folder, all of which lasts.
-        act: What is done with it, through the disk that it is given.
-        folder: Where the disks are made, one at a time.
-        cuts: How many.
-        seed: Of where, and of what is left.
+        base: The folder, which is durable at first.
+        act: The operation, which gets a disk.
+        folder: Folder in which the results are created, one at a time.
+        cuts: Number of power cuts.
+        seed: Seed of the moments and of the results.
     """
     tree, chance = _tree_of(base), random.Random(cuts + seed)
     disk = RecordingDisk(base / "nowhere")
     act(disk)
     platter, done = Platter(base, tree), 0
     end = len(disk.events)
-    # Half of them at the end, where all is done but for names that are not synced.
+    # Half of them at the end, where only syncs of names are missing.
     late = [chance.randrange(max(1, end - 60), end + 1) for _ in range(cuts // 2)]
     points = sorted([*late, *(chance.randrange(1, end + 1) for _ in range(cuts // 2))])
     points += [end] * 3

@@ -1,7 +1,7 @@
-"""Kill processes that write to a store, and hold what a fresh process then opens against a ledger.
+"""Kill processes that write to a store, and compare what a fresh process opens with a ledger.
 
-The tests run this file as a program: it imports everything, opens nothing, and forks a child for every life
-of a store and for every check. The last line it prints is the report.
+The tests run this file as a program. It imports everything, opens nothing, and forks a child for every life
+of a store and for every check. The last line that it prints is the report.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SPECS = {
         Spec("archived frames", 100, 40, frame=64, segment_bytes=4096, packed=True, archived=True),
     )
 }
-#: What is done in a life, and how often.
+#: Operations in a life, with their frequencies.
 WEIGHTS = {
     "extend": 10, "change": 3, "priority": 2, "sample": 2, "annotate": 2, "flush": 1, "empty": 0.25,
     "sql": 0.25,
@@ -78,15 +78,15 @@ WEIGHTS = {
 def random_kills(
     trials: int, seed: int, folder: Path, *, names: Sequence[str] = (), first: int = 0, plain: float = 0.0
 ) -> Report:
-    """Kill writers at random times and acts, each store several times over.
+    """Kill writers at random times and operations, each store several times.
 
     Args:
-        trials: How many kills.
-        seed: Of everything but the moments at which the clock kills.
-        folder: Where stores may be made.
-        names: Which kinds of stores; none: all of them.
+        trials: Number of kills.
+        seed: Seed of everything but the moments of timed kills.
+        folder: Folder for stores.
+        names: Kinds of stores; empty for all.
         first: Number of the first store.
-        plain: Share of the lives lived with the library's own file layer.
+        plain: Share of the lives with the library's own file layer.
     """
     report, started = Report(), time.monotonic()
     kinds = names or list(SPECS)
@@ -108,7 +108,7 @@ def _weights(spec: Spec) -> dict[str, float]:
 
 
 def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives: int, plain: float) -> None:
-    """Live several lives of one store, each begun where the one before was killed."""
+    """Run several lives of one store, each starting where the previous one was killed."""
     fit_constants(spec)
     state = new_ledger(spec)
     for life in range(lives):
@@ -122,7 +122,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
         disk: Disk = KillingDisk(at if by_act else 0, torn=torn)
         if chance.random() < plain:
             by_act, disk = False, PlainDisk()
-        # Otherwise the parent kills, a moment after the child said that it is about to make a certain call.
+        # Otherwise the parent kills, shortly after the child announced a certain call.
         target, delay = chance.randrange(len(ops)), chance.random() ** 2 * 0.03
 
         def stop(lines: list[str], word: str = f"about {target}", delay: float = delay) -> float | None:
@@ -149,8 +149,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
             return
 
 
-#: So many acts of a phase are met by `quick`; of those that take their time and meet what others meet,
-#: so many.
+#: Number of operations of a phase that `quick` kills at; fewer for slow phases that repeat others.
 QUICK, QUICK_IF_SLOW = 2, 2
 SLOW = (
     "commit to the index", "close with an index", "new shard", "end episodes", "resume episodes",
@@ -164,7 +163,7 @@ SLOW = (
 
 @dataclass(frozen=True)
 class Tooth:
-    """A fault, and what must find it."""
+    """A fault (mutant), and the check that must detect it."""
 
     fault: str
     find: Callable[[Path], Report]
@@ -272,7 +271,7 @@ TEETH = {
 
 
 def bite(tooth: Tooth, folder: Path) -> Report:
-    """Put a fault in, in a process of its own, and look for it."""
+    """Inject a fault in a separate process, and look for it."""
 
     def work(pipe: int) -> None:
         break_protocol([tooth.fault])
@@ -288,7 +287,7 @@ def bite(tooth: Tooth, folder: Path) -> Report:
 
 
 def main() -> None:
-    """Run what the command line says; each task prints its report as one line of JSON."""
+    """Run the command line; each task prints its report as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tasks", nargs="+", choices=["random", "gaps", "quick", "power", "teeth", "names"])
     parser.add_argument("--kills", type=int, default=40, help="how many random ones")
@@ -298,7 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--first", type=int, default=0, help="first round of power cuts, or first store")
     parser.add_argument("--act", type=int, help="the one act of a phase at which to kill")
-    parser.add_argument("--log", type=Path, help="where power cuts note what is done, and go on from")
+    parser.add_argument("--log", type=Path, help="record of power cuts, from which a run continues")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--names", nargs="*", default=(), help="which stores or phases")
     parser.add_argument("--teeth", nargs="*", choices=list(TEETH), default=list(TEETH), help="which faults")
@@ -308,7 +307,7 @@ def main() -> None:
     parser.add_argument("--plain", type=float, default=0.0, help="share of lives with the true file layer")
     given = parser.parse_args()
     break_protocol(given.faults)
-    logging.getLogger("expstore").setLevel(logging.ERROR)  # what openings say of the last writer
+    logging.getLogger("expstore").setLevel(logging.ERROR)  # warnings of openings about the last writer
     if {"random", "power"} & set(given.tasks):
         import expstore.sql.index  # noqa: F401  # the children are to find it there
     names, seed = given.names, given.seed
@@ -334,7 +333,7 @@ def main() -> None:
 
 
 def known_names() -> dict[str, list[str]]:
-    """Return what there is to be chosen from: phases, and kinds of stores."""
+    """Return the names to choose from: phases, and kinds of stores."""
     phases = [phase.name for phase in PHASES if not phase.tooth]
     return {"phases": phases, "random": list(SPECS), "power": list(POWER_SPECS), "teeth": list(TEETH)}
 
@@ -352,7 +351,7 @@ def _quick(seed: int, folder: Path) -> Report:
 
 
 def _power(given: argparse.Namespace, folder: Path) -> Report:
-    """Cut the power; if no kinds are named also where fields come and go, and of rings with an archive."""
+    """Cut the power; by default also for stores with added fields, and for rings with an archive."""
     report = power_cuts(
         given.cuts,
         given.seed,

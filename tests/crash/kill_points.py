@@ -1,7 +1,7 @@
-"""Kill a writer before its 1st, 2nd, 3rd ... act on the file system, until none is left to be killed at.
+"""Kill a writer before its 1st, 2nd, 3rd ... file operation, until it finishes.
 
-Run through harness.py. Without the background thread the acts come in the same order every time, so that
-every gap between two of them is met. It never decides what must be there: the ledger does.
+Run through harness.py. Without the background thread the operations have the same order every time, so that
+every gap between two of them is tested. The ledger decides what must be in the store.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
 FILED = Spec("filed", 24, 8, frame=64, lean=True, segment_bytes=4096, redo_bytes=1)
 BARE = Spec("bare", 24, 0, frame=64, lean=True, tail=False)
-#: So many stores are checked by one process.
+#: Number of stores that one process checks.
 TOGETHER = 8
 STORE = "run.exp"
 BEST = Spec("best", 24, 8, frame=64, lean=True, segment_bytes=4096, best=True)
@@ -63,17 +63,17 @@ PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_row
 
 @dataclass(frozen=True)
 class Phase:
-    """A store in some state, and what is done to it while it may be killed."""
+    """A store in some state, and the operations during which it may be killed."""
 
     name: str
     spec: Spec
     before: Sequence[Op] = ()
     ops: Sequence[Op] = ()
-    part: str = "ops"  # which part is killed: "open", "ops" or "close"
-    closed: bool = False  # whether what came before was closed
-    must: str = "write"  # an act without which the phase is not what it says
+    part: str = "ops"  # part that is killed: "open", "ops" or "close"
+    closed: bool = False  # whether the store was closed before
+    must: str = "write"  # an operation that must occur in the phase
     index: bool = False
-    tooth: bool = False  # made to show a fault
+    tooth: bool = False  # exists to show a fault
 
 
 def _extend(count: int, source: str | None = None, lanes: int = 1, key: str | None = None) -> Op:
@@ -81,7 +81,7 @@ def _extend(count: int, source: str | None = None, lanes: int = 1, key: str | No
 
 
 def _keyed(first: int, *counts: int) -> list[Op]:
-    """Return extends, each under a key of its own."""
+    """Return extends, each under its own key."""
     return [_extend(count, "a", key=str(first + n)) for n, count in enumerate(counts)]
 
 
@@ -288,7 +288,7 @@ PHASES = (
     Phase("ring of keys", KEYED, _keyed(0, *[2] * 11), [*_keyed(11, 1, 1, 3), FLUSH, *_keyed(14, 9)]),
     Phase("open keys", KEYED, [*_keyed(0, 6, 2), FLUSH, *_keyed(2, 1, 7, 2)], part="open", must="write keys"),
     Phase(
-        "loads beside keys",
+        "loads with keys",
         KEYED,
         [*_keyed(0, 6), DUMPS, *_keyed(1, 7, 2)],
         [LOADS, *_keyed(3, 4)],
@@ -321,7 +321,7 @@ PHASES = (
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a folder, holes as holes: shard files are mostly hole."""
+    """Copy a folder and preserve holes: shard files are mostly holes."""
     for folder, _, names in os.walk(source):
         here = target / Path(folder).relative_to(source)
         here.mkdir(parents=True)
@@ -342,7 +342,7 @@ def _copy(source: Path, target: Path) -> None:
 def _live(
     phase: Phase, path: Path, state: Ledger, ops: Sequence[Op], disk: KillingDisk, pipe: int, at: int
 ) -> None:
-    """Live one life in which act number `at` of the phase's part is the last."""
+    """Run one life that ends at operation number `at` of the phase's part."""
     say = saying(pipe)
     state = state.copy()
     with say.failures():
@@ -380,7 +380,7 @@ def _prepare(phase: Phase, path: Path) -> Ledger:
 
 
 def _open_and_die(phase: Phase, path: Path, at: int) -> None:
-    """Begin to recover, and be killed in the middle of it."""
+    """Start to recover, and be killed during it."""
     life = Phase(phase.name, phase.spec, part="open")
     state = new_ledger(phase.spec)
     pid, pipe = in_child(lambda out: _live(life, path, state, (), KillingDisk(serial=True), out, at))
@@ -399,18 +399,20 @@ def enumerate_kill_points(
     most: int | None = None,
     act: int | None = None,
 ) -> Report:
-    """Enumerate the gaps of phases.
+    """Kill in the gaps of phases.
 
     Args:
-        folder: Where stores may be made.
-        names: Which phases; none: all but those that serve as teeth.
-        seed: Of where writes are torn and recoveries killed.
-        torn: "no" kills before each act; "also" once more in the middle of each write; "half" tosses a coin.
-        again: Share of the gaps after which the recovery, too, is killed somewhere.
-        syncs: Whether syncs are acts of their own.
-        stop: Whether the first failure is enough.
-        most: Of each phase so many acts at most, spread evenly: half of them change names; None: all.
-        act: The one act that is met; None: all of them.
+        folder: Folder for stores.
+        names: Phases; empty for all but those that exist to show a fault.
+        seed: Seed of torn writes and killed recoveries.
+        torn: "no" kills before each operation; "also" in addition in the middle of each write; "half" chooses
+            randomly.
+        again: Share of the gaps after which the recovery is killed too.
+        syncs: Whether syncs count as operations.
+        stop: Whether to stop at the first failure.
+        most: Maximum number of operations per phase, spread evenly, half of them changes of names; None for
+            all.
+        act: The only operation to kill at; None for all.
     """
     engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
@@ -423,7 +425,7 @@ def enumerate_kill_points(
 
 
 def _spread(acts: list[int], count: int) -> list[int]:
-    """Return so many of them at most, spread evenly from the first to the last."""
+    """Return at most `count` operations, spread evenly from the first to the last."""
     count = min(count, len(acts))
     return [acts[n * (len(acts) - 1) // max(count - 1, 1)] for n in range(count)]
 
@@ -443,7 +445,7 @@ class _Run:
     looks: list[tuple[str, Look]] = field(default_factory=list)
 
     def enumerate(self, phase: Phase) -> None:
-        """Kill at act 1, 2, 3 ... of a phase."""
+        """Kill at operation 1, 2, 3 ... of a phase."""
         fit_constants(phase.spec)
         model = self.folder / "model"
         model.mkdir()
@@ -466,7 +468,7 @@ class _Run:
         shutil.rmtree(model)
 
     def _trace(self, phase: Phase, model: Path, state: Ledger) -> list[str]:
-        """Return all acts of a phase, in their order."""
+        """Return all operations of a phase in their order."""
         base = self.folder / "whole"
         _copy(model, base)
         disk = KillingDisk(serial=True, syncs=self.syncs)
@@ -482,7 +484,7 @@ class _Run:
         return trace
 
     def _acts(self, trace: list[str]) -> list[int]:
-        """Return the numbers of the acts to be killed at."""
+        """Return the numbers of the operations to kill at."""
         acts = list(range(1, len(trace) + 1))
         if self.most is None:
             return acts
@@ -493,13 +495,13 @@ class _Run:
         return sorted([*naming, *_spread(others, self.most - len(naming))])
 
     def _cuts(self) -> list[float | None]:
-        """Return how far the write at an act gets each time; None: not begun."""
+        """Return how much of a write is done in each trial; None if it is not started."""
         if self.torn == "also":
             return [None, self.chance.random()]
         return [self.chance.random() if self.torn == "half" and self.chance.random() < 0.5 else None]
 
     def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> None:
-        """Kill at one act."""
+        """Kill at one operation."""
         label = f"{phase.name}, seed {self.seed}, act {at}, cut {cut}"
         disk = KillingDisk(torn=cut, serial=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
@@ -528,7 +530,7 @@ class _Run:
         self.looks.append((label, look))
 
     def look(self) -> None:
-        """Check the stores that were killed, all in one process: it has opened none of them before."""
+        """Check the killed stores in one process that has opened none of them before."""
         labels, looks = [label for label, _ in self.looks], [look for _, look in self.looks]
         for label, found in zip(labels, check(looks), strict=True):
             if isinstance(found, str):

@@ -1,7 +1,7 @@
-"""File layers that end the process at some act, by kill -9.
+"""File layers that end the process at some operation with kill -9.
 
-Used by the children of the crash tests in place of the library's own. They never bring anything to a real
-disk: for a kill that makes no difference.
+Used by the children of the crash tests instead of the library's own. They never sync to a real disk, which
+makes no difference for a kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["KillingDisk", "PlainDisk", "machine"]
 
 
 class _Machine:
-    """Which start of the machine this is; a power cut begins a new one."""
+    """The number of the machine's start; a power cut begins a new one."""
 
     boot = 0
 
@@ -47,13 +47,14 @@ class _KillingFile(File):
 
 
 class KillingDisk(Disk):
-    """Kill the process at the N-th act: before it, or, where it is a write, in the middle of it.
+    """Kill the process at the N-th operation: before it, or in the middle of a write.
 
     Args:
-        at: N; 0: never.
-        torn: How much of a write is done, 0 to 1; None: nothing.
-        serial: Sync files one after another in the order of their names, so that acts can be counted.
-        syncs: Whether a sync is an act. A kill just before one leaves what a kill before the next act does.
+        at: N; 0 for never.
+        torn: Share of a write that is done, 0 to 1; None for nothing.
+        serial: Sync files sequentially in the order of their names, so that operations can be counted.
+        syncs: Whether a sync counts. A kill before it has the same result as a kill before the next
+            operation.
     """
 
     file_class: type[File] = _KillingFile
@@ -70,7 +71,7 @@ class KillingDisk(Disk):
         self.trace: list[str] = []
 
     def arm(self, at: int) -> None:
-        """Count acts from here on, and end the process at number `at`."""
+        """Start counting, and end the process at operation number `at`."""
         self.at, self.acts, self.trace = at, 0, []
 
     def gate(self, act: str, path: Path) -> None:
@@ -86,16 +87,16 @@ class KillingDisk(Disk):
         _kill()
 
     def part_of(self, size: int) -> int | None:
-        """Return how much of a write is done before the end; None: all of it, and no end.
+        """Return how many bytes of a write are done before the end; None for a complete write.
 
-        No machine tears an aligned word: it copies whole ones, and stops between pages.
+        No machine tears an aligned word: it copies whole words, and stops between pages.
         """
         cut = self.torn is not None and self.acts + 1 == self.at
         return int(size * self.torn) // 8 * 8 if cut else None
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)
-        fd, file.fd = file.fd, -1  # one file owns a descriptor
+        fd, file.fd = file.fd, -1  # only one file owns a descriptor
         return self.file_class(self, file.path, fd)
 
     def sync_dir(self, path: Path) -> None:
@@ -112,14 +113,14 @@ class KillingDisk(Disk):
             self.sync_dir(folder)
 
     def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> None:
-        file.write(data, offset)  # acts are counted: one after another
+        file.write(data, offset)  # sequential writes, so that operations are counted
 
     def boot_id(self) -> bytes:
         return machine.boot.to_bytes(16, "big")
 
 
 class PlainDisk(Disk):
-    """The library's own file layer, with its compiled loops and true syncs; only the clock kills it."""
+    """The library's own file layer, with compiled loops and real syncs; only timed kills end it."""
 
     def __init__(self) -> None:
         super().__init__()

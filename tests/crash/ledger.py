@@ -1,7 +1,7 @@
-"""What must be in a store: rows that are functions of their id, and a ledger of what was done.
+"""The expected content of a store: rows that are functions of their id, and a ledger of operations.
 
-Used by harness.py on both sides of the pipe: the child does what the plan says, the parent knows from the
-same plan what must be there. It never looks into a store.
+Used by harness.py on both sides of the pipe: the child runs the plan, and the parent computes the expected
+content from the same plan. This module never reads a store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLE = 32
 
 @dataclass(frozen=True)
 class Spec:
-    """The shape of one store, and how long the batches are that go into it."""
+    """The shape of one store, and the lengths of its batches."""
 
     name: str
     capacity: int | None
@@ -52,20 +52,20 @@ class Spec:
     longest: int = 700
     redo_bytes: int = 64 << 20
     shard_rows: int = 1 << 20
-    overlong: bool = True  # batches longer than the spare, and than the ring, are among them
+    overlong: bool = True  # includes batches longer than the spare, and than the ring
     lean: bool = False  # three fields only
     durability: Literal["process", "sync"] = "process"
     dumped: bool = False  # snapshots are made of it
-    tail: bool = True  # whether few small rows ride in the journal
-    consume: int | None = None  # how often each row is handed out
-    best: bool = False  # whether the best rows stay, not the newest
-    late: bool = False  # fields come and go
-    ragged: bool = False  # whether there are fields without a fixed size, in short segments
-    compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these
-    keyed: bool = False  # whether rows are written under idempotency keys, of which few are known
-    archived: bool = False  # whether what leaves the ring goes to an archive
+    tail: bool = True  # whether small batches are written into the journal
+    consume: int | None = None  # maximum number of times that each row is returned
+    best: bool = False  # whether the best rows are kept instead of the newest
+    late: bool = False  # fields are added and dropped
+    ragged: bool = False  # whether there are variable-length fields, in short segments
+    compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these segments
+    keyed: bool = False  # whether rows are written under idempotency keys, few of which are remembered
+    archived: bool = False  # whether evicted rows go to an archive
     packed: bool = (
-        False  # whether frames are packed, in chunks of a few rows and short shards; next ones, too
+        False  # whether frames, next ones too, are packed, in chunks of a few rows and short shards
     )
 
     @property
@@ -76,7 +76,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Op:
-    """One call, fully decided beforehand."""
+    """One call, decided completely beforehand."""
 
     kind: str
     count: int = 0
@@ -88,8 +88,8 @@ class Op:
     priorities: NDArray[np.float32] | None = None
     episode: int = 0
     info: Mapping[str, int | None] | None = None
-    fill: bool = False  # a field that comes has one value in all rows
-    key: str | None = None  # under which an extend is made
+    fill: bool = False  # an added field has one value in all rows
+    key: str | None = None  # idempotency key of an extend
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def _rewards(ids: Ints, versions: Ints) -> NDArray[np.float32]:
 
 
 def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.ndarray]:
-    """Return all fields of rows; only versions tell a row from the one that it was before `[]=`."""
+    """Return all fields of rows; the version distinguishes a row from the one before `[]=`."""
     mixed, frame = _mix(ids, versions), _frames(spec, ids, versions)
-    # Most rows come next after the one before them, some after the third one before, and some after none.
+    # Most rows are followed by the next row, some by the third next one, and some by none.
     after = np.where(ids % 16 < 11, 1, np.where(ids % 16 < 14, 3, 1 << 20))
     following = {}
     if spec.follows:
-        # Ticks say that no row continues another one: episodes go by their sources alone.
+        # Ticks prevent rows from continuing one another: episodes follow from sources alone.
         following = {
             ("next", "frame"): _frames(spec, ids + after, versions),
             ("tick",): 2 * ids,
@@ -149,16 +149,16 @@ def _frames(spec: Spec, ids: Ints, versions: Ints) -> np.ndarray:
 
 
 def ranks(spec: Spec, origins: Ints, versions: Ints) -> NDArray[np.float32]:
-    """Return what rows of a store that keeps the best are ranked by."""
+    """Return the rank of rows in a store that keeps the best."""
     found: NDArray[np.float32] = values(spec, origins, versions)[("observation",)].max(axis=1)
     return found
 
 
 def ragged_values(ids: Ints) -> dict[str, list[Any]]:
-    """Return the fields without a fixed size of rows: token ids, and texts or None."""
+    """Return the variable-length fields of rows: token ids, and texts or None."""
     sizes = (_mix(ids, ids) % 40).tolist()
     pairs = list(zip(ids.tolist(), sizes, strict=True))
-    starts = [i * (-5000 if i % 31 == 4 else 100) for i in ids.tolist()]  # those of some rows need more bytes
+    starts = [i * (-5000 if i % 31 == 4 else 100) for i in ids.tolist()]  # some rows need more bytes
     return {
         "tokens": [list(range(start, start + n)) for start, n in zip(starts, sizes, strict=True)],
         "text": [None if n % 7 == 3 else f"é{i}" * (n % 9) for i, n in pairs],
@@ -166,7 +166,7 @@ def ragged_values(ids: Ints) -> dict[str, list[Any]]:
 
 
 def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
-    """Return the TensorDict that an extend or a `[]=` is given."""
+    """Return the TensorDict of an extend or a `[]=`."""
     versions = np.full(ids.size, op.version, np.int64)
     shape, names = [ids.size], None
     if op.lanes > 1:
@@ -184,17 +184,17 @@ def batch(spec: Spec, op: Op, ids: Ints) -> TensorDict:
     return data
 
 
-#: The fields that may come, and go.
+#: Fields that may be added and dropped.
 LATE = ("late", "group.late", "group.deep.late")
 
 
 def late_values(ids: Ints, version: int) -> Ints:
-    """Return what rows have in a field that has come."""
+    """Return the values of rows in an added field."""
     return _mix(ids, np.full(ids.size, version, np.int64))
 
 
 _ARRAYS = ("version", "origin", "episode", "step", "deleted")
-#: So many snapshots are kept.
+#: Number of snapshots that are kept.
 KEEP = 3
 
 
@@ -203,7 +203,7 @@ KEEP = 3
 
 @dataclass
 class Episode:
-    """What `SELECT * FROM episodes` must say of one."""
+    """Expected row of `SELECT * FROM episodes`."""
 
     source: str
     length: int = 0
@@ -213,14 +213,14 @@ class Episode:
     info: Mapping[str, int] = field(default_factory=dict)  # replaced, never changed: copies share it
 
     def note(self, info: Mapping[str, int | None]) -> None:
-        """Merge facts into what is noted."""
+        """Merge annotations."""
         merged = {**self.info, **info}
         self.info = {name: value for name, value in merged.items() if value is not None}
 
 
 @dataclass
 class Ledger:
-    """The state of a store as its users know it."""
+    """The state of a store from its users' view."""
 
     spec: Spec
     spare: int = 0
@@ -228,37 +228,37 @@ class Ledger:
     last: int = 0
     retired: int = 0
     write_count: int = 0
-    found: int = 0  # the same, when the store was last opened to be looked at
+    found: int = 0  # the same, when the store was last opened for a check
     draw: int = 0
-    noted_draw: int = 0  # as the newest record says that a power cut may leave
-    handle: int = 0  # counts openings: unnamed sources belong to one
+    noted_draw: int = 0  # in the newest record that survives a power cut
+    handle: int = 0  # number of openings; unnamed sources belong to one
     max_priority: float = 1.0
     next_episode: int = 1
     offered: int = 0  # rows that were offered to a store that keeps the best
     open: dict[str, int] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # named streams that this session has written or adopted
-    # By named stream: what the newest session that wrote it left open, by name of the lane.
+    # By named stream: the episodes that its newest session left open, by name of the lane.
     adoptable: dict[str, dict[str, int]] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
     version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was made for
+    origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was written with
     episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    deleted: Ints = field(default_factory=lambda: np.ones(1, np.int64))  # 1: never came, or was deleted
-    # What a row's priority may be after a kill: what it was when last brought to disk, or any later one.
+    deleted: Ints = field(default_factory=lambda: np.ones(1, np.int64))  # 1: never written, or deleted
+    # Possible priorities of a row after a kill: the value that was last written to disk, or a later one.
     priorities: dict[int, list[float]] = field(default_factory=dict)
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
-    # What a row's count of batches may be after a power cut: as for priorities; the last one after a kill.
+    # Possible sample counts of a row after a power cut, as for priorities; after a kill only the last one.
     sampled: dict[int, list[int]] = field(default_factory=dict)
-    taking: Collection[int] = ()  # rows of a batch under way: counted once more, or not yet
+    taking: Collection[int] = ()  # rows of a batch under way: perhaps counted already
     versions: dict[int, Ledger] = field(default_factory=dict)  # snapshots by number
-    # Fields that have come: what later rows have there, and what each row has.
+    # Added fields: the value of later rows, and of each row.
     late: dict[str, tuple[int, Ints]] = field(default_factory=dict)
     keys: dict[str, tuple[int, int]] = field(default_factory=dict)  # key -> first id, rows; in their order
-    lost: frozenset[str] = frozenset()  # keys of writes that were never made, or that a power cut took
+    lost: frozenset[str] = frozenset()  # keys of writes that were never made, or were lost in a power cut
 
     def copy(self) -> Ledger:
-        """Return a ledger that goes its own way."""
+        """Return an independent copy of the ledger."""
         twin = copy.copy(self)
         twin.open, twin.written = dict(self.open), set(self.written)
         twin.adoptable = dict(self.adoptable)
@@ -281,7 +281,7 @@ class Ledger:
 
     @property
     def slots(self) -> int:
-        """How many rows a ring has."""
+        """Number of slots of a ring."""
         return (self.spec.capacity or 0) + self.spare + self.reach
 
     @property
@@ -290,12 +290,12 @@ class Ledger:
 
     @property
     def ever(self) -> Ints:
-        """The rows that must be there where none is lost that leaves."""
+        """The rows that must exist if no evicted row is lost."""
         return np.flatnonzero(self.deleted[: self.last + 1] == 0)
 
     @property
     def left(self) -> Ints:
-        """The rows that can still be drawn."""
+        """The rows that can still be sampled."""
         limit = self.spec.consume
         ids = self.ids
         if limit is None:
@@ -314,20 +314,20 @@ class Ledger:
             self.late[name] = default, np.append(held, more)
 
     def _set_late(self, ids: Ints) -> None:
-        """Let new rows have the defaults of fields that have come."""
+        """Set the defaults of added fields in new rows."""
         for default, held in self.late.values():
             held[ids] = default
 
     def apply(self, op: Op) -> None:
-        """Take over one call that returned."""
+        """Apply one call that returned."""
         getattr(self, f"_{op.kind}")(op)
 
     def place_best(self, op: Op) -> tuple[Ints, Ints, Ints]:
-        """Let rows in one after the other, as the documentation says.
+        """Insert rows one after the other, as documented.
 
         Returns:
-            Id of each row, -1 where it is not taken in; the rows that are appended, in their order; the rows
-            that take the places of stored ones.
+            Id of each row, -1 if it is not stored; the appended rows in their order; the rows that replace
+            stored ones.
         """
         spec, stored = self.spec, self.ids
         assert spec.capacity is not None
@@ -375,7 +375,7 @@ class Ledger:
         self.offered += op.count
 
     def half_best(self, op: Op) -> Ledger | None:
-        """Return the state between what an extend appends and what it displaces; None: it does only one."""
+        """Return the state between an extend's appends and replacements; None if it has only one."""
         if op.kind != "extend" or not self.spec.best:
             return None
         _, appended, winners = self.place_best(op)
@@ -386,7 +386,7 @@ class Ledger:
         return half
 
     def retire_for(self, op: Op) -> bool:
-        """Give up what an extend longer than the spare gives up before it is there; say whether it does."""
+        """Delete rows in advance for an extend longer than the spare; return whether there were any."""
         capacity = None if self.spec.best else self.spec.capacity
         if op.kind != "extend" or capacity is None or op.count <= self.spare:
             return False
@@ -411,7 +411,7 @@ class Ledger:
         self._set_late(ids)
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
-        if self.spec.lean:  # "done" alone is an end
+        if self.spec.lean:  # "done" alone marks an end
             terminated, truncated = terminated | truncated, np.zeros_like(truncated)
         steps = op.count // op.lanes
         for lane in range(op.lanes):
@@ -429,7 +429,7 @@ class Ledger:
                 held, i = self.episodes[number], int(ids[row])
                 self.episode[i], self.step[i] = number, held.length
                 held.length += 1
-                if not self.spec.lean:  # otherwise nothing is a reward
+                if not self.spec.lean:  # otherwise there are no rewards
                     held.ret = (held.ret or 0.0) + float(rewards[row])
                 held.last_id = i
                 if terminated[row] or truncated[row]:
@@ -454,7 +454,7 @@ class Ledger:
             self.episodes[self.open.pop(name)].status = CUT
 
     def _resume(self, op: Op) -> None:
-        """Adopt what the newest session that wrote a stream left open, before the stream's first row."""
+        """Adopt the episodes that a stream's newest session left open, before the stream's first row."""
         source = str(op.source)
         assert source not in self.written
         if source in self.adoptable:
@@ -468,7 +468,7 @@ class Ledger:
         self.origin[op.ids] = op.ids
 
     def _add(self, op: Op) -> None:
-        """Have one more field; some rows may come while its values are computed."""
+        """Add a field; rows may be written while its values are computed."""
         if op.count:
             self._extend(Op("extend", count=op.count))
         held, ids = np.zeros_like(self.version), self.ids
@@ -476,7 +476,7 @@ class Ledger:
         self.late[str(op.source)] = op.version, held
 
     def half_add(self, op: Op) -> Ledger | None:
-        """Return the state in which the rows have come, and the field has not; None: no rows come."""
+        """Return the state with these rows and without the field; None if no rows are written."""
         if op.kind != "add" or not op.count:
             return None
         half = self.copy()
@@ -521,7 +521,7 @@ class Ledger:
         pass
 
     def _tick(self, op: Op) -> None:
-        """What the background thread does ten times a second."""
+        """Do the periodic work of the background thread."""
 
     def _dumps(self, op: Op) -> None:
         kept = self.copy()
@@ -533,7 +533,7 @@ class Ledger:
         self.versions = dict([*self.versions.items(), (number, kept)][-KEEP:])
 
     def _loads(self, op: Op) -> None:
-        """Take over the newest version: its rows and episodes get numbers above all that were given."""
+        """Load the newest snapshot: its rows and episodes get numbers above all earlier ones."""
         kept = self.versions[max(self.versions)].copy()
         capacity = self.spec.capacity
         low, former = kept.low, self.last
@@ -569,7 +569,7 @@ class Ledger:
         vars(self).update(vars(kept))
 
     def reopen(self) -> None:
-        """Begin a session: the open episodes of the one before are cut."""
+        """Begin a session: cut the open episodes of the previous one."""
         self.handle += 1
         for source in self.written:
             self.adoptable[source] = {
@@ -581,14 +581,14 @@ class Ledger:
         self.open.clear()
 
     def end_episodes(self) -> None:
-        """End all open episodes for good: none can be adopted."""
+        """End all open episodes permanently: they cannot be adopted."""
         self.adoptable = {source: {} for source in self.adoptable}
         for number in self.open.values():
             self.episodes[number].status = CUT
         self.open.clear()
 
     def next_sample(self, size: int) -> Ints:
-        """Return the ids of the next batch, from the words of the documentation: Philox, draw by draw."""
+        """Return the ids of the next batch by the documented algorithm: Philox, draw by draw."""
         generator = Draws(SEED).generator(self.draw)
         if self.spec.consume is not None:
             ids = self.left
@@ -607,7 +607,7 @@ class Ledger:
 
 
 def plan(ledger: Ledger, rng: np.random.Generator, count: int, *, weights: Mapping[str, float]) -> list[Op]:
-    """Decide the next calls on a store that is as the ledger says: how often which kind, says `weights`."""
+    """Plan the next calls on a store in the ledger's state, with frequencies from `weights`."""
     state = ledger.copy()
     ops = []
     for _ in range(count):
@@ -623,7 +623,7 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
     if kind == "extend" or not ids.size or (kind == "loads" and not state.versions):
         return _next_extend(state, rng)
     if kind == "change" and (state.spec.packed or state.spec.ragged):
-        kind = "flush"  # what is packed, or in segments, stays as it is
+        kind = "flush"  # packed columns and segments cannot be changed
     if kind in ("add", "drop"):
         return _next_field(state, rng)
     if kind == "change":
@@ -641,7 +641,7 @@ def _next(state: Ledger, rng: np.random.Generator, weights: Mapping[str, float])
 
 
 def _next_field(state: Ledger, rng: np.random.Generator) -> Op:
-    """Let a field come, or, where there are many, go."""
+    """Plan to add a field, or to drop one if there are many."""
     if len(state.late) and rng.random() < len(state.late) / len(LATE):
         return Op("drop", source=str(rng.choice(list(state.late))))
     name = str(rng.choice([name for name in LATE if name not in state.late]))
@@ -651,7 +651,7 @@ def _next_field(state: Ledger, rng: np.random.Generator) -> Op:
 
 
 def _next_info(rng: np.random.Generator) -> dict[str, int | None]:
-    """Return facts of which each call's takes the place of another's, or removes it."""
+    """Return annotations; each call's replace or remove earlier ones."""
     return {str(rng.choice(["x", "y"])): int(rng.integers(1000)) if rng.random() < 0.8 else None}
 
 
@@ -680,5 +680,5 @@ def _next_extend(state: Ledger, rng: np.random.Generator) -> Op:
 
 
 def extends(state: Ledger, rng: np.random.Generator, count: int) -> list[Op]:
-    """Decide calls that fit whatever state a store is in."""
+    """Plan calls that are valid in any state of a store."""
     return [_next_extend(state, rng) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""The protocol, broken in one place each: a harness that does not notice is worth nothing.
+"""The protocol with single faults: a useful harness must detect each of them.
 
-Run through harness.py before it forks, so that every child has the fault. It never touches the library's
-files: it replaces functions in memory.
+Run through harness.py before it forks, so that every child has the fault. Functions are replaced in memory;
+the library's files are never changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None
     state, engine = kept.state, kept.engine
     skipped = kept._reserve(rows)
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
-        state.columns.ensure(slot + n)  # a sync sums up what the columns hold
+        state.columns.ensure(slot + n)  # a sync computes checksums of the columns
     record = kept._commit_record(rows, skipped, Payload(checksum(skipped))).parts()
     with kept.locks.episodes:
         sequence = engine.append_record(Kind.PUBLISH, *record)
@@ -72,7 +72,7 @@ def break_journal_first() -> None:
 
 
 def break_waiting() -> None:
-    """Slots are reused whether or not a durable mark covers what pushed their rows out."""
+    """Slots are reused although no durable mark covers the eviction of their rows."""
 
     def make_room(self: Any, count: int) -> None:
         pass
@@ -97,12 +97,12 @@ def break_sync() -> None:
 
 
 def break_recovery() -> None:
-    """What opening found is not brought to the disk before a new base says that it is there."""
+    """Recovered data is not synced before a new base record refers to it."""
     Opening._make_durable = lambda self, past, store: None  # type: ignore[method-assign]
 
 
 def break_marks() -> None:
-    """A checkpoint covers a change in place whose columns are not all written."""
+    """A checkpoint covers a change in place before all its columns are written."""
     Checkpointer.pin = lambda self, lsn, segment=None: Pin(lsn, segment)  # type: ignore[method-assign]
 
 
@@ -117,17 +117,17 @@ def break_dumps() -> None:
 
 
 def break_loads() -> None:
-    """What is loaded gets its name before its files are on the disk."""
+    """Loaded data gets its name before its files are on the disk."""
     restore.sync_paths = lambda disk, paths, folders, pool: None
 
 
 def break_counts() -> None:
-    """A batch is handed out before it is counted on disk."""
+    """A batch is returned before it is counted on disk."""
     SampledColumn._keep = lambda self, slots, values: None  # type: ignore[method-assign]
 
 
 def break_renewal() -> None:
-    """A new row takes over the count that its slot had on disk."""
+    """A new row takes over the count of its slot on disk."""
     SampledColumn._keep_run = lambda self, slot, values: None  # type: ignore[method-assign]
 
 
@@ -142,12 +142,12 @@ def break_count_syncs() -> None:
 
 
 def break_notes() -> None:
-    """What is noted about an episode is in memory, and in no record."""
+    """Annotations of an episode are kept in memory, but not recorded."""
     _unrecorded(LogEntry)
 
 
 def break_adoptions() -> None:
-    """Adoptions of episodes are in memory, and in no record."""
+    """Adoptions of episodes are kept in memory, but not recorded."""
     _unrecorded(Resume)
 
 
@@ -164,7 +164,7 @@ def _unrecorded(kind: type) -> None:
 
 
 def break_changes() -> None:
-    """Rows are changed in place, or replaced, and no record says so."""
+    """Rows are changed in place, or replaced, without a record."""
     append = Engine.append_record
 
     def others(self: Any, kind: Kind, *body: bytes) -> int:
@@ -174,7 +174,7 @@ def break_changes() -> None:
 
 
 def break_packed_syncs() -> None:
-    """A mark is made without a sync of packed columns."""
+    """A mark is written without a sync of packed columns."""
     begin = PackedAppender.begin_opening
 
     def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
@@ -203,17 +203,17 @@ def break_packed_names() -> None:
 
 
 def break_packed_areas() -> None:
-    """Raw rows are written over that the last mark covers."""
+    """Raw rows that the last mark covers are overwritten."""
     PartialFile.note_mark = PartialFile.note_marked = lambda self: None  # type: ignore[method-assign]
 
 
 def break_packed_rows() -> None:
-    """Rows of a chunk that is not full are in memory alone."""
+    """Rows of an incomplete chunk are kept only in memory."""
     PartialFile.write = lambda self, first, rows: None  # type: ignore[method-assign]
 
 
 def break_packed_recovery() -> None:
-    """What opening found in packed columns is not brought to the disk."""
+    """Recovered packed columns are not synced."""
     settle = PackedColumn.settle
 
     def settle_only(self: Any, last: int, synced: int) -> None:
@@ -224,7 +224,7 @@ def break_packed_recovery() -> None:
 
 
 def break_segment_syncs() -> None:
-    """A mark is made without a sync of segments."""
+    """A mark is written without a sync of segments."""
     begin = SegmentWriter.begin_opening
 
     def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
@@ -234,7 +234,7 @@ def break_segment_syncs() -> None:
 
 
 def break_segment_cuts() -> None:
-    """What was never published stays in the segments when a store is opened."""
+    """Rows that were never committed remain in the segments when a store is opened."""
 
     def keep(self: Any, last: int) -> None:
         self._open = None
@@ -244,17 +244,17 @@ def break_segment_cuts() -> None:
 
 
 def break_segments_first() -> None:
-    """The record is appended, and a sync covers it, before rows without a fixed size are written."""
+    """The record is appended, and a sync covers it, before variable-length rows are written."""
     Store._append = lambda self, rows: _record_first(self, rows, lambda skipped: 0)  # type: ignore[method-assign]
 
 
 def break_late() -> None:
-    """expstore.json says that there is another field before that is on the disk."""
+    """expstore.json names another field before its column is on the disk."""
     alter._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
 def break_reach() -> None:
-    """Rows lie with others that are overwritten before them."""
+    """Rows are deduplicated with rows that are overwritten before them."""
 
     geometry_for = Store.geometry_for
 
@@ -267,7 +267,7 @@ def break_reach() -> None:
 
 
 def break_lenders() -> None:
-    """A mark is made without a sync of the rows with which others lie."""
+    """A mark is written without a sync of the rows with which others are deduplicated."""
     begin = WritableColumns.begin
 
     def others(self: Any, checkpoint: Checkpoint) -> Dirty:
@@ -278,7 +278,7 @@ def break_lenders() -> None:
 
 
 def break_key_records() -> None:
-    """A publish record does not say under which key its rows were written."""
+    """A publish record lacks the key under which its rows were written."""
     parts = Publish.parts
 
     def keyless(self: Publish) -> tuple[bytes, bytes]:
@@ -289,7 +289,7 @@ def break_key_records() -> None:
 
 
 def break_key_order() -> None:
-    """A key is in the file, and believed, before there is a record of its rows."""
+    """A key is in the file, and used, before there is a record of its rows."""
     admit = Store._admit
 
     def note(self: Any, rows: Rows) -> None:
@@ -304,18 +304,18 @@ def break_key_order() -> None:
 
 
 def break_key_cuts() -> None:
-    """Keys stay whose rows a power cut took."""
+    """Keys of rows that a power cut removed are kept."""
     read = write_key_file.read_keys
     write_key_file.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
 
 
 def break_key_syncs() -> None:
-    """A mark is made without a sync of the file of keys."""
+    """A mark is written without a sync of the file of keys."""
     write_key_file.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
 
 
 def break_archive_order() -> None:
-    """Rows go to the archive when others may have their slots."""
+    """Rows are archived only after their slots may be reused."""
     write = Store.write
 
     def late(self: Any, rows: Rows) -> None:
@@ -328,7 +328,7 @@ def break_archive_order() -> None:
 
 
 def break_archive_syncs() -> None:
-    """Slots are given to others before the archive has their rows on its disk."""
+    """Slots are reused before the archived rows are on the disk."""
 
     def settle(self: Any) -> None:
         self.settled = self.through
@@ -336,7 +336,7 @@ def break_archive_syncs() -> None:
     Archive.settle = settle  # type: ignore[method-assign]
 
 
-#: Fault -> what puts it in.
+#: Fault -> function that injects it.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
     "no waiting": break_waiting,
@@ -374,6 +374,6 @@ BREAKS: dict[str, Callable[[], None]] = {
 
 
 def break_protocol(names: Sequence[str]) -> None:
-    """Put the faults of these names in."""
+    """Inject the faults of these names."""
     for name in names:
         BREAKS[name]()

@@ -1,9 +1,10 @@
-"""Cut the power under a writer: the store is as it was at some moment not before its last sync.
+"""Cut the power under a writer: the store must have a state that is not older than its last sync.
 
-Run through harness.py. A life of a store is recorded once, act by act (recording_disk.py); from many points
-of it many of the disks are built that a power cut may leave (disk_states.py), and a fresh process opens each
-and holds it against the ledger. The opening of some of them is recorded in turn, and cut again. The library's
-own code runs on real files; only what a sync makes lasting is simulated. It never looks into the journal.
+Run through harness.py. A life of a store is recorded once, operation by operation (recording_disk.py). For
+many points of it, some of the disks that a power cut may leave are built (disk_states.py), and a fresh
+process opens each and compares it with the ledger. Some of these openings are recorded in turn, and cut
+again. The library's own code runs on real files; only the effect of syncs is simulated. This module never
+reads the journal.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ POWER_SPECS = {
         Spec("endless", None, 120, frame=64, segment_bytes=8192, shard_rows=4096, longest=160, lean=True),
     )
 }
-#: What is done in a life, and how often: see ledger.KINDS.
+#: Operations in a life, with their frequencies: see ledger.KINDS.
 WEIGHTS = {
     "extend": 10,
     "change": 2,
@@ -122,42 +123,42 @@ WEIGHTS = {
     "tick": 1,
 }
 ROUND_STATES = 40
-#: Of so many disks the opening is cut, too.
+#: One in this many openings is cut too.
 CUT_AGAIN = 5
-#: So many disks are checked by one process.
+#: Number of disks that one process checks.
 TOGETHER = 15
 #: Share of the disks that a follower reads first.
 FOLLOWED = 0.2
-#: Every so-many-th round has an index.
+#: One in this many rounds has an index.
 INDEXED = 5
 
 
 @dataclass
 class Job:
-    """A life to be recorded: a disk, what the store on it may hold, and what is to be done."""
+    """A life to be recorded: a disk, the possible states of its store, and the operations."""
 
     spec: Spec
     states: list[Ledger]
     ops: Sequence[Op]
     tree: Tree = field(default_factory=dict)
-    need: list[int] = field(default_factory=list)  # snapshots that are there
-    known: dict[int, Ledger] = field(default_factory=dict)  # what is in each that may be
-    current: int = 0  # the oldest that CURRENT may name
+    need: list[int] = field(default_factory=list)  # snapshots that exist
+    known: dict[int, Ledger] = field(default_factory=dict)  # contents of all snapshots that may exist
+    current: int = 0  # the oldest snapshot that CURRENT may name
     boot: int = 0
     index: bool = False
-    free: bool = False  # the background thread runs, as it likes
-    busy: float = 0.0  # otherwise: how often it has a turn before a write
+    free: bool = False  # whether the background thread runs freely
+    busy: float = 0.0  # otherwise: how often it runs before a write
     close: bool = False
 
     @property
     def again(self) -> bool:
-        """Whether the life begins where the power was cut."""
+        """Whether the life begins after a power cut."""
         return self.boot > 0
 
 
 @dataclass
 class Taken:
-    """What was recorded: the acts, and the state in which the store was found at opening."""
+    """A recording: the operations, and the state of the store at opening."""
 
     base: Path
     events: list[Event]
@@ -167,17 +168,17 @@ class Taken:
 
 @dataclass
 class State:
-    """A disk after a power cut, and what must be found on it."""
+    """A disk after a power cut, and the expected content."""
 
     label: str
     tree: Tree
     states: list[Ledger]
-    newest: Ledger  # with all that had returned
-    need: list[int]  # snapshots that must be there
-    known: dict[int, Ledger]  # and what is in each that may be
-    current: int  # the oldest that CURRENT may name
-    opening: bool  # the power was cut while the store was opened again
-    clean: bool  # it had been closed
+    newest: Ledger  # includes everything that had returned
+    need: list[int]  # snapshots that must exist
+    known: dict[int, Ledger]  # contents of all snapshots that may exist
+    current: int  # the oldest snapshot that CURRENT may name
+    opening: bool  # the power was cut during a reopening
+    clean: bool  # the store had been closed
 
 
 # -- recording -------------------------------------------------------------------------------------------
@@ -238,12 +239,13 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
 
 
 def _make_sync(kept: Any, share: float) -> Callable[[], None]:
-    """Return what lets the background thread sync before some of the writes of the thread that calls it."""
+    """Return a function that lets the background thread sync before some writes of the calling thread."""
     chance = random.Random(share)
 
     def sync_sometimes() -> None:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
-            # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
+            # No other thread runs: a held lock belongs to this thread, and the background thread would wait
+            # for it.
             held = any(
                 lock.locked()
                 for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.locks.episodes)
@@ -261,11 +263,11 @@ def _make_sync(kept: Any, share: float) -> Callable[[], None]:
 
 
 def cuts(job: Job, taken: Taken, chance: random.Random, count: int, label: str) -> Iterator[State]:
-    """Build disks that a power cut may leave, at random points of what was recorded."""
+    """Build disks that a power cut may leave, at random points of a recording."""
     events = taken.events
     opened = next((n for n, event in enumerate(events) if event.data == "open"), len(events))
     whole = range(1, len(events) + 1)
-    # Half of a life that begins with a recovery is that recovery.
+    # Half of the points of a life that begins with a recovery are in the recovery.
     early = range(1, opened + 1) if job.again else whole
     points = sorted(chance.choice(early if n % 2 else whole) for n in range(count))
     history = _History(job, taken)
@@ -290,7 +292,7 @@ def cuts(job: Job, taken: Taken, chance: random.Random, count: int, label: str) 
 
 
 class _History:
-    """Follow a life by its words: what had returned, and what had reached the disk."""
+    """Follow a life by the child's messages: what had returned, and what had reached the disk."""
 
     def __init__(self, job: Job, taken: Taken) -> None:
         self._job = job
@@ -306,7 +308,7 @@ class _History:
         self.current = job.current
 
     def hear(self, word: str) -> None:
-        """Take a word of the child."""
+        """Process a message of the child."""
         self.where = word
         if word == "open":
             self.opened, self.newest = True, self._ledgers[0]
@@ -354,7 +356,7 @@ class _History:
         return states
 
     def versions(self) -> tuple[list[int], dict[int, Ledger]]:
-        """Return the snapshots that must be there, and all that may be."""
+        """Return the snapshots that must exist, and all that may exist."""
         if not self.opened:
             return self._job.need, self._job.known
         return snapshots(self.newest, self._op)
@@ -373,7 +375,7 @@ class _History:
 
 
 def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
-    """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
+    """Open stores, check them, write, close, reopen; a share of them is checked in SQL."""
     machine.boot = boot
     engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     found = []
@@ -393,7 +395,7 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
             known=state.known,
             current=state.current,
         )
-        # A follower must find in the files what the next writer finds, without changing any.
+        # A follower must read what the next writer finds, without changing files.
         seen = _follow(look) if rng.random() < FOLLOWED else None
         result = look_at(look)
         if isinstance(result, Ledger):
@@ -406,7 +408,7 @@ def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: 
 
 
 def _follow(look: Look) -> int | str | None:
-    """Read a store that nobody has opened; return how many rows were written to it, or what is wrong."""
+    """Read a store that no writer has opened since; return its number of written rows, or what is wrong."""
     if not (look.path / "expstore.json").exists():
         return None
     reasons = []
@@ -422,7 +424,7 @@ def _follow(look: Look) -> int | str | None:
                 else:
                     return state.write_count
     except StorageError as exc:
-        # Only the next writer can bring a load to its end.
+        # Only the next writer can finish a load.
         half = exc.kind == "half_loaded" and (look.path / "load").exists()
         return None if half else traceback.format_exc()
     except Exception:
@@ -444,17 +446,17 @@ def power_cuts(
     log: Path | None = None,
     stop: bool = False,
 ) -> Report:
-    """Check disks that power cuts leave behind.
+    """Check disks after power cuts.
 
     Args:
-        states: How many, at least.
-        seed: Of everything but what the background thread does when.
-        folder: Where stores may be made.
-        names: Which kinds of stores; none: all of them.
+        states: Minimum number of disks.
+        seed: Seed of everything but the timing of the background thread.
+        folder: Folder for stores.
+        names: Kinds of stores; empty for all.
         first: Number of the first round.
-        free: Share of the rounds in which the background thread runs as it likes.
-        log: Gets a line after every round; a run that finds one goes on where that one stopped.
-        stop: Whether the first failure is enough.
+        free: Share of the rounds in which the background thread runs freely.
+        log: File with one line per round; a run continues after the last round in it.
+        stop: Whether to stop at the first failure.
     """
     report = Report()
     lines = log.read_text().splitlines() if log is not None and log.exists() else []
@@ -465,7 +467,7 @@ def power_cuts(
         if report.kills >= states or (stop and report.failures):
             break
         part, begun = Report(), time.monotonic()
-        fills = random.Random(f"holes {seed}/{number}").random() < 0.5  # whatever file system this is
+        fills = random.Random(f"holes {seed}/{number}").random() < 0.5  # independent of the file system
         with patch.object(column_set_writer, "fills_holes", lambda *_, fills=fills: fills):
             _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
         part.seconds = round(time.monotonic() - begun, 1)
@@ -477,9 +479,9 @@ def power_cuts(
 
 
 def _round(spec: Spec, number: int, seed: int, folder: Path, report: Report, free: float, stop: bool) -> None:
-    """Record a life; cut it; record what follows some of the cuts, unless one is enough; cut that."""
+    """Record a life and cut it; unless one level is enough, record what follows some cuts, and cut that."""
     fit_constants(spec)
-    # The background thread is to come between the calls of these short lives, too.
+    # The background thread must run between the calls of these short lives too.
     tuning.CHECKPOINT_SECONDS, tuning.PRIORITY_SECONDS = 0.02, 0.005
     chance = random.Random(f"{seed}/{number}")
     rng = np.random.default_rng([seed, number])
@@ -536,11 +538,11 @@ class _Run:
 
     @property
     def ended(self) -> bool:
-        """Whether the first failure was enough."""
+        """Whether to stop after the first failure."""
         return self.stop and bool(self.report.failures)
 
     def life(self, jobs: list[Job], counts: list[int]) -> list[State]:
-        """Record lives, cut each so many times, and check; return the disks that were right."""
+        """Record lives, cut each several times, and check; return the correct disks."""
         self.lives += 1
         taken = (
             self._ask(lambda at: [_record(job, at / str(n)) for n, job in enumerate(jobs)]) if jobs else []
@@ -579,7 +581,7 @@ class _Run:
         return True
 
     def _ask(self, work: Callable[[Path], list[Any]]) -> list[Any]:
-        """Run work in a fresh process, with a folder of its own."""
+        """Run work in a fresh process, with its own folder."""
         at = self.folder / "child"
         at.mkdir()
         try:

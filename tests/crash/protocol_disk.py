@@ -1,7 +1,7 @@
 """The simulated machine: files whose pages reach the disk one by one, a journal of records, and a ledger.
 
-Used by protocol_recovery.py, protocol_writer.py and protocol_model.py.
-It never decides what is written when: that is the protocol, and stands in the writer and the recovery.
+Used by protocol_recovery.py, protocol_writer.py and protocol_model.py. The writer and the recovery implement
+the protocol, that is the order of writes; this module does not.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = [
     "Steps",
 ]
 
-Steps = Iterator[None]  # every yield is a place where the machine may stop
+Steps = Iterator[None]  # every yield is a point at which the machine may stop
 
 
 class Refused(Exception):
-    """The opening says that the store is corrupt."""
+    """The opening reports a corrupt store."""
 
 
 class Poisoned(Exception):
-    """An fsync failed: the handle is of no use any more."""
+    """An fsync failed: the handle cannot be used any more."""
 
 
 class Facts(NamedTuple):
-    """What the records say without the columns: the state that a base record carries."""
+    """The state in the records without the columns, which a base record contains."""
 
     last: int = 0
-    retired: int = 0  # ids up to this one are not readable, whatever the window says
+    retired: int = 0  # ids up to this one are not readable, independent of the window
     deleted: frozenset[int] = frozenset()
     log_length: int = 0
 
@@ -76,7 +76,7 @@ class Record:
 class Base(Record):
     facts: Facts
     generation: int
-    opening: bool  # written by an opening, after everything was synced: it needs no older segment
+    opening: bool  # written by an opening after syncing everything: it needs no older segment
 
     @property
     def cells(self) -> int:
@@ -87,7 +87,7 @@ class Base(Record):
 class Publish(Record):
     first: int
     last: int
-    rows: dict[int, tuple[int, int]]  # stands for the payload's checksum, or for the payload
+    rows: dict[int, tuple[int, int]]  # represents the payload's checksum, or the payload
     payload: bool
     entry: int | None
 
@@ -104,7 +104,7 @@ class Publish(Record):
 
 @dataclass(slots=True, eq=False)
 class Redo(Record):
-    rows: dict[int, tuple[int | None, int | None]]  # None: this column stays
+    rows: dict[int, tuple[int | None, int | None]]  # None: this column is unchanged
 
     @property
     def cells(self) -> int:
@@ -150,14 +150,14 @@ class Mark(Record):
 
 
 class Snapshot(NamedTuple):
-    """The store as its user sees it: columns a and b of the readable ids, and the entries of episodes.log."""
+    """The store from its user's view: columns a and b of readable ids, and entries of episodes.log."""
 
     rows: dict[int, tuple[int, int]]
     entries: tuple[int, ...]
 
 
 class Ledger:
-    """What was done to the store, kept outside the machine: the state after each record, and the promises."""
+    """A record of the operations outside of the machine: the state after each record, and the promises."""
 
     def __init__(self) -> None:
         self.snapshots = [Snapshot({}, ())]  # by sequence
@@ -177,7 +177,7 @@ class Ledger:
         return self.snapshots[-1]
 
     def restart(self, sequence: int) -> None:
-        """Forget what a stop has cost; what is left is durable."""
+        """Forget what a stop has lost; the rest is durable."""
         del self.snapshots[sequence + 1 :]
         self.acked = self.durable = sequence
         self.given_up.clear()
@@ -192,7 +192,7 @@ class PagedFile:
         self.cells: list[Any] = [None] * size
         self._disk: list[Any] = [None] * size
         self._per_page = per_page
-        self._versions: dict[int, list[list[Any]]] = {}  # of each page since its last sync
+        self._versions: dict[int, list[list[Any]]] = {}  # versions of each page since its last sync
 
     def write(self, at: int, values: list[Any]) -> None:
         cells, per = self.cells, self._per_page
@@ -207,7 +207,7 @@ class PagedFile:
         self._versions.clear()
 
     def reach_disk(self, rng: random.Random, keep: float) -> None:
-        """Let each page reach the disk in some version; what is in the cache stays, and counts as clean."""
+        """Write some version of each page to the disk; cached pages remain, and count as clean."""
         per = self._per_page
         for page, versions in self._versions.items():
             newest = len(versions)
@@ -222,7 +222,7 @@ class PagedFile:
 
 
 class Column:
-    """One value per slot, repeated over `width` cells so that a row may lie on two pages."""
+    """One value per slot, repeated over `width` cells so that a row may span two pages."""
 
     __slots__ = ("file", "width")
 
@@ -234,7 +234,7 @@ class Column:
         self.file.write(slot * self.width, [value] * self.width)
 
     def get(self, slot: int) -> int | None:
-        """The slot's value; None if it is torn."""
+        """Return the slot's value; None if it is torn."""
         cells = self.file.cells[slot * self.width : (slot + 1) * self.width]
         value: int | None = cells[0]
         return value if cells.count(value) == len(cells) else None
@@ -248,7 +248,7 @@ class Segment:
     def __init__(self, number: int, cells: int) -> None:
         self.number = number
         self.file = PagedFile(cells, per_page=3)
-        self.end = 0  # known to the writer only
+        self.end = 0  # known only to the writer
 
     def has_room(self, cells: int) -> bool:
         return self.end + cells <= len(self.file.cells)
@@ -259,7 +259,7 @@ class Segment:
         self.end += cells
 
     def read(self) -> tuple[Base | None, list[Record], list[Mark]]:
-        """The base (None if it is bad), the records up to the first bad one, and the marks behind that."""
+        """Return the base (None if bad), the records up to the first bad one, and the marks after it."""
         cells, records, at = self.file.cells, list[Record](), 0
         while at < len(cells) and cells[at] is not None and cells[at][1] == 0:
             record: Record = cells[at][0]
@@ -275,7 +275,7 @@ class Segment:
 
 
 class Directory:
-    """The names of the journal's segments: made or removed durably once the directory is fsynced."""
+    """The names of the journal's segments, which are durable after an fsync of the directory."""
 
     def __init__(self) -> None:
         self.entries: dict[int, Segment] = {}
@@ -321,15 +321,15 @@ class Disk:
         self.id = Column(self.slots, per_page=8, width=1)
         self.a = Column(self.slots, per_page=4, width=1)
         self.b = Column(self.slots, per_page=3, width=2)
-        self.away = Column(self.slots, per_page=5, width=1)  # how far before a row its a is the b of one
+        self.away = Column(self.slots, per_page=5, width=1)  # distance to the row whose b is this row's a
         self.log = PagedFile(64, per_page=2)
         self.journal = Directory()
         self.generation = 0
         self.index: tuple[int, int, Snapshot] | None = None  # generation, sequence, content
-        self.fsync_failures = 0.0  # the chance of each fsync to fail
+        self.fsync_failures = 0.0  # failure probability of each fsync
 
     def files(self) -> list[PagedFile]:
-        """What a sync covers beside the journal, in any order, as the threads have it."""
+        """Return the files that a sync covers in addition to the journal, in random order, like threads."""
         files = [self.id.file, self.a.file, self.b.file, self.away.file, self.log]
         self.rng.shuffle(files)
         return files
@@ -341,7 +341,7 @@ class Disk:
         file.sync()
 
     def put(self, rows: dict[int, tuple[int, int]], away: dict[int, int] | None = None) -> Steps:
-        """Write whole rows, one column after another in any order; `away`: where the a of some lie."""
+        """Write whole rows, the columns in any order; `away`: distances of rows whose a is elsewhere."""
         order = [0, 1, 2, 3]
         self.rng.shuffle(order)
         for column in order:
@@ -360,7 +360,7 @@ class Disk:
             yield
 
     def read(self, i: int) -> tuple[int | None, int | None]:
-        """The columns a and b of a row, from where they lie."""
+        """Return the columns a and b of a row from where they are stored."""
         slot = (i - 1) % self.slots
         distance = self.away.get(slot)
         if distance is None:
@@ -369,18 +369,18 @@ class Disk:
         return a, self.b.get(slot)
 
     def holds(self, i: int, row: tuple[int, int]) -> bool:
-        """Whether the slot of an id holds these bytes: the payload's checksum fits."""
+        """Return whether the slot of an id holds these bytes: the payload's checksum fits."""
         return self.id.get((i - 1) % self.slots) == i and self.read(i) == row
 
     def rewrite(self, i: int) -> None:
-        """Write the slot of a row again as it is: pages may count as clean that are not on the disk."""
+        """Write the slot of a row again unchanged: pages that are not on the disk may count as clean."""
         slot = (i - 1) % self.slots
         for column in (self.id, self.a, self.b, self.away):
             first = slot * column.width
             column.file.write(first, column.file.cells[first : first + column.width])
 
     def change(self, i: int, change: tuple[int | None, int | None]) -> Steps:
-        """Change some columns of a row in place; its a lies in its own slot then."""
+        """Change some columns of a row in place; its a is then stored in its own slot."""
         slot = (i - 1) % self.slots
         if change[0] is not None:
             self.a.put(slot, change[0])
@@ -391,7 +391,7 @@ class Disk:
             self.b.put(slot, change[1])
 
     def commit_index(self, sequence: int, content: Snapshot) -> None:
-        """Commit the index; DuckDB makes that durable, whatever of the journal is durable."""
+        """Commit the index; DuckDB makes it durable independently of the journal."""
         self.index = (self.generation, sequence, content)
 
     def cut(self) -> None:

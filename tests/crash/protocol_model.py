@@ -1,11 +1,10 @@
 """Simulate power cuts and kills against the crash protocol, page by page and scaled down.
 
-tests/crash/test_protocol_model.py runs it over many seeds, with the rules as they are and with each of them
-broken. It never imports expstore and never touches a file: it says what the protocol must do, not what the
-code does.
+tests/crash/test_protocol_model.py runs it over many seeds, with the correct rules and with each of them
+broken. The model never imports expstore and never touches a file: it describes the protocol, not the code.
 
-What is left out: late columns, moves, top-k, checksums of blocks, priorities, salts (a
-file here never holds an older file's bytes) and the write horizon (STATE does not survive a power cut).
+Not modelled: late columns, moves, top-k, checksums of blocks, priorities, salts (a file here never holds an
+older file's bytes) and the write horizon (STATE does not survive a power cut).
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ MIXES = (
     (10, 60, 2, 2, 10, 4, 10, 1, 5),  # many small records between syncs
     (25, 10, 3, 50, 3, 3, 3, 3, 1),
 )
-LOG_LIMIT = 48  # entries of episodes.log, few enough for its file
+LOG_LIMIT = 48  # number of entries of episodes.log that fits into its file
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one seed did: the first broken promise, if any, and how much was tried."""
+    """Result of one seed: the first broken promise, if any, and the number of trials."""
 
     problem: str | None
-    power_cuts: int  # power cuts after which the store was opened again
-    lossy_cuts: int  # those of them that cost acknowledged rows not yet flushed
+    power_cuts: int  # power cuts after which the store was reopened
+    lossy_cuts: int  # power cuts that lost acknowledged rows that were not flushed
     kills: int  # stops that keep the page cache: kill -9, or a failed fsync that poisons the handle
     story: tuple[str, ...]
 
 
 class Simulation:
-    """Some lives of one store, each ended by a stop; what is opened then is held against the ledger."""
+    """Several lives of one store, each ended by a stop; the reopened store is compared with the ledger."""
 
     def __init__(self, seed: int, rules: Rules) -> None:
         self.rng = random.Random(seed)
@@ -54,9 +53,9 @@ class Simulation:
         self.writer = Writer(self.disk, self.ledger, rules, self.reach)
         self.power_cuts = self.lossy_cuts = self.kills = 0
         self.weights = self.rng.choice(MIXES)
-        self.sync_start = self.rng.choice((0.02, 0.1, 0.3))  # chances, after each step of a call
+        self.sync_start = self.rng.choice((0.02, 0.1, 0.3))  # probabilities after each step of a call
         self.sync_step = self.rng.choice((0.1, 0.35))
-        self.stop_early = 0  # stop at the first delicate moment when so many steps are left
+        self.stop_early = 0  # stop at the first delicate moment when this many steps are left
         self.story = [f"capacity {capacity} spare {spare} segment {self.disk.segment_cells} cells"]
 
     def run(self) -> Outcome:
@@ -74,8 +73,8 @@ class Simulation:
         return Outcome(problem, self.power_cuts, self.lossy_cuts, self.kills, tuple(self.story))
 
     def _life(self, steps: int) -> str | None:
-        """Work for some steps, stop anywhere, open again (and stop there, too), compare."""
-        cached = True  # the page cache has survived so far
+        """Run some steps, stop anywhere, reopen (and possibly stop during it), compare."""
+        cached = True  # whether the page cache has survived so far
         self.stop_early = steps // 2 if self.rng.random() < 0.3 else 0
         try:
             while steps > 0:
@@ -95,7 +94,7 @@ class Simulation:
                 self.story.append("fsync failed in opening")
 
     def _stop(self) -> bool:
-        """Stop the process or the machine; True if the page cache survives."""
+        """Stop the process or the machine; return whether the page cache survives."""
         if self.rng.random() < 0.25:
             self.story.append("kill")
             self.kills += 1
@@ -105,7 +104,7 @@ class Simulation:
         return False
 
     def _drive(self, call: Steps, steps: int, *, background: bool = True) -> int:
-        """Run a call for at most so many steps, the group sync beside it; returns the steps left."""
+        """Run a call for at most `steps` steps, concurrently with the group sync; return the steps left."""
         rng, writer = self.rng, self.writer
         for _ in call:
             steps -= 1
@@ -117,7 +116,7 @@ class Simulation:
         return steps
 
     def _call(self) -> Steps:
-        """Draw the next call."""
+        """Choose the next call."""
         rng, writer, disk = self.rng, self.writer, self.disk
         rows = list(self.ledger.now().rows)
         kind = rng.choices(CALLS, self.weights)[0]
@@ -145,7 +144,7 @@ class Simulation:
         return writer.extend(count, payload=rng.random() < 0.7, ends_episode=ends)
 
     def _compare(self, cached: bool) -> str | None:
-        """Hold the store that was opened against the ledger; a text if a promise is broken."""
+        """Compare the reopened store with the ledger; return a text if a promise is broken."""
         ledger, writer, disk = self.ledger, self.writer, self.disk
         sequence, facts = writer.sequence, writer.facts
         self.story.append(f"opened at {sequence}, acked {ledger.acked}, durable {ledger.durable}")
@@ -178,10 +177,10 @@ class Simulation:
 
 
 def run(seed: int, *, rules: Rules | None = None) -> Outcome:
-    """Simulate some lives of a store, each ended by a power cut or a kill.
+    """Simulate several lives of a store, each ended by a power cut or a kill.
 
     Args:
-        seed: decides everything: sizes, calls, stops, which page reached the disk in which version.
-        rules: the protocol, perhaps with one rule broken.
+        seed: Seed of everything: sizes, calls, stops, and which version of each page reached the disk.
+        rules: The protocol, possibly with one rule broken.
     """
     return Simulation(seed, rules or Rules()).run()

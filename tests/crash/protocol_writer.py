@@ -1,7 +1,7 @@
-"""The writer's half of the crash protocol: opening, extend, sync, redo, delete, rotation, long extends.
+"""The writer's part of the crash protocol: opening, extend, sync, redo, delete, rotation, long extends.
 
-Used by protocol_model.py, which stops it anywhere.
-It never looks at the ledger to decide anything: it only tells it what was done and promised.
+Used by protocol_model.py, which stops it anywhere. The writer never reads the ledger to decide anything: it
+only reports operations and promises to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Writer"]
 
 
 class Note(NamedTuple):
-    """A position: the last record whose bytes are all written, and what is known of it."""
+    """A position: the last record whose bytes are all written, and its state."""
 
     sequence: int
     last: int
@@ -41,11 +41,11 @@ class Note(NamedTuple):
 
 
 class Writer:
-    """One process that has the store open for writing. All it knows beside the disk goes when it stops."""
+    """One process that has the store open for writing. When it stops, only the disk remains."""
 
     def __init__(self, disk: Disk, ledger: Ledger, rules: Rules, reach: int) -> None:
         self.disk, self.ledger, self.rules, self.rng = disk, ledger, rules, disk.rng
-        self.reach = reach  # so many rows before it a row's a is looked for
+        self.reach = reach  # maximum distance to the earlier row whose b is a row's a
         self.durability_sync = self.rng.random() < 0.2
         self.facts = self._published = Facts()
         self.sequence = 0
@@ -62,7 +62,7 @@ class Writer:
     # journal
 
     def _create(self, facts: Facts, *, opening: bool) -> Segment:
-        """A new segment with a base record, neither of them synced."""
+        """Create a segment with a base record, neither of them synced."""
         if self.rules.base_without_retired:
             facts = facts._replace(retired=0)
         segment = Segment(max(self.disk.journal.entries, default=0) + 1, self.disk.segment_cells)
@@ -97,7 +97,7 @@ class Writer:
         self.ledger.snapshots.append(snapshot or self.ledger.now())
 
     def _sync_journal(self) -> None:
-        """fdatasync every segment that is in use, and the directory if it names a new one."""
+        """Run fdatasync on every used segment, and on the directory if it names a new one."""
         rules = self.rules
         self.delicate = False
         for segment in self._segments[-1:] if rules.fsync_last_segment_only else self._segments:
@@ -106,7 +106,7 @@ class Writer:
             self.disk.journal.sync()
 
     def _settle_record(self) -> None:
-        """With durability="sync": fdatasync what the record just appended needs to last."""
+        """With durability="sync": run fdatasync on everything that makes the last record durable."""
         if self.rules.sync_mode_without_fsync:
             return
         if self._fresh and not self.rules.sync_mode_newest_only:
@@ -116,7 +116,7 @@ class Writer:
         self._fresh = False
 
     def _unlink_covered(self) -> Steps:
-        """Index commit, then remove the segments that the last durable mark reaches past."""
+        """Commit the index, then remove the segments before the last durable mark."""
         while len(self._segments) > 1:
             base: Base = self._segments[1].file.cells[0][0]
             if base.sequence > self._marked.sequence:
@@ -137,7 +137,7 @@ class Writer:
         return self._before or Note(self.sequence, self.facts.last, self.facts.log_length, self._rows)
 
     def _begin_bytes(self) -> None:
-        """A record is about to be appended whose bytes are not all written yet: no mark may cover it."""
+        """Announce a record whose bytes are not all written yet, so that no mark covers it."""
         if not self.rules.journal_first:
             self._before = self._note()
 
@@ -168,7 +168,7 @@ class Writer:
         self._marked = note
         self.ledger.durable = max(self.ledger.durable, note.sequence)
         yield
-        if self.rng.random() < 0.7:  # else the index commit is not ready: segments pile up
+        if self.rng.random() < 0.7:  # otherwise the index commit is not ready: segments accumulate
             yield from self._unlink_covered()
 
     def _drain(self) -> Steps:
@@ -204,7 +204,7 @@ class Writer:
         self._returned()
 
     def _make_room(self, count: int) -> Steps:
-        """Wait until the ids not covered by a durable mark, with the new ones, are at most `spare`."""
+        """Wait until the ids not covered by a durable mark, including the new ones, are at most `spare`."""
         rules = self.rules
         if rules.no_spare or rules.reuse_before_mark:
             return
@@ -216,7 +216,7 @@ class Writer:
                 yield from wait()
 
     def _retire(self, count: int) -> Generator[None, None, int]:
-        """Give up exactly the oldest rows whose slots a long extend needs.
+        """Delete exactly the oldest rows whose slots a long extend needs.
 
         Returns the record's sequence, 0 if there were no such rows.
         """
@@ -229,7 +229,7 @@ class Writer:
         kept = {i: row for i, row in now.rows.items() if i not in gone}
         upto = self.facts.last + count - disk.capacity - disk.spare
         if not self.rules.retire_beyond_last:
-            upto = min(upto, self.facts.last)  # ids that were not given yet may be given again
+            upto = min(upto, self.facts.last)  # unassigned ids may be assigned later
         self._append(Retire(upto), Snapshot(kept, now.entries))
         sequence = self.sequence
         yield
@@ -244,7 +244,7 @@ class Writer:
             yield
 
     def extend(self, count: int, *, payload: bool, ends_episode: bool) -> Steps:
-        """Publish rows; `payload`: they ride in the record, if the store is open with durability="sync"."""
+        """Publish rows; with `payload` they are in the record if durability="sync"."""
         rules, disk, ledger = self.rules, self.disk, self.ledger
         long = count > disk.spare and not rules.no_spare
         retired = 0
@@ -257,7 +257,8 @@ class Writer:
         rows, away = self._next_rows(written)
         entry = ledger.token() if ends_episode else None
         payload = payload and self.durability_sync and not long
-        # Few rows wait in memory until their record is there; more are in the columns before it.
+        # Small batches wait in memory until their record is written; larger ones are written to the columns
+        # first.
         record_first = (payload and self.rng.random() < 0.5) or rules.journal_first
         if not record_first:
             yield from disk.put(rows, away)
@@ -292,7 +293,7 @@ class Writer:
             ledger.given_up.append((retired, published))
 
     def _next_rows(self, ids: range) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
-        """New rows, and how far before some of them the row is whose b is their a."""
+        """Return new rows, and for some of them the distance to the earlier row whose b is their a."""
         rows: dict[int, tuple[int, int]] = {}
         away: dict[int, int] = {}
         known = self.ledger.now().rows
@@ -307,7 +308,7 @@ class Writer:
         return rows, away
 
     def _lying_with(self, ids: list[int]) -> dict[int, int]:
-        """The rows whose a is the b of some rows and lies there, with what they have."""
+        """Return the rows whose a is stored with the b of some rows, with their values."""
         disk, found = self.disk, dict[int, int]()
         for i, (a, _) in self.ledger.now().rows.items():
             distance = disk.away.get((i - 1) % disk.slots)
@@ -316,7 +317,7 @@ class Writer:
         return found
 
     def redo(self, ids: list[int], *, change_a: bool, change_b: bool) -> Steps:
-        """Change rows in place: all of the change or nothing survives."""
+        """Change rows in place: either the whole change survives or nothing."""
         rules, disk, ledger = self.rules, self.disk, self.ledger
         if not rules.redo_without_sync:
             yield from self._drain()
@@ -346,7 +347,7 @@ class Writer:
             self._sync_journal()
             self.ledger.durable = max(self.ledger.durable, 0 if rules.redo_without_sync else sequence)
             yield
-        for i in changes:  # copies are there before what they copy goes
+        for i in changes:  # copies are written before the original changes
             yield from disk.change(i, (changes[i][0], None))
         for i in changes:
             yield from disk.change(i, (None, changes[i][1]))

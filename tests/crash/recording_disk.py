@@ -1,8 +1,8 @@
-"""A file layer that notes every act with its bytes, so that all a power cut may leave can be built from it.
+"""A file layer that records every operation with its bytes, to build the disks that a power cut may leave.
 
-Used by the children of power_cuts.py in place of the library's own. Nothing is brought to a real disk: what a
-sync makes lasting is worked out in disk_states.py. Files that others write (STATE through its map, the index
-through DuckDB) are looked at before every act that changes names, and at every word of the child.
+Used by the children of power_cuts.py instead of the library's own. Nothing is synced to a real disk;
+disk_states.py computes the effect of syncs. Files that others write (STATE through its map, the index through
+DuckDB) are compared before every operation that changes names, and at every message of the child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.crash.killing_disks import machine
 
 __all__ = ["Event", "RecordingDisk"]
 
-#: The acts that are recorded; another one would be a hole in what the power cuts prove.
+#: The recorded operations; an unrecorded one would invalidate the power cut tests.
 _KNOWN = {
     "write", "sync", "truncate", "allocate", "create", "rename", "link", "unlink", "mkdir", "rmtree",
     "sync_dir", "punch",
@@ -29,14 +29,14 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One act, or one word of the child (`act` "say").
+    """One operation, or one message of the child (`act` "say").
 
     Args:
-        act: What was done.
-        path: To which name.
-        inode: To which file.
-        at: Offset of a write or of bytes that are given back, or the new length.
-        data: What was written, how many bytes are given back, the name that it had before, or the word.
+        act: The operation.
+        path: Name of the file.
+        inode: The file.
+        at: Offset of a write or of freed bytes, or the new length.
+        data: The written bytes, the number of freed bytes, the previous name, or the message.
     """
 
     act: str
@@ -82,11 +82,11 @@ class _RecordedFile(File):
 
 
 class RecordingDisk(Disk):
-    """Note every act below a folder.
+    """Record every operation below a folder.
 
     Args:
         stores: The folders of the stores.
-        serial: Sync files one after another in the order of their names, so that runs are alike.
+        serial: Sync files sequentially in the order of their names, so that runs are alike.
     """
 
     def __init__(self, *stores: Path, serial: bool = True) -> None:
@@ -97,11 +97,11 @@ class RecordingDisk(Disk):
         self._serial = serial
         self._seen: dict[Path, _Seen] = {}
         self._lasting = False
-        #: What may happen before a write: the background thread's turn.
+        #: Called before a write: runs the background thread.
         self.meanwhile: Callable[[], None] = lambda: None
 
     def say(self, word: str) -> None:
-        """Note a word of the child. From "closing" on the index is on the disk: DuckDB syncs it then."""
+        """Record a message of the child. From "closing" on the index is on the disk: DuckDB syncs it then."""
         with self.lock:
             self._look_around()
             self._lasting |= word == "closing"
@@ -109,7 +109,7 @@ class RecordingDisk(Disk):
 
     def gate(self, act: str, path: Path) -> None:
         if act not in _KNOWN:
-            raise AssertionError(f"{act} {path.name}: an act that the power cuts do not know")
+            raise AssertionError(f"{act} {path.name}: an operation that the power cuts do not simulate")
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         with self.lock:
@@ -118,7 +118,7 @@ class RecordingDisk(Disk):
             if path.is_dir():
                 return file  # to be locked, which changes nothing
             self.events.append(Event("open", path, os.fstat(file.fd).st_ino))
-            fd, file.fd = file.fd, -1  # one file owns a descriptor
+            fd, file.fd = file.fd, -1  # only one file owns a descriptor
             return _RecordedFile(self, path, fd)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -184,7 +184,7 @@ class RecordingDisk(Disk):
     # -- what others write -----------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """Note what files written by others have become since."""
+        """Record the changes of files written by others."""
         names = [path for store in self._stores for path in sorted(store.glob("index.*"))]
         names += [path for store in self._stores if (path := store / "STATE").exists()]
         for path in sorted(set(self._seen) - set(names)):
@@ -194,11 +194,11 @@ class RecordingDisk(Disk):
             status = path.stat()
             seen = self._seen.get(path)
             if seen is None or seen.inode != status.st_ino:
-                # Never closed: with the first descriptor that is, DuckDB's lock would go.
+                # Never closed: closing any descriptor would release DuckDB's lock.
                 seen = self._seen[path] = _Seen(status.st_ino, os.open(path, os.O_RDONLY))
                 self.events.append(Event("open", path, seen.inode))
             stamp = (status.st_mtime_ns, status.st_size)
-            # What is stored through a map need not change the times of the file.
+            # Writing through a map need not change the times of the file.
             if stamp != seen.stamp or path.name == "STATE":
                 seen.stamp = stamp
                 self.events += seen.changes(path, status.st_size)
@@ -208,7 +208,7 @@ class RecordingDisk(Disk):
 
 @dataclass
 class _Seen:
-    """A file that others write, as it was when last looked at."""
+    """A file that others write, as of the last comparison."""
 
     inode: int
     fd: int
@@ -216,7 +216,7 @@ class _Seen:
     stamp: tuple[int, int] = (0, 0)
 
     def changes(self, path: Path, size: int) -> list[Event]:
-        """Return what was done to it since."""
+        """Return the changes since the last comparison."""
         data, old = os.pread(self.fd, size, 0), self.data
         self.data = data
         events = [Event("truncate", path, self.inode, size)] if len(data) < len(old) else []

@@ -1,4 +1,4 @@
-"""What stores write is what is recorded in `tests/golden/acts`, act by act and byte by byte."""
+"""Stores write what is recorded in `tests/golden/acts`, operation by operation and byte by byte."""
 
 from __future__ import annotations
 

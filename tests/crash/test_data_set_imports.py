@@ -1,6 +1,7 @@
-"""Imports of data sets that are killed, that meet a full disk, and that are large: files of Atari DQN.
+"""Imports of data sets that are killed, run into a full disk, or are large: files of Atari DQN.
 
-The kills come at any act on the disk; those between two episodes are in tests/unit/datasets/test_importer.py.
+The kills happen at any file operation; those between two episodes are in
+tests/unit/datasets/test_importer.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KILLS = 10
 
 
 def logged(folder: Path) -> Path:
-    """Write a run of three checkpoints, episodes over their edges, and a last partial one."""
+    """Write a run of three checkpoints, with episodes across their edges, and a last partial one."""
     ring = LoggedRing(folder, slots=120)
     play(ring, 400, 3, shortest=7, longest=60)
     ring.finish()
@@ -37,10 +38,10 @@ def logged(folder: Path) -> Path:
 
 
 def import_in_child(source: Path, target: Path, kill_at: int) -> tuple[bool, int]:
-    """Import in a forked child, which is killed at an act on the disk; 0: never.
+    """Import in a forked child that is killed at a file operation (0 for never).
 
     Returns:
-        Whether it came to its end, and how many acts it has done then.
+        Whether it finished, and its number of file operations.
     """
     asked, told = os.pipe()
     child = os.fork()
@@ -83,13 +84,14 @@ def test_killed_at_ten_random_acts_it_equals_an_uninterrupted_import(
     kills = imports = 0
     while kills < KILLS:
         target = tmp_path / f"killed{imports}.exp"
-        # The first import makes little progress between kills; later ones come to any act, the rename, too.
+        # The first import makes little progress between kills; later ones are killed anywhere, the rename
+        # included.
         most = acts // 8 if not imports else acts + 20
         ended, _ = import_in_child(source, target, int(random.integers(1, most)))
         kills += not ended
         if not ended:
             assert not target.exists() or target.is_dir()
-            if target.exists():  # killed after the rename, which is the last act but one
+            if target.exists():  # killed after the rename, the last operation but one
                 assert picture(target) == whole
         if ended or kills in (KILLS // 2, KILLS):
             import_dataset(AtariDQNReader(source), target)
@@ -158,7 +160,7 @@ def test_a_full_disk_is_one_error_and_the_import_resumes(tmp_path: Path) -> None
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
-    """Four times as many rows, which are 340 MB of frames and not 85, take no more memory."""
+    """Four times as many rows (340 MB of frames instead of 85) need no more memory."""
     game = made_up(500)
     peaks: list[int] = []
     for rows in (12_000, 48_000):

@@ -1,7 +1,7 @@
-"""Disks that fail: the N-th act of the file layer, for every N, once or from then on.
+"""Failing disks: the N-th operation of the file layer fails, for every N, once or from then on.
 
-Whatever fails: an error of ours with the system's number, nothing acknowledged is lost, and the handle
-goes on or says why it does not. Stores are small, rows are functions of their ids (ledger.py).
+Every failure raises an error of expstore with the system's error number, nothing acknowledged is lost, and
+the handle continues or says why it cannot. Stores are small; rows are functions of their ids (ledger.py).
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and for how long.
+    """A failure and its duration.
 
     Args:
         code: The system's error number.
-        lasting: Until the disk is healed, not once.
-        half: A write does half of its work first; with code 0 it goes on then.
-        syncs: The next sync fails, and nothing else.
-        news: What would take new blocks fails; what has some can be written.
+        lasting: Fail until the disk is repaired, instead of once.
+        half: Do half of a write first; with code 0 the write then continues.
+        syncs: Only the next sync fails.
+        news: Only operations that need new blocks fail.
     """
 
     code: int
@@ -125,7 +125,7 @@ class FaultyFile(File):
 
 
 class FaultyDisk(Disk):
-    """Fail act number `at`, and note what failed; 0: none."""
+    """Fail operation number `at` (0 for none), and record what failed."""
 
     def __init__(self, fault: Fault, at: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class FaultyDisk(Disk):
 
     def gate(self, act: str, path: Path) -> None:
         self.acts += 1
-        # The folder is synced for the index when that has got its name.
+        # The folder is synced for the index after the index has got its name.
         self._index = path.name.startswith("index.") or (act == "sync_dir" and self._index)
         fault = self.fault
         if not self.at or self.acts < self.at or (self.failed and not fault.lasting):
@@ -156,12 +156,12 @@ class FaultyDisk(Disk):
         elif fault.news and act == "write":
             return
         elif fault.code == errno.EIO or fault.syncs or act in ("write", "allocate", "create", "mkdir"):
-            # (Of other acts a full disk does not complain.) An index is made anew, not believed.
+            # A full disk does not affect other operations. An index is rebuilt.
             self.failed.append("index" if self._index else act)
             raise OSError(fault.code, os.strerror(fault.code))
 
     def look(self, act: str, path: Path) -> None:
-        """Fail as an act that changes nothing; these have no gate."""
+        """Fail in an operation that changes nothing; these have no gate."""
         if self.fault.code == errno.EIO:
             try:
                 self.gate(act, path)
@@ -170,7 +170,7 @@ class FaultyDisk(Disk):
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)
-        fd, file.fd = file.fd, -1  # one file owns a descriptor
+        fd, file.fd = file.fd, -1  # only one file owns a descriptor
         return FaultyFile(self, file.path, fd)
 
     def read_whole(self, path: Path) -> bytes:
@@ -186,14 +186,14 @@ class FaultyDisk(Disk):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back what `fit_constants` changes, and write no checkpoints in the background."""
+    """Restore the constants that `fit_constants` changes, and write no checkpoints in the background."""
     monkeypatch.setattr(engine, "Keeper", NoKeeper)
     for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
 class Life:
-    """One store on a failing disk, from the first opening to what a sound disk shows."""
+    """One store on a failing disk, from the first opening to its content on a working disk."""
 
     def __init__(self, spec: Spec, path: Path, disk: FaultyDisk) -> None:
         self.spec, self.path, self.disk = spec, path, disk
@@ -201,7 +201,7 @@ class Life:
         self.seen: Counter[str] = Counter()
 
     def run(self, ops: Sequence[Op], *, index: bool) -> None:
-        """Live, and be looked at."""
+        """Run the operations, then check the store."""
         states = [self.state]
         try:
             rb = open_store(self.spec, self.path, self.disk, index=index)
@@ -222,7 +222,7 @@ class Life:
         (rb if index else rb.storage).close()
 
     def _work(self, rb: TensorDictReplayBuffer, ops: Sequence[Op], *, index: bool) -> list[Ledger]:
-        """Do what was planned until something fails; then more, if that can be. Return what may be found."""
+        """Run the operations until one fails; then more, if possible. Return the states that may be found."""
         states = [self.state]
         for op in [*ops, None]:
             try:
@@ -243,10 +243,10 @@ class Life:
         return states
 
     def _after(self, rb: TensorDictReplayBuffer, states: list[Ledger]) -> list[Ledger]:
-        """Hold a handle to its word after a failure: it goes on, or it says why not."""
+        """Check a handle after a failure: it continues, or its error says why it cannot."""
         synced = self.disk.failed[-1] in ("sync", "sync_dir")
         for _ in range(2 * self.disk.fault.lasting):
-            # What was interrupted is read again, which fails, too: that must leave what there was.
+            # The interrupted operation is read again, which fails too: the old state must remain.
             try:
                 rb.flush()
             except ExpStoreError as exc:
@@ -265,7 +265,7 @@ class Life:
         self.seen["went on"] += 1
         state = self._read(rb, states)
         state.draw = rb.storage.draws.number
-        if state.taking:  # a batch that was not handed out does not count
+        if state.taking:  # a batch that was not returned does not count
             state.sampled, state.taking = self.state.sampled, ()
         rng = np.random.default_rng(2)
         for op in [*facts.extends(state, rng, 2), Op("flush"), Op("sample")]:
@@ -292,7 +292,7 @@ class Life:
         raise Wrong(" | ".join(reasons))
 
     def judge(self, exc: ExpStoreError) -> None:
-        """Hold an error to its word."""
+        """Check the content of an error."""
         code = self.disk.fault.code
         expect(not isinstance(exc, LockedError), f"{exc!r}")
         if isinstance(exc, StateError):
@@ -304,7 +304,7 @@ class Life:
 
 
 def plan(spec: Spec, *, sql: bool = False) -> list[Op]:
-    """Return calls that meet all that a store does with files: shards, cuts of the journal, changes."""
+    """Return calls that cover all file operations of a store: shards, journal rotation, changes."""
     state = new_ledger(spec)
     state.reopen()
     rng = np.random.default_rng(5)
@@ -316,10 +316,10 @@ def plan(spec: Spec, *, sql: bool = False) -> list[Op]:
 def enumerate_faults(
     spec: Spec, fault: Fault, folder: Path, *, stride: int, start: int = 1, sql: bool = False
 ) -> tuple[int, Counter[str]]:
-    """Fail act `start`, one `stride` acts later, ... until there is none.
+    """Fail operation `start`, then those `stride` later, until there are no more operations.
 
     Returns:
-        How many acts there are, and what failed and went on how often.
+        The number of operations, and how often each kind failed and the store continued.
     """
     fit_constants(spec)
     ops = plan(spec, sql=sql)
@@ -343,7 +343,7 @@ CASES = [pytest.param(spec, name, id=f"{spec.name}-{name}") for spec in SPECS fo
 
 
 def test_some_acts_of_every_kind(tmp_path: Path) -> None:
-    """The short form: some acts for each kind of store and fault. All of them are in the long run."""
+    """The short form: some operations for each kind of store and fault. The long run has all of them."""
     seen: Counter[str] = Counter()
     for number, (spec, name) in enumerate(itertools.product(SPECS, FAULTS)):
         folder = tmp_path / str(number)
@@ -358,7 +358,7 @@ def test_some_acts_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    """With SQL between the calls; DuckDB's own writes are not met by the faults, the file's name is."""
+    """With SQL between the calls; DuckDB's own writes do not fail, but renaming the file does."""
     _, seen = enumerate_faults(SPECS[0], FAULTS["EIO"], tmp_path, stride=67, sql=True)
     assert seen["went on"]
 
@@ -387,7 +387,7 @@ def test_every_act_with_an_index(name: str, tmp_path: Path, count_cases: Callabl
 def test_a_reading_again_that_fails_leaves_what_was_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Wherever it fails, all rows and episodes are as they were; the next attempt finds them, too."""
+    """After a failure at any place all rows and episodes are unchanged; the next attempt finds them too."""
     spec = SPECS[0]
     fit_constants(spec)
     rb, state = open_store(spec, tmp_path / "run.exp", Disk(), index=True), new_ledger(spec)
@@ -417,7 +417,7 @@ def test_a_reading_again_that_fails_leaves_what_was_open(
 
 @pytest.mark.parametrize("name", ["ENOSPC", "full"])
 def test_half_a_change_is_never_read(tmp_path: Path, name: str) -> None:
-    """Wherever `[]=` fails: until the disk takes the change its rows are the old ones or the new ones."""
+    """After a failure of `[]=` at any place, its rows are the old ones or the new ones."""
     spec = SPECS[0]
     fit_constants(spec)
     disk = FaultyDisk(FAULTS[name], 0)
@@ -449,7 +449,7 @@ def test_half_a_change_is_never_read(tmp_path: Path, name: str) -> None:
 
 
 def _shows(rb: TensorDictReplayBuffer, state: Ledger) -> bool:
-    """Say whether all rows are as a ledger has them, viewed and gathered."""
+    """Return whether all rows match the ledger, viewed and gathered."""
     wanted = facts.values(state.spec, state.origin[state.ids], state.version[state.ids])
     taken = rb[torch.from_numpy((state.ids - 1) % state.spec.capacity)]
     try:

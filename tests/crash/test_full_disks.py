@@ -1,7 +1,7 @@
-"""Disks that fill up: for real, on a small file system in memory, and by the limit that a user sets.
+"""Full disks: real ones, on a small file system in memory, and by the limit that a user sets.
 
-The real one is mounted in a child with namespaces of its own (`unshare -rm`); where that is not possible
-the test fails, because nothing else shows that a full disk kills nobody.
+The real one is mounted in a child with its own namespaces (`unshare -rm`). Where that is not possible the
+test fails, because nothing else shows that a full disk does not kill the process.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ except expstore.StorageError as exc:
 
 
 def in_small_disk(tmp_path: Path, *programs: list[str], size: str = "4m") -> subprocess.CompletedProcess[str]:
-    """Run programs one after another, where `tmp_path`/disk is a small file system."""
+    """Run programs one after another, with a small file system at `tmp_path`/disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
     script = f'mount -t tmpfs -o size={size} tmpfs {disk}; "$@" || exit $?'
@@ -129,7 +129,7 @@ def in_small_disk(tmp_path: Path, *programs: list[str], size: str = "4m") -> sub
     [("process", 200), pytest.param("process", 1, marks=pytest.mark.torture), ("sync", 64)],
 )
 def test_a_disk_that_is_full_for_real(tmp_path: Path, mode: str, rows: int) -> None:
-    """Typed errors, reading goes on, nothing is lost, space brings it back; and nobody dies (SIGBUS)."""
+    """Typed errors; reading continues, nothing is lost, space restores writing; no SIGBUS."""
     (tmp_path / "fill.py").write_text(FILL)
     (tmp_path / "look.py").write_text(LOOK)
     disk = str(tmp_path / "disk")
@@ -207,7 +207,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("mode", ["process", "sync"])
 def test_a_close_that_failed_on_a_full_disk_keeps_nobody_out(tmp_path: Path, mode: str) -> None:
-    """The next opening takes the space that was reserved for records; without any it says what it needs."""
+    """The next opening uses the space reserved for records; without any its error says what it needs."""
     (tmp_path / "again.py").write_text(AGAIN)
     disk = str(tmp_path / "disk")
     command = [sys.executable, "-X", "faulthandler", str(tmp_path / "again.py"), disk, mode]
@@ -255,7 +255,7 @@ os._exit(0)
 
 
 def test_a_hole_in_a_segment_of_a_full_disk_is_a_finding(tmp_path: Path) -> None:
-    """Reading it through a map is SIGBUS there: `verify` and an opening use pread."""
+    """Reading it through a map would be SIGBUS: `verify` and an opening use pread."""
     (tmp_path / "holed.py").write_text(HOLED)
     done = in_small_disk(
         tmp_path,
@@ -269,7 +269,7 @@ def test_a_hole_in_a_segment_of_a_full_disk_is_a_finding(tmp_path: Path) -> None
 
 
 class Small(Disk):
-    """A disk of which a test says how much is free."""
+    """A disk whose free space is set by a test."""
 
     left = 1_000_000
     looks = 0

@@ -1,10 +1,10 @@
-"""A process that writes is killed anywhere, the power goes at any moment: what was promised is there.
+"""Processes are killed anywhere and the power is cut at any moment: everything that was promised remains.
 
-The harness is harness.py: a fresh process opens what is left and holds every row, every column, the
-episodes, the priorities, the next batch and the snapshots against a ledger kept outside the store; then it
-writes on, closes, and opens once more. At the end the protocol is broken in one place each (mutants.py), and
-the harness must notice: what it notices within a second or two is tried here, the rest in the long run. One
-run of two processes serves all tests of this file.
+The harness is harness.py: a fresh process opens the store and compares every row, every column, the episodes,
+the priorities, the next batch and the snapshots with a ledger kept outside of the store. Then it writes,
+closes, and reopens. At the end single faults are injected (mutants.py), and the harness must detect them:
+those that it detects within a second or two are tested here, the others in the long run. One run of two
+processes serves all tests of this file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 Reports = dict[str, dict[str, Any]]
 
-#: The faults that are found soon; the long run tries all of mutants.py.
+#: The faults that are detected quickly; the long run tests all of mutants.py.
 _KILLS_FIND = [
     "journal first",
     "no spare",
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.index, pytest.mark.timeout(600)]  # the first test wai
 
 @pytest.fixture(scope="module")
 def reports(harness: Callable[..., Reports]) -> Reports:
-    """What the short run found, by task; what was found with a fault, by fault."""
+    """Results of the short run by task, and those with a fault by fault."""
     random = [
         "random",
         "--kills",
@@ -79,10 +79,10 @@ def _failures(report: dict[str, Any]) -> str:
 
 
 def test_kill_before_every_act(reports: Reports) -> None:
-    """Gaps between two acts on files: opening, extends, `[]=`, flush, journal cut, close, dumps, loads.
+    """Gaps between file operations: opening, extends, `[]=`, flush, journal rotation, close, dumps, loads.
 
-    Some acts of every phase are met here, half of them changes of names; in the long run every act, syncs
-    included, and the middle of every write. Some recoveries are killed, too.
+    Here some operations of every phase are tested, half of them changes of names; the long run tests every
+    operation, syncs included, and the middle of every write. Some recoveries are killed too.
     """
     report = reports["quick"]
     assert not report["failures"], _failures(report)
@@ -95,7 +95,7 @@ def test_kill_before_every_act(reports: Reports) -> None:
 
 
 def test_kill_at_random(reports: Reports) -> None:
-    """Kills by a clock and by the number of acts, several lives per store, with the background thread."""
+    """Timed kills and kills at operations, several lives per store, with the background thread."""
     report = reports["random"]
     assert not report["failures"], _failures(report)
     assert report["kills"] == 60
@@ -103,10 +103,10 @@ def test_kill_at_random(reports: Reports) -> None:
 
 
 def test_power_cut(reports: Reports) -> None:
-    """The store is as it was at some moment not before its last sync.
+    """The store has a state that is not older than its last sync.
 
-    Pages, lengths and names that were not synced are lost, kept or torn, each by chance. Each state is a
-    disk that a power cut may leave, built from the recorded life of a store.
+    Pages, lengths and names that were not synced are lost, kept or torn at random. Each state is a disk that
+    a power cut may leave, built from the recorded life of a store.
     """
     report = reports["power"]
     assert not report["failures"], _failures(report)
@@ -114,45 +114,44 @@ def test_power_cut(reports: Reports) -> None:
 
 
 def test_power_cut_while_recovering(reports: Reports) -> None:
-    """Of a store that a power cut left, the opening is cut, too."""
+    """The power is cut again while a store recovers from a power cut."""
     report = reports["power"]
     assert not report["failures"], _failures(report)
     assert report["inside"]["recovery"] * 5 >= report["kills"]
 
 
 def test_power_cut_costs_rows(reports: Reports) -> None:
-    """The simulated disk does lose rows that had been acked and not synced; else it would prove nothing."""
+    """The simulated disk loses acknowledged rows that were not synced; otherwise it would prove nothing."""
     assert reports["power"]["lost"] * 6 >= reports["power"]["kills"]
 
 
 @pytest.mark.parametrize("fault", _KILLS_FIND)
 def test_kills_find(reports: Reports, fault: str) -> None:
-    """Faults that kill -9 shows.
+    """Faults that kill -9 reveals.
 
     journal first: the record is appended before the columns are written, and a sync may cover it in between
-    (without that sync the checksum in the record would still save the day). no spare: no spare slots and no
-    waiting, so that an extend under way overwrites rows that can be read. redo without sync: rows are changed
-    whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
-    counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
-    begins with the count of the one that had its slot. notes without a record: what is noted about an
-    episode is in no record of the journal. adoptions without a record: nor is that episodes
-    were adopted. displaced without a record: nor is a row that takes the place of
-    another. raw rows in memory: rows of a packed chunk that is not full are not in any file. keys in no
-    record: a write is made again when it is tried again. archived after: what leaves goes to the archive when
-    others may have its slots. The others are told of in mutants.py.
+    (without that sync the checksum in the record would detect it). no spare: no spare slots and no waiting,
+    so that an extend under way overwrites readable rows. redo without sync: rows are changed whose publish
+    record no mark covers; their checksum no longer fits, and opening drops acknowledged rows. counted after:
+    a batch is returned before its rows are counted on disk. counts of older rows: a row starts with the count
+    of the previous row in its slot. notes without a record: annotations of an episode are in no record of the
+    journal. adoptions without a record: the same for adoptions of episodes. displaced without a record: the
+    same for a row that replaces another. raw rows in memory: rows of an incomplete packed chunk are in no
+    file. keys in no
+    record: a repeated write is made again. archived after: evicted rows are archived after their slots may be
+    reused. mutants.py describes the others.
     """
     assert reports[fault]["failures"]
 
 
 @pytest.mark.parametrize("fault", _CUTS_FIND)
 def test_power_cuts_find(reports: Reports, fault: str) -> None:
-    """Faults that only a power cut shows: kill -9 leaves the page cache as it is.
+    """Faults that only a power cut reveals, because kill -9 keeps the page cache.
 
-    slots reused before the mark: a slot is written to as soon as its row has left the readable set, with a
-    capacity below the spare; the rows that were flushed are gone when the newer ones are lost. keys not cut:
-    those of rows that are lost stay, and answer with the ids of other rows. keys without sync: those of rows
-    that are not lost are gone. archive without sync: slots are given to others when the archive has their
-    rows, but not on its disk. The others are told of in mutants.py; tests/crash/test_protocol_model.py breaks
-    many more rules, in a model.
+    slots reused before the mark: a slot is overwritten as soon as its row is no longer readable, with a
+    capacity below the spare; flushed rows are lost if the newer ones are lost. keys not cut: keys of lost
+    rows are kept, and answer with the ids of other rows. keys without sync: keys of rows that are not lost
+    are lost. archive without sync: slots are reused when the archive has their rows, but not on its disk.
+    mutants.py describes the others; tests/crash/test_protocol_model.py breaks many more rules in a model.
     """
     assert reports[fault]["failures"]

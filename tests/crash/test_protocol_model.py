@@ -1,7 +1,7 @@
-"""Hold the crash protocol against simulated power cuts: as it is, and with each of its rules broken.
+"""The crash protocol under simulated power cuts: correct, and with each of its rules broken.
 
-Run by pytest; protocol_model.py is what it drives.
-It never touches expstore or the disk: kill and fault tests of the code stand elsewhere.
+Run by pytest; it drives protocol_model.py. It never touches expstore or the disk: kill and fault tests of the
+code are elsewhere.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 from tests.crash.protocol_model import Outcome, Rules, run
 
-SEEDS = 3_000  # a seed is 1.6 power cuts
+SEEDS = 3_000  # a seed has 1.6 power cuts
 MANY_SEEDS = 13_000
 SWITCHES = [f.name for f in fields(Rules) if f.name not in ("capacity", "spare")]
 
 
 def first_problem(rules: Rules, seeds: int = 6_000) -> Outcome:
-    """The first seed's outcome that breaks a promise under these rules."""
+    """Return the outcome of the first seed that breaks a promise under these rules."""
     for seed in range(seeds):
         outcome = run(seed, rules=rules)
         if outcome.problem:
@@ -40,7 +40,7 @@ def test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something(
     kills = sum(o.kills for o in outcomes)
     assert kills > seeds // 2
     count_cases(power_cuts + kills)
-    # Else the disk of the model drops nothing, and finds nothing.
+    # Otherwise the disk of the model drops nothing, and detects nothing.
     assert sum(o.lossy_cuts for o in outcomes) > power_cuts / 6
 
 
@@ -51,7 +51,7 @@ def test_a_broken_rule_is_found(switch: str) -> None:
 
 
 def test_reuse_before_the_mark_is_found_where_the_ring_is_smaller_than_its_spare() -> None:
-    """There a row has always left the readable set before its slot is written: that is not enough."""
+    """There a row is never readable any more when its slot is written; that is not enough."""
     outcome = first_problem(Rules(capacity=3, spare=8, reuse_before_mark=True))
     assert "torn" in str(outcome.problem) or "lost" in str(outcome.problem)
 

@@ -1,6 +1,6 @@
-"""A store on a file system that is mounted read-only: all that reads works, and a writer is told why not.
+"""A store on a read-only file system: reading works, and writing raises a clear error.
 
-The mount is made in a child with namespaces of its own (`unshare -rm`), as for full disks.
+The mount is made in a child with its own namespaces (`unshare -rm`), as for full disks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A store that gets another capacity, and stores that are merged: killed at any act, the power cut anywhere.
+"""Resizing and merging stores: killed at any operation, and power cuts anywhere.
 
-Whoever opens what is left finds the former store or the new one, and of a merged store all or nothing.
+The next opening finds the old store or the new one, and of a merged store all or nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUTS = [24, pytest.param(1500, marks=pytest.mark.torture)]
 
 @pytest.fixture(scope="module")
 def short() -> Iterator[None]:
-    """Short shards, little spare, and nobody who syncs in the background."""
+    """Set short shards, few spare slots, and no background syncs."""
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "PACKED_SHARD_ROWS", 16)
@@ -55,7 +55,7 @@ def make(path: Path, first: int = 0, capacity: int | None = FORMER) -> Path:
 
 
 def picture(path: Path, mode: Any = "a", *, sql: bool = False) -> dict[str, Any]:
-    """What a store says of itself; of its episodes only if it is asked in SQL, which takes longer."""
+    """Return what a store says of itself; its episodes only with `sql`, which takes longer."""
     with expstore.open(path, mode=mode) as rb:
         storage = rb.storage
         ids = storage.window.ids()
@@ -74,7 +74,7 @@ def picture(path: Path, mode: Any = "a", *, sql: bool = False) -> dict[str, Any]
 
 
 def killed_at(act: Callable[[Disk], Any], at: int) -> None:
-    """Act in a child that is killed at this act on the disk, if it comes to that."""
+    """Run an operation in a child that is killed at this file operation, if it is reached."""
     pid = os.fork()
     if not pid:
         try:
@@ -86,7 +86,7 @@ def killed_at(act: Callable[[Disk], Any], at: int) -> None:
 
 
 def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
-    """Yield numbers of acts: each that changes what stands outside of what is built, some of the others."""
+    """Yield numbers of operations: all that change names outside of the new store, and some of the others."""
     names = (
         "rename load",
         "rename columns",
@@ -120,7 +120,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
         killed_at(lambda disk: expstore.resize(copy, capacity=new, disk=disk), at)
         try:
             seen = picture(copy, "r")
-        except expstore.StorageError as exc:  # while the parts are moved; a writer brings that to its end
+        except expstore.StorageError as exc:  # while the parts are moved; a writer finishes that
             if exc.kind != "half_loaded":
                 raise
             refused, seen = refused + 1, wanted
@@ -134,7 +134,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
         assert seen["ids"] == now["ids"]
         assert [name for name in os.listdir(copy) if name.startswith("load")] == []
         shutil.rmtree(copy)
-    assert sorted(found, key=lambda capacity: capacity != FORMER) == found  # there is no way back
+    assert sorted(found, key=lambda capacity: capacity != FORMER) == found  # the capacity never changes back
     assert found.count(FORMER) > 8
     assert found.count(new) > 8
     assert refused < 16
@@ -153,7 +153,7 @@ def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..
         count_cases()
         killed_at(lambda disk: expstore.merge(paths, out=out, fields=FIELDS, disk=disk), at)
         there.append(out.exists())
-        if not there[-1] and number % 9 == 5:  # what the killed one left is in nobody's way
+        if not there[-1] and number % 9 == 5:  # remains of the killed process block nothing
             expstore.merge(paths, out=out, fields=FIELDS)
             assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp", "out.exp"]
         if out.exists():
@@ -171,7 +171,7 @@ def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where disks are made; whoever opens one has been started anew."""
+    """Return the folder for disks; each opening is a new start of the machine."""
     monkeypatch.setattr(machine, "boot", 7)
     made = tmp_path / "disks"
     made.mkdir()

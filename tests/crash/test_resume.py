@@ -1,4 +1,4 @@
-"""Killed at any moment: the batches that come after are those of a run that was never killed."""
+"""After a kill at any moment, the following batches are those of a run that was never killed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Act = tuple[str, int]
 
 
 def script(seed: int) -> list[Act]:
-    """Return what a run does: rows, batches, priorities, and versions of a policy."""
+    """Return the operations of a run: rows, batches, priorities, and policy versions."""
     rng = random.Random(seed)
     acts: list[Act] = [("extend", 60)]
     for _ in range(ACTS):
@@ -67,7 +67,7 @@ def script(seed: int) -> list[Act]:
 
 
 def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
-    """Do one act; return the version of the policy after it."""
+    """Run one operation; return the policy version after it."""
     kind, number = act
     if kind == "extend":
         first = rb.storage.last
@@ -75,12 +75,12 @@ def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
         rows = {
             "number": numbers,
             "policy_version": torch.full((number,), version),
-            # Three trajectories at a time, whose rows lie between one another.
+            # Three trajectories at a time, with interleaved rows.
             "collector": {"traj_ids": numbers // 40 * 3 + numbers % 3},
         }
         rb.extend(TensorDict(rows, [number]), source="only")
     elif kind == "draw":
-        with contextlib.suppress(NotReadyError):  # all were handed out three times
+        with contextlib.suppress(NotReadyError):  # all were returned three times
             rb.sample()
     elif kind == "priorities":
         ids = rb.storage.window.ids()[::3]
@@ -93,7 +93,7 @@ def do(rb: TensorDictReplayBuffer, act: Act, version: int) -> int:
 
 
 def run_killed(path: Path, sampler: str, acts: list[Act], after: int, flush_at: int | None) -> int:
-    """Do the acts in a child that is killed when it has said that `after` of them are done."""
+    """Run the operations in a child that is killed after it reported `after` of them."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -122,7 +122,7 @@ def run_killed(path: Path, sampler: str, acts: list[Act], after: int, flush_at: 
 
 
 def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: int) -> TensorDictReplayBuffer:
-    """Do the same in memory, as far as the store says that the last act, which nobody acknowledged, came."""
+    """Run the same in memory, as far as the store says that the last, unacknowledged operation got."""
     alone = TensorDictReplayBuffer(
         storage=MemoryStorage(CAPACITY, seed=7),
         sampler=SAMPLERS[sampler](),
@@ -137,14 +137,14 @@ def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: i
         alone.storage.draws.number,
     ):
         if acts[done][0] == "draw" and handed_out(rb) == handed_out(alone):
-            alone.storage.draws.next()  # the batch was not handed out yet: its rows come again
+            alone.storage.draws.next()  # the batch was not returned yet: its rows are drawn again
         else:
             do(alone, acts[done], version)
     return alone
 
 
 def handed_out(rb: TensorDictReplayBuffer) -> Any:
-    """Return what tells, beside the number of draws, what has been handed out."""
+    """Return what was returned, in addition to the number of draws."""
     storage = rb.storage
     slots = storage.geometry.slot_of(storage.window.ids())
     return storage.draws.progress, None if storage.state.sampled is None else storage.state.sampled.values[
@@ -175,7 +175,7 @@ def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None
         alone = reference(sampler, acts, rb, done)
         assert (rb.storage.last, rb.storage.draws.number) == (alone.storage.last, alone.storage.draws.number)
         ids = rb.storage.window.ids()
-        # Priorities set just before the kill may be lost: those that are there decide.
+        # Priorities set just before the kill may be lost: use the stored ones.
         alone.update_priority(id=ids, priority=rb.storage.priorities.values[rb.storage.geometry.slot_of(ids)])
         if isinstance(rb.sampler, StalenessAwareSampler) and isinstance(alone.sampler, StalenessAwareSampler):
             alone.sampler.consumer_version = rb.sampler.consumer_version  # set just before the kill, or not
@@ -185,7 +185,7 @@ def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None
 @pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_killed_directly_after_a_flush(store_path: Path, sampler: str) -> None:
-    """Nothing is lost then: priorities as well are those of the run that goes on."""
+    """Nothing is lost then: priorities equal those of the run that was not killed."""
     acts = script(11)[:60]
     done = run_killed(store_path, sampler, acts, len(acts), len(acts) - 1)
     assert done == len(acts)

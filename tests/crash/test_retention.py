@@ -1,4 +1,4 @@
-"""Kill a writer before each act with which rows leave by a policy, and look at what is there."""
+"""Kill a writer before each operation of applying a retention policy, and check the store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two extends make a segment."""
+    """Let two extends make a segment."""
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
 
 
@@ -58,7 +58,7 @@ def filled(path: Path, episodes: int, **more: Any) -> None:
 
 
 def check_whole(rb: Any, kept: set[int]) -> None:
-    """Hold a store of six episodes against those that it must have."""
+    """Compare a store of six episodes with the episodes that it must have."""
     found = rb.sql("SELECT number, count(*) FROM transitions GROUP BY number ORDER BY number").fetchall()
     assert found == [(number, ROWS) for number in sorted(kept)]
     live = dict(rb.sql("SELECT episode_id, live_rows FROM episodes").fetchall())
@@ -74,18 +74,18 @@ def check_whole(rb: Any, kept: set[int]) -> None:
 
 
 def segments(path: Path) -> list[int]:
-    """Return the ids with which the segments are named."""
+    """Return the first ids of the segments, from their names."""
     return [int(one.stem) for one in sorted((path / "segments").glob("*.arrows"))]
 
 
 def open_with(path: Path, disk: Disk) -> ZarrStorage:
-    """Open a store for writing, its files touched through a disk."""
+    """Open a store for writing, with a given disk."""
     kind = ArrowStorage if (path / "segments").exists() else ZarrStorage
     return kind(path, disk=disk, settings=Settings(on_sigterm="ignore"))
 
 
 def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Act in a child that is killed before its act number `at`; say whether it came to its end."""
+    """Run an operation in a child that is killed before file operation `at`; return whether it finished."""
     child = os.fork()
     if not child:
         try:
@@ -130,10 +130,10 @@ def test_killed_before_every_act(
 def kill_everywhere(
     tmp_path: Path, layout: str, going: list[int], monkeypatch: pytest.MonkeyPatch, *, step: int
 ) -> int:
-    """What stays is whole; what was to leave has left whole or is whole; nothing is damaged.
+    """Check after each kill: kept episodes are whole, deleted ones are whole or gone, nothing is damaged.
 
     Returns:
-        How many acts there are.
+        The number of operations.
     """
     filled(tmp_path / "a.exp", 6, **LAYOUTS[layout])
     stay, outcomes, at, ended = {1, 2, 3, 4, 5, 6} - set(going), set(), 1, False
@@ -159,7 +159,7 @@ def kill_everywhere(
 
 
 def look(path: Path) -> frozenset[int]:
-    """Return the episodes that a store in segments has, each whole."""
+    """Return the episodes of a store in segments, after checking that each is whole."""
     with contextlib.closing(open_with(path, Disk())) as storage:
         texts, numbers = storage.read(storage.window.ids(), [0, 1])
         found = sorted(set(numbers.tolist()))
@@ -169,7 +169,7 @@ def look(path: Path) -> frozenset[int]:
 
 
 def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the power while episodes leave twice; what stays is whole, what left before a sync stays gone."""
+    """Cut the power during two deletions; kept episodes are whole, and synced deletions remain."""
     monkeypatch.setattr(machine, "boot", 7)
     monkeypatch.setattr(engine, "Keeper", NoKeeper)
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
@@ -211,7 +211,7 @@ def test_the_power_goes_while_rows_in_segments_leave(
 
 
 def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
-    """Give back segments before there is a record of it, as the protocol forbids."""
+    """Free segments before the record is written, which the protocol forbids."""
     rows = deletion._engine.rows
     (segments,), window = rows.columns.shared, rows.window
     segments.note_left(window.low, window.deleted.join(going))
@@ -230,7 +230,7 @@ def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch
 
 
 def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
-    """Write the record, and give back space before it is on the disk."""
+    """Write the record, and free space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deletion._engine.checkpointer, "sync_journal", lambda files, folders: None)
         return RECORD(deletion, going)
@@ -240,6 +240,6 @@ def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
 @pytest.mark.timeout(1200)
 def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delete.Deletion, "_record", give_back_unsynced)
-    monkeypatch.setattr(FlatColumn, "_punch", lambda column, ids: set())  # segments alone are to tell
+    monkeypatch.setattr(FlatColumn, "_punch", lambda column, ids: set())  # only segments may detect it
     with pytest.raises(CorruptionError, match="is missing|are missing"):
-        cut_anywhere(tmp_path, 200, 0, monkeypatch)  # 1 in 40 falls where it shows
+        cut_anywhere(tmp_path, 200, 0, monkeypatch)  # 1 in 40 hits the fault

@@ -1,4 +1,4 @@
-"""Cut the power while episodes are ended and adopted: what returned and was flushed, or is durable, lasts."""
+"""Power cuts while episodes are ended and adopted: flushed or durable calls last."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.crash.killing_disks import machine
 from tests.support.stores import NoKeeper
 
 CLIENT, HEIR = SessionKey("client", remote=True), SessionKey("heir", remote=True)
-#: What the episode is after each of the acts: its status, and whose it is.
+#: Status and owner of the episode after each operation.
 STAGES = [("open", "client"), ("cut", "client"), ("open", "heir"), ("cut", "heir")]
 
 
@@ -33,7 +33,7 @@ def rows(start: int, count: int) -> TensorDict:
 
 
 def stage(path: Path, mode: Any) -> tuple[Any, ...]:
-    """Return status and session of the one episode."""
+    """Return status and session of the only episode."""
     with expstore.open(path, mode=mode) as rb:
         (found,) = rb.sql(
             "SELECT e.length, e.status, s.session FROM episodes e, sources s "

@@ -1,7 +1,7 @@
-"""STATE is sealed by a close and by nothing else: killed at every act of a life, damaged in every bit.
+"""Only a close seals STATE: kills at every operation of a life, and damage of every bit.
 
-A page that is sealed fits its checksum and belongs to a journal that ends with a close; one that does not fit
-is made anew from that journal. The rule is broken in two ways, both of which the kills must find.
+A sealed page fits its checksum and belongs to a journal that ends with a close; a page that does not fit is
+rebuilt from that journal. The rule is broken in two ways, both of which the kills must detect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.stores import NoKeeper, build_store
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 CAPACITY, PROGRESS, LIMITS = 50, (3, 1, 4, 1), (15, 9265)
-#: Words of the page that mean something; the one at the end is the seal.
+#: The used words of the page; the last one is the seal.
 WORDS = range(41)
 
 
@@ -55,14 +55,14 @@ def open_storage(path: Path, disk: Disk | None = None) -> ZarrStorage:
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Path:
-    """A closed store of this start of the machine, of which batches were drawn under a limiter."""
+    """Return a closed store of this start of the machine, from which batches were sampled under a limiter."""
     path = build_store(tmp_path / "closed.exp", rows(20), capacity=CAPACITY, seed=1)
     storage = open_storage(path, KillingDisk())
     for _ in range(5):
         storage.draws.next()
     storage.draws.note_progress(PROGRESS)
     storage.close()
-    # Neither a draw nor a record comes with these.
+    # These cause neither a draw nor a record.
     storage = open_storage(path, KillingDisk())
     storage.draws.note_limits(*LIMITS)
     storage.close()
@@ -70,7 +70,7 @@ def closed(tmp_path: Path) -> Path:
 
 
 def live(path: Path, disk: Disk, pipe: int) -> None:
-    """Open, draw, give up rows, draw, close; write to a pipe how often was drawn."""
+    """Open, sample, delete rows, sample, close; write the number of draws to a pipe."""
     storage = open_storage(path, disk)
     for _ in range(2):
         os.write(pipe, bytes([storage.draws.next() + 1]))
@@ -80,7 +80,7 @@ def live(path: Path, disk: Disk, pipe: int) -> None:
 
 
 def faults(closed: Path, folder: Path, warnings: Callable[[], list[str]]) -> list[str]:
-    """Kill a life before every act; return what its STATE then does wrong."""
+    """Kill a life before every operation; return the errors of its STATE."""
     found = []
     for at in itertools.count(1):
         path = Path(shutil.copytree(closed, folder / f"{at}.exp"))
@@ -115,7 +115,7 @@ def faults(closed: Path, folder: Path, warnings: Callable[[], list[str]]) -> lis
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Return what was logged about STATE since the last look."""
+    """Return the messages about STATE since the last call."""
 
     def look() -> list[str]:
         lines = [record.getMessage() for record in caplog.records if "STATE" in record.getMessage()]
@@ -156,7 +156,7 @@ def test_a_seal_that_an_opening_leaves_is_found(
 # -- a closed store's page is damaged ------------------------------------------------------------------
 
 
-#: Of all bits of the words one of each, and all of them in the long run.
+#: One bit of each word; the long run tests all.
 ONE_OF_EACH = [(word, (29 * word + 3) % 64) for word in WORDS]
 ALL = list(itertools.product(WORDS, range(64)))
 
@@ -167,7 +167,7 @@ ALL = list(itertools.product(WORDS, range(64)))
 def test_a_flipped_bit_costs_nothing(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], bits: list[tuple[int, int]]
 ) -> None:
-    """Whatever bit it is: readers, the check, and an opening, which says so in one line."""
+    """For any bit: readers, the check, and an opening, which logs one line."""
     for number, (word, bit) in enumerate(bits):
         path = Path(shutil.copytree(closed, tmp_path / f"{number}.exp"))
         flip(path / "STATE", 8 * word + bit // 8, bit % 8)
@@ -194,13 +194,13 @@ def test_a_repair_makes_it_anew(closed: Path) -> None:
     (finding,) = verify(closed)
     assert (finding.kind, finding.path, finding.fatal) == ("state", "STATE", False)
     done = repair(closed)
-    assert "STATE made anew" in done.acts
+    assert "STATE rebuilt" in done.acts
     assert not done.left
     assert verify(closed) == []
 
 
 def test_batches_go_on_after_the_page_is_damaged(tmp_path: Path) -> None:
-    """The draws that would have come, in the middle of a pass."""
+    """Sampling continues with the same draws, in the middle of a pass."""
     drawn = []
     for damaged in (False, True):
         path = tmp_path / f"{damaged}.exp"
@@ -217,7 +217,7 @@ def test_batches_go_on_after_the_page_is_damaged(tmp_path: Path) -> None:
 def test_a_journal_shorter_than_the_page_says_stays_damage(
     closed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The close is lost: opening refuses, the check names it, and a repair may give up what it said."""
+    """The close is lost: opening refuses, the check reports it, and a repair may give up its content."""
     (segment,) = (closed / "journal").iterdir()
     records = read_journal(Disk(), closed / "journal")
     assert records[-1].kind is Kind.CLOSE

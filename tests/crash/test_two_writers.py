@@ -1,6 +1,6 @@
-"""Two processes that want to write to one store while LOCK is removed and replaced: never both at once.
+"""Two processes try to write to one store while LOCK is removed and replaced: never both at once.
 
-Each tells which ids were acknowledged to it; an id that was acknowledged twice is two rows in one place.
+Each reports its acknowledged ids; an id that was acknowledged twice is two rows in one slot.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ LIVES, EXTENDS, ROWS = 12, 4, 3
 
 
 def without_the_folder(lock: writer_lock.WriterLock) -> None:
-    """Break the rule: only LOCK is locked, which anybody can remove."""
+    """Break the rule: lock only LOCK, which anyone can remove."""
     lock._folder.close()
 
 
 def write_lives(path: Path, tell: Callable[[list[int]], None]) -> None:
-    """Open the store over and over, and tell of the ids that were acknowledged."""
+    """Open the store repeatedly, and report the acknowledged ids."""
     lives = 0
     while lives < LIVES:
         tell([])
         try:
             rb = expstore.open(path, capacity=10_000)
-        except (LockedError, StorageError):  # LOCK may go while its text is read
+        except (LockedError, StorageError):  # LOCK may be removed while its text is read
             continue
         lives += 1
         for _ in range(EXTENDS):
             try:
                 rb.extend(TensorDict({"x": torch.zeros(ROWS)}, [ROWS]))
             except ExpStoreError:
-                break  # only where two write at once
+                break  # only if two write at once
             last = rb.storage.last
             tell([last - 2, last - 1, last])
         try:
@@ -55,7 +55,7 @@ def write_lives(path: Path, tell: Callable[[list[int]], None]) -> None:
 
 
 def replacements(path: Path) -> Iterator[None]:
-    """Remove LOCK, or put another file or that of a moment ago in its place, over and over."""
+    """Repeatedly remove LOCK, or replace it by another file or by an earlier one."""
     lock, former = path / "LOCK", path.with_name("former")
     for number in itertools.count():
         try:
@@ -72,7 +72,7 @@ def replacements(path: Path) -> Iterator[None]:
 
 
 def acknowledged(path: Path) -> Counter[int]:
-    """Let two processes write while LOCK comes and goes; return how often each id was acknowledged."""
+    """Let two processes write while LOCK is removed and replaced; return ids with their numbers."""
     with expstore.open(path, capacity=10_000) as rb:
         rb.extend(TensorDict({"x": torch.zeros(1)}, [1]))
     read_end, write_end = os.pipe()
@@ -93,7 +93,7 @@ def acknowledged(path: Path) -> Counter[int]:
     os.close(write_end)
     told, steps = [], replacements(path)
     with os.fdopen(read_end) as pipe:
-        for line in pipe:  # LOCK goes, or another comes, whenever one of them has done something
+        for line in pipe:  # LOCK is removed or replaced after each report
             told.append(json.loads(line))
             next(steps)
     for pid in children:

@@ -1,4 +1,4 @@
-"""The blocks of docs/datasets.md run, one after another, as a reader would paste them."""
+"""The code blocks of docs/datasets.md run in order."""
 
 from __future__ import annotations
 

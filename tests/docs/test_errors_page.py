@@ -1,4 +1,4 @@
-"""Each row of docs/errors.md is run, and what is said must be in the message."""
+"""Each row of docs/errors.md is run, and the message contains the documented text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CartPole example: killed again and again it still learns, and says what it does."""
+"""The CartPole example learns although it is killed repeatedly, and reports its progress."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_it_learns_through_all_that(stopped: tuple[Path, list[Run]]) -> None:
 
 def test_a_finished_run_says_so_and_how_to_look_further(stopped: tuple[Path, list[Run]]) -> None:
     text = stopped[1][5].text
-    assert f"all {STEPS:,} steps are done; --steps for more, --fresh to begin anew" in text
+    assert f"all {STEPS:,} steps are done; pass --steps for more, --fresh to start again" in text
     assert "expstore info runs/cartpole.exp\n" in text
     assert "expstore sql runs/cartpole.exp 'SELECT status" in text
 

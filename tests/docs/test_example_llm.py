@@ -1,4 +1,4 @@
-"""The example of rollouts of a language model: it goes on from what is stored, and says what it does."""
+"""The example of language model rollouts continues from stored rollouts, and reports its progress."""
 
 from __future__ import annotations
 

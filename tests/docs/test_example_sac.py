@@ -1,4 +1,4 @@
-"""The SAC example: after kill -9 and Ctrl-C it continues, with the rows of the store and the checkpoint."""
+"""The SAC example continues after kill -9 and Ctrl-C, with the store's rows and the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example with TorchRL's Trainer: killed at any moment it goes on, and two that go on do the same."""
+"""The example with TorchRL's Trainer continues after a kill, and two continuations are equal."""
 
 from __future__ import annotations
 

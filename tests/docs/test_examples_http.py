@@ -1,4 +1,4 @@
-"""The examples that speak HTTP, against a real server: curl, polars, JavaScript."""
+"""The HTTP examples run against a real server: curl, polars, JavaScript."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GUARANTEES.md names tests: each is there, and each promise has one.
+"""GUARANTEES.md names tests: each one exists, and each promise has one.
 
-Run with the other tests. Names are looked up in the source; in a run of the whole suite they must also be
-among what pytest has collected.
+Run with the other tests. Names are looked up in the source; in a run of the whole suite pytest must also have
+collected them.
 """
 
 from __future__ import annotations

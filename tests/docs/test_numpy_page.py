@@ -1,4 +1,4 @@
-"""The examples of docs/numpy.md run, one after another, as a reader would run them."""
+"""The examples of docs/numpy.md run in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's blocks run, one after another, as a reader would paste them; documents name what is there."""
+"""The code blocks of the README run in order, and documents refer only to existing names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVER = "http://trainer:8420"
 #: Pages whose blocks use `batch` and the store of the README's first block.
 PAGES = (
     "columns", "collecting", "durability", "episodes", "exchange", "images", "readers", "retention",
-    "sampling", "server", "sql", "torchrl", "variable_length", "versions",
+    "sampling", "server", "sql", "stable_baselines3", "torchrl", "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (

@@ -1,4 +1,4 @@
-"""The storage of docs/storages.md is complete: it passes the suite that the page names."""
+"""The storage in docs/storages.md is complete: it passes the suite that the page names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`rb.columns.stats()` says what NumPy says of all readable rows, whatever was done between two calls.
+"""`rb.columns.stats()` equals NumPy's statistics of all readable rows after any operations.
 
-Hypothesis decides about the acts: rows that wrap a ring, changes in place, deleted episodes, fields that come
-and go, versions that are restored, stores that are emptied and opened again. A follower computes, too.
+Hypothesis chooses the operations: writes that wrap a ring, changes in place, deleted episodes, added and
+dropped fields, restored snapshots, emptied and reopened stores. A follower computes the statistics too.
 """
 
 from __future__ import annotations

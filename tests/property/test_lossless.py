@@ -1,7 +1,7 @@
-"""Whatever is done to a store, rows come back as they were given, bit by bit, in packed fields and flat ones.
+"""Rows are kept bit by bit through any operations, in packed and in flat fields.
 
-Hypothesis decides about fields, chunks, capacity and calls: sources that take turns, lanes, rings that wrap,
-stores that are emptied, closed, killed, dumped and loaded, with a follower beside. A dict knows each row.
+Hypothesis chooses fields, chunks, capacity and calls: interleaved sources, lanes, rings that wrap, stores
+that are emptied, closed, killed, dumped and loaded, with a follower. The expected rows are kept in a dict.
 """
 
 from __future__ import annotations

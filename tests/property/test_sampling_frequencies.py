@@ -1,7 +1,7 @@
-"""What samplers draw, against the law that each promises, in every shape that a store can have.
+"""Frequencies of sampled rows match the distribution of each sampler, in every kind of store.
 
-Each check is a chi-square test over rows that sees a row (or weight) that is off by 5 % (`chances`).
-Weights are held against the same chances, computed from priorities.
+Each check is a chi-square test over rows that detects a row or weight that is off by 5 % (`chances`). Weights
+are compared with the same probabilities, computed from priorities.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Who wrote which episode: rows of two sessions never share one, whatever ends sessions or brings them back.
+"""Episodes belong to sessions: two sessions never share one, however sessions end or are resumed.
 
-Each case writes rows whose observations count on, so that every step shows whether it follows the one before.
+Each case writes rows whose observations count up, so that every step shows whether it follows the previous
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Slices of stores that anything may have happened to, against a reference that goes row by row.
+"""Slices of stores with any history match a reference that works row by row.
 
-Rows carry the truth about themselves (`slice_model`), so every slice is judged by what stands in it; and
-all slices that there are must come. The laws are for `test_slices_laws`.
+Rows contain their episode and step (`slice_model`), so each slice can be checked from its rows; and every
+possible slice must be drawn. Probabilities are tested in `test_slices_laws`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whole lives of a buffer, as Hypothesis thinks them up, held against plain Python after every act.
+"""Random sequences of operations on a buffer, compared with plain Python after every step.
 
-The public API, in a process that may be killed at any act on files: what was under way is there whole or not
-at all, everything else as it was. A follower in another process looks on. buffer_process.py does what is
-told, buffer_model.py knows what must be there.
+The public API runs in a process that may be killed at any file operation: an interrupted operation must be
+complete or absent, and everything else unchanged. A follower in another process reads along.
+buffer_process.py runs the operations, buffer_model.py has the expected state.
 """
 
 from __future__ import annotations

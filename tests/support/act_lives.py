@@ -1,7 +1,7 @@
-"""Scripted lives of stores, each a function; what they do to files is recorded by `act_traces.py`.
+"""Scripted histories of stores, each a function; `act_traces.py` records their file operations.
 
-A life is short and small: one thing that a store can do, with what must go before it. Sizes are set low, so
-that a few rows fill a shard, a chunk or a segment of the journal.
+A history is short: one feature of a store, with the operations that it needs beforehand. Sizes are set low,
+so that a few rows fill a shard, a chunk or a segment of the journal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _life(script: Script) -> Script:
 
 @contextlib.contextmanager
 def _sizes(**values: Any) -> Iterator[None]:
-    """Set sizes of `tuning`, for the block's length."""
+    """Set sizes of `tuning` while the context is active."""
     with contextlib.ExitStack() as patches:
         for name, value in values.items():
             patches.enter_context(patch.object(tuning, name, value))
@@ -58,12 +58,12 @@ def _rows(count: int, start: int = 0) -> TensorDict:
 
 
 def _numbers(count: int, start: int = 0) -> TensorDict:
-    """Return rows of one field, without episodes: the shortest traces."""
+    """Return rows of one field, without episodes, for short traces."""
     return numbered_rows(count, start)
 
 
 def _frames(count: int, start: int = 0) -> TensorDict:
-    """Return rows whose next frame is the frame of the row after."""
+    """Return rows whose next frame is the frame of the following row."""
     number = torch.arange(start, start + count)
     data = numbered_rows(count, start, frame=lambda number: counted_frames(number, 8, 8))
     data["next"] = TensorDict({"frame": counted_frames(number + 1, 8, 8)}, [count])
@@ -85,7 +85,7 @@ def _flush(life: Life, rb: Any) -> None:
 
 @_life
 def make(life: Life) -> None:
-    """A store that stays empty, twice."""
+    """A store that remains empty, opened twice."""
     life.close(life.open())
     life.close(life.open())
 
@@ -102,7 +102,7 @@ def add(life: Life) -> None:
 
 @_life
 def extend_small(life: Life) -> None:
-    """Batches that lie in the journal until the next checkpoint."""
+    """Batches that remain in the journal until the next checkpoint."""
     rb = life.open(40)
     _extend(life, rb, _rows(5))
     _extend(life, rb, _rows(5, 5))
@@ -113,7 +113,7 @@ def extend_small(life: Life) -> None:
 
 @_life
 def extend_large(life: Life) -> None:
-    """Batches that go to the columns at once, over the end of a shard."""
+    """Batches that are written to the columns directly, across the end of a shard."""
     with _sizes(FLAT_SHARD_ROWS=4096, MEMTABLE_BATCH_BYTES=0):
         rb = life.open()
         _extend(life, rb, _rows(3000))
@@ -133,7 +133,7 @@ def extend_longer_than_the_ring(life: Life) -> None:
 
 @_life
 def ring_goes_round(life: Life) -> None:
-    """Rows take the slots of others, and wait for a checkpoint when none is free."""
+    """Rows overwrite the slots of others, and wait for a checkpoint if no slot is free."""
     with _sizes(SPARE_SLOTS=8, MEMTABLE_BATCH_BYTES=0):
         rb = life.open(12)
         for start in range(0, 42, 6):
@@ -158,7 +158,7 @@ def durability_sync(life: Life) -> None:
     with _sizes(INLINE_BATCH_BYTES=2048):
         rb = life.open(60, durability="sync")
         _extend(life, rb, _rows(3))
-        _extend(life, rb, _rows(30, 3))  # more than goes into a record
+        _extend(life, rb, _rows(30, 3))  # more than fits into a record
         life.step("add()")
         rb.add(_rows(1, 33)[0])
         life.close(rb)
@@ -219,7 +219,7 @@ def change_in_place(life: Life) -> None:
 
 @_life
 def change_of_many_bytes(life: Life) -> None:
-    """What a replace record does not hold goes to a file of its own."""
+    """A replacement too large for a record is written to a separate file."""
     with _sizes(REPLACE_RECORD_BYTES=16):
         rb = life.open(20)
         _extend(life, rb, _rows(12))
@@ -269,7 +269,7 @@ def annotations(life: Life) -> None:
 
 @_life
 def episodes_end_and_resume(life: Life) -> None:
-    """Episodes are ended by hand and by a close, and adopted by the next opening, which is killed."""
+    """Episodes are ended by call and by close, and adopted by the next opening, which is killed."""
     rb = life.open(40)
     _extend(life, rb, _rows(3), source="left")
     _extend(life, rb, _rows(3, 100), source="right")
@@ -321,7 +321,7 @@ def draws(life: Life) -> None:
 
 @_life
 def counts(life: Life) -> None:
-    """How often each row was handed out."""
+    """How often each row was returned."""
     rb = life.open(20, buffer={"sampler": ConsumingSampler(2)})
     _extend(life, rb, _numbers(10))
     for _ in range(3):
@@ -337,7 +337,7 @@ def counts(life: Life) -> None:
 
 @_life
 def journal_rotation(life: Life) -> None:
-    """Segments of the journal come, and go when a checkpoint covers them."""
+    """Segments of the journal are created, and removed when a checkpoint covers them."""
     rb = life.open(30, segment_bytes=4096)
     for start in range(0, 32, 4):
         _extend(life, rb, _rows(4, start))
@@ -363,7 +363,7 @@ def kill_and_reopen(life: Life) -> None:
 
 @_life
 def restart_of_the_machine(life: Life) -> None:
-    """After one, STATE says nothing, and touched blocks are summed anew."""
+    """After a restart of the machine STATE is invalid, and touched blocks get new checksums."""
     rb = life.open(30)
     _extend(life, rb, _rows(12))
     _flush(life, rb)
@@ -376,7 +376,7 @@ def restart_of_the_machine(life: Life) -> None:
 
 @_life
 def full_disk(life: Life) -> None:
-    """An extend and a checkpoint fail; the store goes on when there is room again."""
+    """An extend and a checkpoint fail; the store continues when there is space again."""
     with _sizes(MEMTABLE_BATCH_BYTES=0):
         rb = life.open(30)
         _extend(life, rb, _rows(5))
@@ -395,14 +395,14 @@ def full_disk(life: Life) -> None:
 
 @_life
 def failed_sync(life: Life) -> None:
-    """Nobody knows what is on the disk then: the store must be opened again."""
+    """After a failed sync the state of the disk is unknown: the store must be reopened."""
     rb = life.open(30)
     _extend(life, rb, _rows(5))
     life.disk.fail("sync", "columns")
     for act in (lambda: _flush(life, rb), lambda: _extend(life, rb, _rows(5, 5))):
         with contextlib.suppress(StorageError, StateError):
             act()
-            raise AssertionError("a store went on after a sync that failed")
+            raise AssertionError("a store continued after a failed sync")
     with contextlib.suppress(ExpStoreError):
         life.close(rb)
     life.kill()
@@ -442,7 +442,7 @@ def dumps_and_loads(life: Life) -> None:
 
 @_life
 def dumps_twice(life: Life) -> None:
-    """The second version shares with the first one what has not changed; the third replaces the first."""
+    """The second snapshot shares unchanged files with the first one; the third replaces the first."""
     with _sizes(FLAT_SHARD_ROWS=4096):
         rb = life.open()
         _extend(life, rb, _numbers(5000))
@@ -552,7 +552,7 @@ def arrow(life: Life) -> None:
 
 @_life
 def arrow_ring(life: Life) -> None:
-    """Segments come, are made of short batches anew, and go."""
+    """Segments are created, compacted from short batches, and removed."""
     with _sizes(
         SPARE_SLOTS=12, ARROW_SEGMENT_BYTES=6000, ARROW_SEGMENT_BATCHES=6, ARROW_BATCH_BYTES=1500,
         ARROW_COMPRESSED_BATCH_BYTES=500, ARROW_WRITE_BYTES=3000, ARROW_COMPACTED_BYTES=1500,
@@ -566,7 +566,7 @@ def arrow_ring(life: Life) -> None:
 
 @_life
 def slices_of_episodes(life: Life) -> None:
-    """Draws of a sampler that keeps the episodes' index, beside rows that come."""
+    """Draws of a sampler that uses the index of episodes, while rows are written."""
     rb = life.open(30, buffer={"sampler": SliceSampler(num_slices=2)})
     _extend(life, rb, _rows(14))
     life.step("sample()")

@@ -1,17 +1,17 @@
-"""Write down what a store does to its files, act by act, as lines of text that can be compared.
+"""Record the file operations of a store as lines of text that can be compared.
 
-`trace` runs one scripted life of a store (`tests/support/act_lives.py`) with everything pinned that differs
-between runs: clock, process id, host, start of the machine, random bytes, and the background threads, which
+`trace` runs one scripted history of a store (`tests/support/act_lives.py`). Everything that differs between
+runs is fixed: clock, process id, host, start of the machine, random bytes, and the background threads, which
 do not run. The result is the same on every machine. `tests/support/golden.py` records it in
 `tests/golden/acts/`, and `tests/crash/test_act_traces.py` compares.
 
-A line is an act, the file relative to the store's folder, and what was done:
+A line has an operation, the file relative to the store's folder, and details:
 
     write    columns/action/c/0 64+80 1f0c7a2e      80 bytes at offset 64, and their crc32c
     truncate journal/000001 4096                    the new length
     rename   expstore.json <- expstore.json.tmp
     STATE    . last=10                              a word that is stored into the STATE page
-    # extend(10)                                    what the script does next
+    # extend(10)                                    the next step of the script
 
 Files that are only read are not listed, nor are the files of the index, which DuckDB writes.
 """
@@ -48,7 +48,7 @@ from tests.support.stores import NoIndex, NoKeeper
 
 __all__ = ["Life", "trace"]
 
-#: The moment at which every life begins, seconds since 1970; a step of the script takes a second.
+#: Start of every history, in seconds since 1970; a step of the script takes a second.
 START = 1_700_000_000
 SEED = 11
 #: Words of the STATE page that differ between runs.
@@ -56,7 +56,7 @@ _HIDDEN = {"heartbeat", "inode"}
 
 
 class _Host:
-    """The machine and process that a life runs on, as far as the library can tell."""
+    """The machine and process of a history, as the library sees them."""
 
     def __init__(self) -> None:
         self.now = START
@@ -64,13 +64,13 @@ class _Host:
         self._drawn = 0
 
     def random_bytes(self, count: int) -> bytes:
-        """Return other bytes with every call, the same ones in every life."""
+        """Return different bytes for every call, but the same ones in every history."""
         self._drawn += 1
         return hashlib.shake_128(self._drawn.to_bytes(8, "big")).digest(count)
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Let the library see this machine, and do nothing in the background, for the block's length."""
+        """Let the library see this machine, without background work, while the context is active."""
         with contextlib.ExitStack() as patches:
             for owner, name, value in (
                 (time, "time", lambda: float(self.now)),
@@ -84,28 +84,30 @@ class _Host:
                 (tuning, "INDEX_ON_CLOSE", False),
             ):
                 patches.enter_context(patch.object(owner, name, value))
-            # Loops that are compiled may make other bytes (of a compressed chunk) than what stands in for
-            # them: they are there from the first row on, as in a store that has been open for a second.
-            for name, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
+            # Compiled loops may produce other bytes (of a compressed chunk) than their replacements, so they
+            # are loaded before the first row, as in a store that has been open for a second.
+            for name, module in sorted(sys.modules.copy().items()):  # other threads import at the same time
                 if name.startswith("expstore.") and "load_in_background" in vars(module):
                     patches.enter_context(patch.object(module, "load_in_background", lambda load: load()))
             yield
 
 
 def _process_id(own: Callable[[], int] = os.getpid) -> int:
-    """Return the same process id in every life to the library; others, such as the heap of
-    ``multiprocessing`` whose garbage may be collected meanwhile, see the process' own.
+    """Return the same process id to the library in every history.
+
+    Other callers, such as the heap of `multiprocessing`, which may be garbage-collected meanwhile, get the
+    real process id.
     """
     caller = str(sys._getframe(1).f_globals.get("__name__"))
     return 4242 if caller.partition(".")[0] == "expstore" else own()
 
 
 class TracingDisk(RecordingDisk):
-    """Record the acts of one process, which may meet a fault, and which ends at some point.
+    """Record the file operations of one process; operations can be made to fail, and the process to end.
 
     Args:
         host: The machine.
-        events: Where acts are noted.
+        events: List to which operations are appended.
     """
 
     def __init__(self, host: _Host, events: list[Event]) -> None:
@@ -117,11 +119,11 @@ class TracingDisk(RecordingDisk):
         self.ended = False
 
     def fail(self, act: str, name: str, code: int = errno.ENOSPC) -> None:
-        """Let the next act of this kind on a file whose path contains `name` fail."""
+        """Let the next operation of this kind fail on a file whose path contains `name`."""
         self._fault = (act, name, code)
 
     def end(self) -> None:
-        """Let the process do nothing more to any file, as after a kill."""
+        """End the process: all further file operations fail, as after a kill."""
         self.ended, self.events = True, []
 
     def gate(self, act: str, path: Path) -> None:
@@ -139,14 +141,14 @@ class TracingDisk(RecordingDisk):
         return self._boot.to_bytes(16, "big")
 
     def mounts(self) -> str:
-        return ""  # on a file system in memory some files are written that are left out elsewhere
+        return ""  # some files are written only on file systems in memory
 
 
 class Life:
-    """What a script is given: a folder for its stores, and acts that the storage itself does not have.
+    """The context of a script: a folder for its stores, and operations that storages do not have.
 
     Args:
-        folder: Where it makes stores.
+        folder: Folder for stores.
         host: The machine.
     """
 
@@ -159,11 +161,11 @@ class Life:
 
     @property
     def path(self) -> Path:
-        """Where the store is."""
+        """Path of the store."""
         return self.folder / "run.exp"
 
     def step(self, text: str) -> None:
-        """Note what comes next; a second goes by."""
+        """Record the next step; the clock advances by a second."""
         self._host.now += 1
         self.events.append(Event("step", data=text))
 
@@ -179,17 +181,17 @@ class Life:
         buffer: dict[str, Any] | None = None,
         **settings: Any,
     ) -> TensorDictReplayBuffer:
-        """Open the store, or make it.
+        """Open the store, or create it.
 
         Args:
-            capacity: Of a new store.
+            capacity: Capacity of a new store.
             arrow: Whether it is an `ArrowStorage`.
             segment_bytes: Length of a segment of its journal.
-            ndim: As of the storage.
-            compression: As of an `ArrowStorage`.
-            index: Whether it has an index; without one what needs it fails.
-            buffer: Further arguments of the buffer.
-            settings: Of `Settings`.
+            ndim: Number of dims of the storage.
+            compression: Compression of an `ArrowStorage`.
+            index: Whether it has an index; without it, operations that need the index fail.
+            buffer: More arguments of the buffer.
+            settings: Fields of `Settings`.
         """
         known = [] if capacity is None else [str(capacity)]
         self.step(f"open({', '.join([*known, *sorted(settings)])})")
@@ -219,14 +221,14 @@ class Life:
         self._running.remove(rb)
 
     def kill(self, *, power: bool = False) -> None:
-        """End the process as kill -9 does; with `power`, restart the machine, which loses nothing."""
+        """End the process as kill -9 does; with `power`, restart the machine without losing anything."""
         self.disk.end()
         for rb in self._running:
             state = rb.storage.path / "STATE"
             page = state.read_bytes()
             with contextlib.suppress(ExpStoreError):
                 rb.storage.close()
-            with state.open("r+b") as file:  # the same file: the page knows its inode
+            with state.open("r+b") as file:  # the same file: the page stores its inode
                 file.write(page)
         self._running.clear()
         self._host.boot += power
@@ -234,7 +236,7 @@ class Life:
         self.step("power cut" if power else "kill -9")
 
     def lines(self) -> list[str]:
-        """Return the acts as text."""
+        """Return the operations as text."""
         return [line for event in self.events if (line := self._line(event))]
 
     def _line(self, event: Event) -> str:
@@ -262,7 +264,7 @@ class Life:
 
 @contextlib.contextmanager
 def _state_words(life: Life) -> Iterator[None]:
-    """Note what is stored into STATE pages, for the block's length."""
+    """Record values that are stored into STATE pages while the context is active."""
     init, claim, put, progress = StatePage.__init__, StatePage.claim, StatePage.set, StatePage.set_progress
     noted, seal, unseal = StatePage.note, StatePage.seal, StatePage.unseal
     places: dict[int, tuple[TracingDisk, Path]] = {}
@@ -312,10 +314,10 @@ def _state_words(life: Life) -> Iterator[None]:
 
 
 def trace(script: Callable[[Life], None], folder: Path) -> list[str]:
-    """Run a script on an empty folder; return what it did to files, a line per act."""
+    """Run a script on an empty folder; return its file operations, one per line."""
     host = _Host()
     life = Life(folder.resolve(), host)
-    # Batches of a few rows reach the columns, so that lives can be short.
+    # Batches of a few rows are written to the columns, so that histories can be short.
     sizes = patch.multiple(tuning, MEMTABLE_BATCH_ROWS=8, MEMTABLE_ROWS=128)
     with sizes, host.pinned(), _state_words(life):
         script(life)

@@ -14,9 +14,9 @@ from expstore.wire.stream import write_stream
 
 __all__ = ["ACCEPT_ARROW", "ARROW", "batch_of", "body_of", "post_rows", "rows_of"]
 
-#: The header of a request whose body is an Arrow stream.
+#: Header of a request whose body is an Arrow stream.
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
-#: The header of a request that wants an Arrow stream as its answer.
+#: Header of a request for an Arrow stream.
 ACCEPT_ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 
 
@@ -43,7 +43,7 @@ def body_of(data: TensorDict) -> bytes:
 
 
 def post_rows(client: httpx.Client, count: int, first: int = 0, **params: Any) -> httpx.Response:
-    """Append rows of `batch_of` to the store `run`; params are those of the request."""
+    """Append rows of `batch_of` to the store `run`; `params` are request parameters."""
     body = body_of(batch_of(count, first))
     return client.post("/v1/stores/run/extend", content=body, headers=ARROW, params=params)
 

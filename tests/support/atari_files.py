@@ -1,4 +1,4 @@
-"""Atari DQN files as Dopamine wrote them: a small ring buffer, its paddings, dumps and invalid ranges.
+"""Atari DQN files in Dopamine's format: a small ring buffer with paddings, dumps and invalid ranges.
 
 Used by tests of the reader. Source: `circular_replay_buffer.py` of Dopamine in 2019, and the
 `logged_replay_buffer.py` of batch_rl.
@@ -20,7 +20,7 @@ STACK = 4
 
 @dataclass(frozen=True)
 class Step:
-    """What an agent saw and did."""
+    """Observation and action of an agent."""
 
     observation: np.ndarray[Any, Any]
     action: int
@@ -30,12 +30,12 @@ class Step:
 
 @dataclass
 class LoggedRing:
-    """A ring buffer of frames that dumps its arrays once a round.
+    """A ring buffer of frames that dumps its arrays once per lap.
 
     Args:
-        folder: Where dumps are written.
-        slots: How many rows the ring has.
-        shape: Of a frame.
+        folder: Folder for dumps.
+        slots: Number of rows of the ring.
+        shape: Shape of a frame.
     """
 
     folder: Path
@@ -86,14 +86,14 @@ class LoggedRing:
         self.dumps += 1
 
     def finish(self) -> None:
-        """Dump the rest, as an agent does that ends: `add_count` is the cursor then."""
+        """Dump the rest, like an agent at its end: `add_count` is the cursor then."""
         added, self.added = self.added, self.added % self.slots
         self.dump()
         self.added = added
 
 
 def play(ring: LoggedRing, steps: int, seed: int, *, shortest: int = 4, longest: int = 16) -> list[Step]:
-    """Play episodes into a ring until it has had so many steps; return them all."""
+    """Play episodes into a ring for a number of steps; return all steps."""
     random = np.random.default_rng(seed)
     played: list[Step] = []
     while len(played) < steps:

@@ -159,8 +159,8 @@ def whole_trajectories(
     Args:
         lengths: Number of steps of each trajectory.
         first: Number of the first trajectory.
-        traj_key: The field that holds the number of the trajectory; None: there is none.
-        ends: Whether there is `done`.
+        traj_key: The field that holds the number of the trajectory; None leaves it out.
+        ends: Whether there is a field `done`.
         fields: Further fields. A function is called with the numbers of the rows, from 0 on.
     """
     name = first + torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -209,7 +209,7 @@ def trajectory_buffer(
 
 @contextmanager
 def closing_factory(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield `make`; at the end close all that it returned."""
+    """Yield `make`; at the end close everything that it returned."""
     made: list[Any] = []
 
     def make_one(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""All rows of a buffer as bytes, for tests of exports, imports and whatever else brings rows elsewhere."""
+"""All rows of a buffer as bytes, for tests of exports, imports and other copies of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["held"]
 
 
 def held(rb: Any, order: str = "_id") -> dict[Key, bytes]:
-    """Return all rows as bytes, with dtype and shape, by field; in the order of these columns of SQL."""
+    """Return all rows as bytes, with dtype and shape, by field; ordered by these SQL columns."""
     ids = rb.sql(f"SELECT _id FROM transitions ORDER BY {order}").df()["_id"].to_numpy()
     whole = rb[rb.storage.geometry.index_of(ids)]
     found = {}

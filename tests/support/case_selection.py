@@ -1,6 +1,6 @@
-"""How much of a test `make test` looks at: a share of its examples, some of its cases; a long run at all.
+"""Select the part of a long test that `make test` runs: a share of its examples, or some of its cases.
 
-Used by tests that take long. What has to hold is the same in both forms.
+The long form runs everything with the same assertions.
 
     @share(0.2)
     @given(...)
@@ -24,17 +24,17 @@ from hypothesis import given, settings
 
 __all__ = ["in_full", "leave_the_rest", "share", "spread"]
 
-#: Of a property that says nothing else, and in a run that looks for new ones no more.
+#: Default number of examples of a property, and the maximum in a run that looks for new examples.
 EXAMPLES, MOST = 100, 300
 
 
 def share(part: float, *, of: int | None = None, **others: Any) -> Callable[[Any], Any]:
-    """Look at a part of the examples, or in a run that looks for new ones at all of them.
+    """Run a share of the examples, or all of them in a run that looks for new examples.
 
     Args:
-        part: Which part.
-        of: How many there are; None: `EXAMPLES`.
-        others: More of Hypothesis' settings.
+        part: The share.
+        of: Total number of examples; None for `EXAMPLES`.
+        others: More Hypothesis settings.
     """
     asked = settings().max_examples
     whole = min(max(asked, EXAMPLES), MOST) if of is None else of
@@ -49,7 +49,7 @@ def share(part: float, *, of: int | None = None, **others: Any) -> Callable[[Any
 
 
 def in_full(test: Any) -> Any:
-    """Return the long form of a test that looks at a share of its examples."""
+    """Return the long form of a test that runs a share of its examples."""
     own = test.hypothesis
     long = given(**own._given_kwargs)(own.inner_test)
     long = settings(test._hypothesis_internal_use_settings, max_examples=test.whole)(long)
@@ -58,11 +58,11 @@ def in_full(test: Any) -> Any:
 
 
 def spread(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:
-    """Return the numbers of some cases that have as many of all values as so many can have.
+    """Return the numbers of some cases that cover as many values as possible.
 
     Args:
-        cases: What each case has: name -> number of the value.
-        count: How many.
+        cases: Values of each case: name -> number of the value.
+        count: Number of cases.
 
     >>> spread([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}, {"a": 1, "b": 1}], 2)
     [0, 3]
@@ -71,7 +71,7 @@ def spread(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:
     met: dict[tuple[str, int], int] = {}
     chosen = []
     for _ in range(min(count, len(cases))):
-        # What was met least counts first; of equals the first one.
+        # Prefer the values that were covered least; in a tie the first case.
         best = min(left, key=lambda number: sum(met.get(value, 0) for value in cases[number].items()))
         chosen.append(best)
         left.remove(best)
@@ -81,7 +81,7 @@ def spread(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:
 
 
 def leave_the_rest(items: Sequence[pytest.Item]) -> None:
-    """Mark what `make torture` alone runs of tests of which `make test` runs some cases."""
+    """Mark cases that only `make torture` runs, if `make test` runs some cases of a test."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("some") and not item.get_closest_marker("torture"):
@@ -97,5 +97,5 @@ def leave_the_rest(items: Sequence[pytest.Item]) -> None:
 
 
 def _values_of(item: pytest.Item) -> Mapping[str, int]:
-    """Return which of its parameters' values a case has: name -> number."""
+    """Return the values of a case's parameters: name -> number of the value."""
     return item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}

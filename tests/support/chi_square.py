@@ -1,8 +1,8 @@
-"""Chi-square tests, and how many draws they take to see a law that is off by 5 %.
+"""Chi-square tests, and the number of draws that detects a probability that is off by 5 %.
 
-Used by the tests of what samplers draw. Each test has a chance of 1 in 10,000 of a false alarm and sees a
-class that is off by 5 % with probability 0.99; how many draws that takes follows from the non-central
-distribution. It draws nothing itself.
+Used by tests of samplers. Each test has a false alarm rate of 1 in 10,000 and detects a class that is off by
+5 % with probability 0.99; the number of draws follows from the non-central distribution. This module draws
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FALSE_ALARM, POWER, ERROR = 1e-4, 0.99, 0.05
 
 
 def below(x: float, degrees: float) -> float:
-    """Chance of a chi-square value below x: the series of the incomplete gamma function."""
+    """Return the probability of a chi-square value below x: the series of the incomplete gamma function."""
     shape, half = degrees / 2, x / 2
     if half <= 0:
         return 0.0
@@ -34,7 +34,7 @@ def below(x: float, degrees: float) -> float:
 
 
 def below_when_off(x: float, degrees: float, off: float) -> float:
-    """The same for the non-central distribution: a mixture by a Poisson law of mean off / 2."""
+    """Return the same for the non-central distribution: a Poisson mixture with mean off / 2."""
     return math.fsum(
         math.exp(j * math.log(off / 2) - off / 2 - math.lgamma(j + 1)) * below(x, degrees + 2 * j)
         for j in range(int(off / 2 + 12 * math.sqrt(off) + 20))
@@ -55,14 +55,14 @@ def limit_of(classes: int) -> float:
 
 
 def draws_needed(expected: Floats, when_off: list[Floats]) -> int:
-    """Return how many draws show with the power wanted that they follow any one of `when_off` instead."""
+    """Return the number of draws that detects each alternative in `when_off` with the required power."""
     limit, degrees = limit_of(expected.size), expected.size - 1
     needed = solve(lambda off: 1 - below_when_off(limit, degrees, off), POWER, 1000.0)
     return math.ceil(needed / min(float(((other - expected) ** 2 / expected).sum()) for other in when_off))
 
 
 def one_off(chances: Floats) -> list[Floats]:
-    """Return what chances would be if one of them were 5 % larger, for each."""
+    """Return for each class the probabilities if it were 5 % more likely."""
     found = []
     for place in range(chances.size):
         other = chances * (1 - chances[place] * (1 + ERROR)) / (1 - chances[place])

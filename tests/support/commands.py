@@ -1,4 +1,4 @@
-"""What a command said: for tests that run one in this process, by the fixture `cli`, or in one of its own."""
+"""Results of commands that tests run in this process, with the fixture `cli`, or in a separate one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Cli", "Done"]
 
 
 class Done(NamedTuple):
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     out: str

@@ -1,7 +1,7 @@
-"""Compile the library's loops, all at once, on all cores: the cache then has them for every process.
+"""Compile all loops of the library at once, on all cores, so that every process finds them in the cache.
 
-`make test` runs it first. Otherwise each of a run's processes would compile what it needs by itself, since
-they begin together, which takes longer than all else that most of them do.
+`make test` runs it first. Otherwise each process of a run would compile what it needs, because the processes
+start together, which takes longer than most of their other work.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def modules() -> list[str]:
 
 
 def load(name: str) -> None:
-    """Import one, which compiles what the cache does not have."""
+    """Import a module, which compiles loops that are missing in the cache."""
     importlib.import_module(name)
 
 
 if __name__ == "__main__":
-    load("expstore.kernels.native")  # what the others lean on
+    load("expstore.kernels.native")  # the other modules depend on it
     with multiprocessing.get_context("fork").Pool() as pool:
         pool.map(load, modules(), chunksize=1)

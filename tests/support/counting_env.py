@@ -1,6 +1,6 @@
-"""An environment of TorchRL's whose observations say which row they belong to.
+"""A TorchRL environment whose observations identify their rows.
 
-Used by the tests of what TorchRL's collectors hand over.
+Used by tests of TorchRL's collectors.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from tensordict import TensorDict
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
+    warnings.simplefilter("ignore")  # some modules of torchrl use deprecated names of others
     from torchrl.data import Categorical, Composite, Unbounded
     from torchrl.envs import EnvBase
 
-#: Steps of an episode of worker 0, 1, 2.
+#: Length of an episode of workers 0, 1, 2.
 EPISODES = (3, 4, 7)
 
 
 class Counting(EnvBase):
-    """Show worker, episode and step; after `length` steps an episode ends."""
+    """Return worker, episode and step as observation; episodes end after `length` steps."""
 
     def __init__(self, worker: int) -> None:
         super().__init__(device="cpu", batch_size=[])
@@ -59,7 +59,7 @@ class Counting(EnvBase):
 
 
 class Make:
-    """Makes the environment of a worker, in the worker."""
+    """Create the environment of a worker, in the worker."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker

@@ -1,7 +1,7 @@
-"""Stores to be damaged: small ones in three shards, with rows that follow from their number.
+"""Stores for damage tests: small, in three shards, with rows that follow from their numbers.
 
-Used by the tests of checks, checksums, repair and damaged files; `Broken` damages copies of whatever store it
-is given, and says what reading and repairing them did wrong.
+Used by tests of checks, checksums, repair and damaged files. `Broken` damages copies of a given store, and
+reports errors of reading and repairing them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CAPACITY, SLOTS, ROWS = 5000, 9096, 12_000
 
 
 def make_sound(factory: pytest.TempPathFactory) -> Path:
-    """Make a ring of three shards that has turned: ids 7001 to 12,000, the newest in slots 0 to 2903."""
+    """Make a ring of three shards that has wrapped: ids 7001 to 12,000, the newest in slots 0 to 2903."""
     path = factory.mktemp("sound") / "sound.exp"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "FLAT_SHARD_ROWS", BLOCK)
@@ -53,7 +53,7 @@ def make_sound(factory: pytest.TempPathFactory) -> Path:
 
 
 def batch(count: int, first: int) -> TensorDict:
-    """Rows whose values follow from a running number; one flag is False for ever."""
+    """Return rows whose values follow from a running number; one flag is always False."""
     number = torch.arange(first, first + count)
     return TensorDict(
         {
@@ -70,7 +70,7 @@ def batch(count: int, first: int) -> TensorDict:
 
 
 def fill(path: Path, *, capacity: int | None = CAPACITY, rows: int = ROWS) -> None:
-    """Make a store of these rows, of which two are changed and two have a priority; close it."""
+    """Make a store of these rows, two of them changed and two with a priority; close it."""
     with expstore.open(path, capacity=capacity, seed=1) as rb:
         for first in range(0, rows, 1500):
             rb.extend(batch(min(1500, rows - first), first), source="arm")
@@ -80,7 +80,7 @@ def fill(path: Path, *, capacity: int | None = CAPACITY, rows: int = ROWS) -> No
 
 
 def flip(path: Path, byte: int, bit: int) -> None:
-    """Turn one bit of a file."""
+    """Flip one bit of a file."""
     with path.open("r+b") as file:
         file.seek(byte)
         old = file.read(1)[0]
@@ -89,7 +89,7 @@ def flip(path: Path, byte: int, bit: int) -> None:
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Damage a file; return what was done."""
+    """Damage a file; return a description of the damage."""
     size, act = path.stat().st_size, rng.random()
     if act < 0.1:
         path.unlink()
@@ -108,7 +108,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def lost_ids(store: Path) -> set[int]:
-    """The rows that findings name, by the numbers in their batches, which count from 0."""
+    """Return the rows that findings name, as numbers counted from 0."""
     runs = [run for finding in verify(store) for run in finding.ids]
     return {row for first, last in runs for row in range(first - 1, last)}
 
@@ -118,10 +118,10 @@ class Broken:
     """Copies of a store, each with one damaged file.
 
     Args:
-        sound: The store.
-        columns: Folders in `columns/`; one of the files in these is damaged.
-        right: Says whether rows are as they were given.
-        numbers: Of all rows that can be read.
+        sound: The undamaged store.
+        columns: Folders in `columns/`; one of their files is damaged.
+        right: Function that returns whether rows are as written.
+        numbers: Numbers of all readable rows.
     """
 
     sound: Path
@@ -139,7 +139,7 @@ class Broken:
             shutil.rmtree(copy)
 
     def faults(self, folder: Path, count: int, seed: int) -> list[str]:
-        """Read every row of so many, by each way of opening; return what went wrong."""
+        """Damage `count` copies and read every row in each mode; return the errors."""
         found, refused = [], 0
         for copy, done in self._damaged(folder, count, seed):
             for mode in ("r", "a"):
@@ -158,7 +158,7 @@ class Broken:
         return found if refused > count // 4 else [*found, f"only {refused} reads were refused"]
 
     def repairs(self, folder: Path, count: int, seed: int) -> list[str]:
-        """Repair so many; return what is not as it should be."""
+        """Damage and repair `count` copies; return the errors."""
         found = []
         for copy, done in self._damaged(folder, count, seed):
             named = lost_ids(copy)
@@ -175,7 +175,7 @@ class Broken:
 
 
 def in_child(work: Callable[[], list[str]]) -> list[str]:
-    """Run `work` in a fork, where a signal is no more than another fault; return the faults."""
+    """Run `work` in a fork, where a signal is reported as another error; return the errors."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,6 +1,6 @@
-"""A server of files over HTTP as data sets are fetched from: ranges, tags, listings of the Hugging Face Hub.
+"""An HTTP file server for downloads of data sets: ranges, tags, listings of the Hugging Face Hub.
 
-Used by tests of downloads. It can break a connection after so many bytes.
+Used by tests of downloads. It can break connections after a number of bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DataServer:
 
     Args:
         folder: The files.
-        break_after: Bytes of a body after which the next answers break, in turn.
-        ranges: Whether parts of files are served.
+        break_after: Numbers of body bytes after which the next responses break, in turn.
+        ranges: Whether range requests are supported.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class DataServer:
     url: str = ""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer a request."""
+        """Respond to a request."""
         path = unquote(urlsplit(handler.path).path).lstrip("/")
         self.requests.append((path, handler.headers.get("Range")))
         if path.startswith("api/datasets/"):

@@ -1,10 +1,10 @@
-"""Write down which rows every sampler draws, as lines of text that can be compared.
+"""Record which rows every sampler draws, as lines of text that can be compared.
 
-`draw` fills a store by a script, draws batches, adds rows until the ring has gone round, draws on, changes
-priorities, closes the store, opens it again and draws the rest, for each of three seeds. `golden.py` records
-the lines in `tests/golden/draws/`, and `tests/unit/samplers/test_draw_sequences.py` compares.
+For each of three seeds `draw` fills a store, draws batches, adds rows until the ring has wrapped, draws
+again, changes priorities, closes the store, reopens it and draws the rest. `golden.py` records the lines in
+`tests/golden/draws/`, and `tests/unit/samplers/test_draw_sequences.py` compares.
 
-A line is a batch: the seed, when it was drawn, the crc32c of its ids, and the first of them.
+A line is a batch: the seed, when it was drawn, the crc32c of its ids, and the first ids.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["SAMPLERS", "SEQUENCES", "draw"]
 SEEDS = (0, 1, 2**40 + 7)
 CAPACITY = 60
 BATCH = 8
-#: Batches that are drawn at each of the three times.
+#: Number of batches that are drawn at each of the three times.
 BATCHES = 4
 
 Make = Callable[[], Any]
 
-#: What makes the sampler of each sequence.
+#: Functions that create the sampler of each sequence.
 SAMPLERS: dict[str, Make] = {
     "random": expstore.RandomSampler,
     "random_where": lambda: expstore.RandomSampler(where="action % 3 = 0"),
@@ -73,14 +73,14 @@ def _rows(count: int, start: int) -> TensorDict:
 
 
 class _Notes:
-    """The lines of one sequence."""
+    """Lines of one sequence."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.title = ""
 
     def batches(self, rb: Any, count: int = BATCHES) -> torch.Tensor:
-        """Draw batches, note them, and return the ids of the last one."""
+        """Draw batches, record them, and return the ids of the last one."""
         for _ in range(count):
             batch = rb.sample()
             ids = batch["id"].reshape(-1)
@@ -96,10 +96,10 @@ def draw(make: Make, folder: Path, *, prefetch: int = 0, reopen: bool = True) ->
     """Return the lines of a sampler.
 
     Args:
-        make: Makes the sampler.
+        make: Function that creates the sampler.
         folder: An empty folder for stores.
-        prefetch: Of the buffer that draws after the reopening, which is all it does.
-        reopen: Whether the store is closed and opened again before the last batches.
+        prefetch: Prefetching of the buffer that draws after reopening.
+        reopen: Whether the store is closed and reopened before the last batches.
     """
     notes = _Notes()
     with _short_rings():
@@ -121,7 +121,7 @@ def draw_ensemble(folder: Path, **options: Any) -> list[str]:
 
     Args:
         folder: An empty folder for stores.
-        options: Of the ensemble.
+        options: Options of the ensemble.
     """
     notes = _Notes()
     with _short_rings():
@@ -143,7 +143,7 @@ def draw_ensemble(folder: Path, **options: Any) -> list[str]:
     return notes.lines
 
 
-#: What makes the lines of each sequence in an empty folder.
+#: Functions that return the lines of each sequence, given an empty folder.
 SEQUENCES: dict[str, Callable[[Path], list[str]]] = {
     **{name: partial(draw, make) for name, make in SAMPLERS.items()},
     "ensemble": draw_ensemble,
@@ -155,15 +155,15 @@ SEQUENCES: dict[str, Callable[[Path], list[str]]] = {
 
 @contextmanager
 def _short_rings() -> Iterator[None]:
-    """Give rings few spare slots, and stores no index, for the block's length."""
+    """Give rings few spare slots, and stores no index, while the context is active."""
     with patch.object(tuning, "SPARE_SLOTS", 16), patch.object(tuning, "INDEX_ON_CLOSE", False):
         yield
 
 
 def _note_cycle(notes: _Notes, seed: int, rb: Any) -> None:
-    """Draw from 40 rows, then from those that 40 more leave in the ring; give some of these priorities.
+    """Draw from 40 rows, then from the ring after 40 more rows, then set some priorities.
 
-    Samplers that do not look at priorities draw as if nothing had happened.
+    Samplers without priorities ignore them.
     """
     _add(rb, 0)
     notes.title = f"seed {seed}, 40 rows"
@@ -177,7 +177,7 @@ def _note_cycle(notes: _Notes, seed: int, rb: Any) -> None:
 
 def _add(rb: Any, start: int) -> None:
     rb.extend(_rows(40, start))
-    if rb.sampler.filter is not None:  # which evaluates new rows some time after a draw has met them
+    if rb.sampler.filter is not None:  # it evaluates new rows in the background some time after a draw
         rb.sampler.filter.refresh(rb.storage)
 
 

@@ -26,7 +26,7 @@ _STEP = re.compile(r"step ([\d,]+) ")
 
 @dataclass(frozen=True)
 class Run:
-    """The exit code of a run, negative if a signal ended it, and its output with the errors."""
+    """Exit code of a run (negative if a signal ended it), and its output including errors."""
 
     code: int
     text: str
@@ -42,7 +42,7 @@ def run_example(name: str, folder: Path, *arguments: str) -> Run:
 
 
 def stop_example(name: str, folder: Path, *arguments: str, stop_at: int, number: signal.Signals) -> Run:
-    """Run an example, and send it a signal as soon as it has printed its progress at a step."""
+    """Run an example, and send it a signal when it has printed its progress at a step."""
     return _run(name, folder, arguments, stop_at=stop_at, number=number)
 
 

@@ -1,4 +1,4 @@
-"""Storages in RAM whose rows are all dims of a batch, as in stores on disk."""
+"""Storages in RAM that store all dims of a batch as rows, like stores on disk."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["flatten_dims"]
 
 
 def flatten_dims(storage: ReadView) -> None:
-    """Make all dims of a batch rows of streams of their own; no rows have come yet."""
+    """Store all dims of a batch as rows of separate streams; call it before the first rows."""
     storage._describe(replace(storage.description, flatten=True))

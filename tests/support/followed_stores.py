@@ -1,4 +1,4 @@
-"""Rows of stores that followers read, and checks of the rows and of the files."""
+"""Rows of stores that followers read, with checks of rows and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a part of a test in a forked child that is killed at the end: a store stays as a kill leaves it."""
+"""Run a part of a test in a forked child that is killed at the end, so that the store is left unclosed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["collect_from_child", "in_child"]
 
 
 def in_child(act: Callable[[], object]) -> None:
-    """Act in a forked child, which is killed at the end."""
+    """Run `act` in a forked child, which is killed at the end."""
     pid = os.fork()
     if not pid:
         try:
@@ -39,7 +39,7 @@ def collect_from_child(work: Callable[[Callable[[Any], None]], None]) -> list[An
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(30)
-        torch.set_num_threads(1)  # OpenMP's threads were left behind in the parent
+        torch.set_num_threads(1)  # OpenMP's threads exist only in the parent
         try:
             os.close(read_end)
 

@@ -21,7 +21,7 @@ def framed_rows(
     step: int | None = None,
     **fields: Any,
 ) -> TensorDict:
-    """Return numbered rows whose next frame is the frame of the row after. Batch size `[count]`.
+    """Return numbered rows whose next frame is the frame of the following row. Batch size `[count]`.
 
     `number`, `frame` u8, and under `next`: `frame`, `reward` f32[1] (the number) and `done` bool[1].
 
@@ -30,7 +30,7 @@ def framed_rows(
         start: Number of the first row.
         shape: Shape of a frame; frames are noise.
         every: Every `every`-th step is done.
-        step: Step of the first row; None: its number.
+        step: Step of the first row; None uses its number.
         fields: Further fields, as in `numbered_rows`.
     """
     number = torch.arange(start, start + count)
@@ -44,6 +44,6 @@ def framed_rows(
 
 
 def half_noise_frames(numbers: Any) -> torch.Tensor:
-    """Return frames of which half is noise and half is zero: they compress by half. uint8 `[n, 8, 16]`."""
+    """Return frames of half noise and half zeros, which compress by half. uint8 `[n, 8, 16]`."""
     noise = noise_frames(numbers, 4, 16)
     return torch.cat([noise, torch.zeros_like(noise)], 1)

@@ -1,13 +1,12 @@
-"""Record what the library is expected to write and to draw, in `tests/golden/`.
+"""Record what the library writes and draws, in `tests/golden/`.
 
-    python -m tests.support.golden            say what differs from what is recorded
-    python -m tests.support.golden --record   record it anew; say which files changed
+    python -m tests.support.golden            print differences to the recorded files
+    python -m tests.support.golden --record   record again; print which files changed
 
-`acts/NAME.txt` is what a scripted life of a store does to files, act by act (`act_traces.py`);
-`draws/NAME.txt` is which rows a sampler draws (`draw_sequences.py`). The tests that compare are
-`tests/crash/test_act_traces.py` and `tests/unit/samplers/test_draw_sequences.py`. A change to what is written
-or drawn records them anew on purpose, and says why in its commit; one that is to change nothing leaves them
-as they are.
+`acts/NAME.txt` has the file operations of a scripted history of a store (`act_traces.py`); `draws/NAME.txt`
+has the rows that a sampler draws (`draw_sequences.py`). `tests/crash/test_act_traces.py` and
+`tests/unit/samplers/test_draw_sequences.py` compare. A change that is meant to alter them records them again
+and explains it in its commit; other changes must not alter them.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from tests.support.paths import ROOT
 __all__ = ["compare", "recorded"]
 
 GOLDEN = ROOT / "tests" / "golden"
-#: Lines of a difference that are shown.
+#: Maximum number of difference lines that are shown.
 _MAX_LINES = 60
 
 _HINT = "If it is meant: python -m tests.support.golden --record, and say why in the commit."
 
 
 def recorded(kind: str, name: str) -> list[str]:
-    """Return the lines that are recorded under a name; none if nothing is."""
+    """Return the recorded lines of a name; an empty list if there are none."""
     path = GOLDEN / kind / f"{name}.txt"
     return path.read_text().splitlines() if path.exists() else []
 
 
 def compare(kind: str, name: str, lines: list[str]) -> str:
-    """Return how lines differ from what is recorded; "" if they do not."""
+    """Return the differences between lines and the recorded lines; "" if they are equal."""
     difference = list(difflib.unified_diff(recorded(kind, name), lines, "recorded", "now", lineterm="", n=4))
     if not difference:
         return ""
@@ -59,7 +58,7 @@ def _record(kind: str, made: dict[str, list[str]]) -> None:
 
 
 def _all() -> dict[str, dict[str, Callable[[Path], list[str]]]]:
-    """Return what can be recorded: kind -> name -> what makes its lines in an empty folder."""
+    """Return what can be recorded: kind -> name -> function of an empty folder that returns lines."""
     from tests.support.act_lives import LIVES
     from tests.support.act_traces import trace
     from tests.support.draw_sequences import SEQUENCES

@@ -1,16 +1,16 @@
-"""Statements of somebody who means harm, and of a machine that calls every function there is.
+"""Malicious SQL statements, and statements of a fuzzer that calls every function.
 
-Used by the tests of the SQL worker. `{canary}` is a file that nobody may read, `{store}` the store's folder,
-`{out}` a file that nobody may make.
+Used by tests of the SQL sandbox. `{canary}` is a file that must not be read, `{store}` the store's folder,
+`{out}` a file that must not be created.
 """
 
 from __future__ import annotations
 
 __all__ = ["ARGUMENTS", "ATTACKS", "CONTAINED", "REFUSED", "SLOW"]
 
-#: Never run, or failed by DuckDB before they have done anything.
+#: Statements that are refused, or fail in DuckDB before they have an effect.
 REFUSED: tuple[str, ...] = (
-    # files, read
+    # reading files
     "SELECT * FROM read_text('{canary}')",
     "SELECT * FROM read_blob('{canary}')",
     "SELECT * FROM read_csv('{canary}')",
@@ -39,7 +39,7 @@ REFUSED: tuple[str, ...] = (
     "WITH x AS (SELECT * FROM read_text('{canary}')) SELECT * FROM x",
     "SELECT * FROM read_duckdb('{store}/index.duckdb', table_name='episodes')",
     "SELECT * FROM sqlite_scan('{canary}', 'x')",
-    # files, written
+    # writing files
     "COPY (SELECT 1) TO '{out}'",
     "COPY (SELECT 1) TO '{store}/index.duckdb.wal'",
     "COPY episodes FROM '{canary}'",
@@ -50,13 +50,13 @@ REFUSED: tuple[str, ...] = (
     "ATTACH ':memory:' AS x",
     "ATTACH '{store}/index.duckdb' AS x (READ_ONLY)",
     "DETACH memory",
-    # code from elsewhere
+    # loading code
     "INSTALL httpfs",
     "LOAD httpfs",
     "FORCE INSTALL spatial FROM community",
     "UPDATE EXTENSIONS",
     "LOAD '{canary}'",
-    # settings, secrets
+    # settings and secrets
     "SET enable_external_access=true",
     "SET GLOBAL lock_configuration=false",
     "SET memory_limit='100GB'",
@@ -102,7 +102,7 @@ REFUSED: tuple[str, ...] = (
     "CALL pragma_version()",
     "EXPLAIN SELECT 1",
     "EXPLAIN ANALYZE SELECT count(*) FROM range(1000000)",
-    # more than one, none, and what the parser should not choke on
+    # several statements, none, and stress for the parser
     "SELECT 1; SELECT 2",
     "ROLLBACK; DROP TABLE meta; SELECT 1",
     "SELECT 1; COPY (SELECT 1) TO '{out}'",
@@ -124,7 +124,7 @@ REFUSED: tuple[str, ...] = (
     "SELECT * FROM json_execute_serialized_sql('nonsense')",
 )
 
-#: Answered or refused, as this DuckDB likes; harmless either way, or the end of a child.
+#: Statements that may succeed or fail depending on DuckDB; they are harmless, or end only the child.
 CONTAINED: tuple[str, ...] = (
     "SELECT * FROM duckdb_secrets()",
     "SELECT * FROM duckdb_settings()",
@@ -178,7 +178,7 @@ CONTAINED: tuple[str, ...] = (
     "PIVOT (SELECT i FROM range(100000) t(i)) ON i USING count(*)",
 )
 
-#: Without end, as good as.
+#: Statements that practically never end.
 SLOW: tuple[str, ...] = (
     "SELECT lpad('x', 2000000000, 'y')",
     "SELECT count(*) FROM range(1000000000000) a, range(1000000000000) b",
@@ -189,7 +189,7 @@ SLOW: tuple[str, ...] = (
 
 ATTACKS: tuple[str, ...] = (*REFUSED, *CONTAINED, *SLOW)
 
-#: What functions are called with.
+#: Arguments with which functions are called.
 ARGUMENTS: tuple[str, ...] = (
     "NULL",
     "1",

@@ -1,6 +1,6 @@
-"""Lives of a part of a store, ended at any act on the disk and begun again.
+"""Histories of a part of a store that is killed at any file operation and restarted.
 
-Used by the tests of packed columns. What lives, writes and syncs is theirs; this kills it.
+Used by tests of packed columns. Subclasses write and sync; this module kills and restarts them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from expstore.disk.files import Disk, File
 
 __all__ = ["NEVER", "Killed", "MortalDisk", "MortalLife"]
 
-#: So many acts come to no end.
+#: A number of operations that is never reached.
 NEVER = 1 << 60
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Raised at the operation at which the process is killed."""
 
 
 class MortalDisk(Disk):
-    """Act, until the act at which it is killed."""
+    """A disk that raises at the operation at which the process is killed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class MortalDisk(Disk):
         return file
 
     def end(self) -> None:
-        """Close what a dead process would have open."""
+        """Close the files that a dead process would have open."""
         for file in self.files:
             file.close()
 
 
 @dataclass(kw_only=True)
 class MortalLife:
-    """Know what of some rows was published and synced; subclasses do so, in `slots` of theirs."""
+    """Track which rows were committed and synced; subclasses write them, in `slots` slots."""
 
     last: int = 0
     synced: int = 0
@@ -57,22 +57,22 @@ class MortalLife:
     disk: MortalDisk = field(default_factory=MortalDisk)
 
     def extend(self, count: int, *how: Any) -> None:
-        """Write rows and publish them."""
+        """Write rows and commit them."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make what was published safe from a power cut."""
+        """Make committed rows durable."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Open what a former process left."""
+        """Recover from the state of the previous process."""
         raise NotImplementedError
 
     def end(self) -> None:
         self.disk.end()
 
     def jump(self, rows: int) -> None:
-        """Forget all rows, and go on elsewhere."""
+        """Delete all rows, and continue at another id."""
         self.sync()
         self.rows.clear()
         self.last = self.synced = self.last + (rows if self.slots is not None else 0)
@@ -87,7 +87,7 @@ class MortalLife:
         self.settle()
 
     def kill(self, acts: int, count: int, *how: Any, in_sync: bool, again: int) -> None:
-        """Be killed at an act of writing, after a sync by another thread or not, and while it opens again."""
+        """Kill at an operation of writing, with or without a sync by another thread, and during reopening."""
         self.disk.left = acts
         try:
             self.extend(count, *how)

@@ -1,4 +1,4 @@
-"""Where the checkout is, for tests that run programs or read documents."""
+"""Paths of the checkout, for tests that run programs or read documents."""
 
 from __future__ import annotations
 

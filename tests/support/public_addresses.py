@@ -1,6 +1,6 @@
-"""A folder of this machine in place of the public addresses of data sets.
+"""Serve the public addresses of data sets from a local folder.
 
-Used by tests that call the data set classes as a user does, without `mirror=`.
+Used by tests that call the data set classes without `mirror=`, as users do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["serving_public_addresses"]
 
 @contextmanager
 def serving_public_addresses(folder: Path, stores: Path) -> Iterator[DataServer]:
-    """Serve a folder as every public address, and have the classes keep their stores in another one.
+    """Serve a folder as every public address, and keep the classes' stores in another folder.
 
     Args:
-        folder: Has the files at their paths below the public addresses.
-        stores: In place of `~/.cache/expstore`.
+        folder: The files, at their paths below the public addresses.
+        stores: Folder that replaces `~/.cache/expstore`.
     """
     names = [name for name in expstore.datasets.__all__ if name.endswith("ExperienceReplay")]
     with serving_files(folder) as server, pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
-"""Stand-ins for the compiled trees of TorchRL's prioritized samplers, which not every machine has.
+"""Replacements for the compiled trees of TorchRL's prioritized samplers, which some machines lack.
 
-They keep one number per leaf, and add or compare all of them at each call.
+They keep one number per leaf, and sum or compare all of them in each call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _MinTree(_Tree):
 
 
 def use_trees(patch: pytest.MonkeyPatch) -> None:
-    """Have TorchRL's samplers use these trees, if it has none of its own."""
+    """Let TorchRL's samplers use these trees if its own are missing."""
     if prioritized.SumSegmentTreeFp32 is None:
         for dtype in ("Fp32", "Fp64"):
             patch.setattr(prioritized, f"SumSegmentTree{dtype}", _SumTree)

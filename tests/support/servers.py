@@ -1,4 +1,4 @@
-"""A real server on a free port: in a thread of the test, or in a process of its own."""
+"""A real server on a free port, in a thread of the test or in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Serving:
     """Serve within a `with` block.
 
     Args:
-        settings: The server's.
+        settings: Settings of the server.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -54,7 +54,7 @@ class Serving:
 
     @property
     def connections(self) -> set[Any]:
-        """The connections that are open."""
+        """The open connections."""
         return self._server.server_state.connections
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +65,7 @@ class Serving:
 
 @contextmanager
 def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Run `expstore serve` with arguments; it is dead behind the block."""
+    """Run `expstore serve` with arguments; it is stopped at the end of the block."""
     command = [sys.executable, "-m", "expstore", "serve", *map(str, arguments)]
     with warm_processes.Popen(
         command,
@@ -82,7 +82,7 @@ def process(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Serve on a free port; yield the process and what it says of itself."""
+    """Serve on a free port; yield the process and the server's description of itself."""
     with process(*arguments, "--port", 0, "--json") as child:
         assert child.stdout is not None
         line = child.stdout.readline()

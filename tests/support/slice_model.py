@@ -1,7 +1,7 @@
-"""Which slices a store offers, told row by row in plain Python, and batches that carry the truth in them.
+"""A model of the slices that a store offers, in plain Python, and batches whose rows identify themselves.
 
-Used by the tests of slice samplers. It asks the library nothing: every row is told its episode and step
-before it is written, so that a batch that is drawn can be judged by what stands in its rows.
+Used by tests of slice samplers. The model does not call the library: it computes the episode and step of
+every row before the row is written, so that a sampled batch can be checked from its rows.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tensordict import TensorDict
 
 OPEN, TERMINATED, TRUNCATED = "open", "terminated", "truncated"
 
-#: Episode, first step, how many steps.
+#: Episode, first step, number of steps.
 Slice = tuple[int, int, int]
-#: Whose rows they are: a name or a handle's number, the lane, and what the collector calls the trajectory.
+#: Owner of rows: a source name or a handle's number, the lane, and the collector's trajectory id.
 Stream = tuple[str | int, int, int | None]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields the rows of a store have beside the truth.
+    """Describe the fields of a store's rows, in addition to those that identify the row.
 
     Args:
         trajectories: The collector's trajectory ids; a row with -1 is dropped.
-        starts: What says that an episode begins: "is_init", "step_count" or nothing.
+        starts: Field that marks the start of an episode: "is_init", "step_count" or nothing.
         mask: Rows where it is False are dropped.
     """
 
@@ -41,9 +41,9 @@ class Fields:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row as its collector sees it."""
+    """One row from the collector's view."""
 
-    mark: str = "."  # t: terminated, T: truncated, d: both, s: an episode begins, x: no transition
+    mark: str = "."  # t: terminated, T: truncated, d: both, s: an episode starts, x: not a transition
     trajectory: int = 0
 
 
@@ -52,10 +52,10 @@ class Batch:
     """Rows of one `extend`: cells of lane 0 in time order, then those of lane 1, and so on.
 
     Args:
-        cells: As many for each lane.
-        lanes: How many.
-        source: The stream's name; None: the handle's own.
-        time_first: Whether the TensorDict's first dim is time, named so; else the last one is.
+        cells: The cells, as many for each lane.
+        lanes: Number of lanes.
+        source: Name of the source; None for the handle's own.
+        time_first: Whether the first dim of the TensorDict is time, and named so; otherwise the last one is.
     """
 
     cells: tuple[Cell, ...]
@@ -68,7 +68,7 @@ class Batch:
         return len(self.cells) // self.lanes
 
     def arrival(self) -> list[int]:
-        """Return the places of the cells in the order in which the rows get their ids."""
+        """Return the positions of the cells in the order in which the rows get their ids."""
         places = np.arange(len(self.cells)).reshape(self.lanes, self.times)
         order: list[int] = (places.T if self.time_first else places).reshape(-1).tolist()
         return order
@@ -76,7 +76,7 @@ class Batch:
 
 @dataclass
 class Told:
-    """An episode that may go on."""
+    """An episode that may be continued."""
 
     number: int
     length: int = 0
@@ -86,7 +86,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was kept: how many came before it and it, its episode, its step."""
+    """A stored row: its serial number, episode and step."""
 
     serial: int
     episode: int
@@ -95,11 +95,11 @@ class Row:
 
 @dataclass
 class Model:
-    """Keep the last `capacity` rows, and know what each of them is.
+    """Keep the last `capacity` rows, with the episode and step of each.
 
     Args:
-        capacity: Most rows; None: all of them.
-        fields: That its rows have.
+        capacity: Maximum number of rows; None for all.
+        fields: The fields of the rows.
     """
 
     capacity: int | None = None
@@ -107,14 +107,14 @@ class Model:
     rows: list[Row] = field(default_factory=list)
     going: dict[Stream, Told] = field(default_factory=dict)
     serial: int = 0
-    low: int = 0  # serial of the newest row that has left by age, or was given up with all before it
+    low: int = 0  # serial of the newest row that was evicted, or was deleted with all rows before it
     episodes: int = 0
     handle: int = 1
 
     # -- what happens ----------------------------------------------------------------------------
 
     def extend(self, batch: Batch) -> TensorDict:
-        """Take in a batch; return it as the store is to get it."""
+        """Append a batch; return it as a TensorDict for the store."""
         facts = np.full((len(batch.cells), 3), -1, np.int64)
         kept = [place for place in batch.arrival() if not self._dropped(batch.cells[place])]
         serials = {place: self.serial + n for n, place in enumerate(kept, 1)}
@@ -138,7 +138,7 @@ class Model:
         stream = source, place // batch.times, cell.trajectory if self.fields.trajectories else None
         told = self.going.get(stream)
         if told is not None and told.status == TRUNCATED and told.last <= self.low:
-            told = None  # nothing is left of it to go on from
+            told = None  # no row of it is left to continue from
         if told is None or (cell.mark == "s" and self.fields.starts):
             self.episodes += 1
             told = self.going[stream] = Told(self.episodes)
@@ -150,29 +150,29 @@ class Model:
         return row
 
     def empty(self) -> None:
-        """Forget all rows, which ends their episodes."""
+        """Delete all rows and end their episodes."""
         self.retire(len(self.rows))
         self.going.clear()
 
     def retire(self, count: int) -> None:
-        """Give up the oldest rows."""
+        """Delete the oldest rows."""
         if count:
             self.low = self.rows[count - 1].serial
             self.rows = self.rows[count:]
 
     def give_up(self, first: int, count: int) -> None:
-        """Lose rows in the middle; `first` counts the live ones from 0."""
+        """Delete rows in the middle; `first` counts the live rows from 0."""
         del self.rows[first : first + count]
 
     def reopen(self) -> None:
-        """Begin with a new handle: no row continues an episode of a former one."""
+        """Start with a new handle: no row continues an episode of the previous one."""
         self.going.clear()
         self.handle += 1
 
     # -- what can be drawn -----------------------------------------------------------------------
 
     def runs(self) -> list[list[Row]]:
-        """Return the stretches of consecutive steps of one episode among the live rows."""
+        """Return the runs of consecutive steps of one episode among the live rows."""
         found: list[list[Row]] = []
         for row in sorted(self.rows, key=lambda row: (row.episode, row.step)):
             if found and (found[-1][-1].episode, found[-1][-1].step + 1) == (row.episode, row.step):
@@ -184,13 +184,13 @@ class Model:
     def chances(
         self, length: int, *, by: str = "start", strict: bool = True, span: tuple[int, int] = (0, 0)
     ) -> dict[Slice, float]:
-        """Return every slice that may be drawn, with its chance.
+        """Return every slice that may be drawn, with its probability.
 
         Args:
-            length: Of a slice; of a short run, where those are allowed, it is the run's.
-            by: "trajectory": each run has the same chance, then each place in it; "start": each place.
-            strict: Leave out shorter runs.
-            span: How many steps may be missing on the left and on the right, beyond the run.
+            length: Length of a slice; a short run, if allowed, is a whole slice.
+            by: "trajectory": each run is equally likely, then each position in it; "start": each position.
+            strict: Whether to leave out shorter runs.
+            span: Number of steps that may be missing on the left and on the right, beyond the run.
         """
         found: dict[Slice, float] = {}
         for run in self.runs():
@@ -239,7 +239,7 @@ class Model:
         if fields.starts == "is_init":
             data["is_init"] = laid([mark == "s" for mark in marks], torch.bool).unsqueeze(-1)
         if fields.starts == "step_count":
-            # The collector's own count, of which only the 0 is believed.
+            # The collector's own count, of which only the value 0 is used.
             data["step_count"] = laid([7 * (mark != "s") for mark in marks], torch.int64).unsqueeze(-1)
         if batch.lanes == 1:
             return TensorDict(data, [batch.times])
@@ -253,7 +253,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The slices of a batch, as their rows tell. Arrays have one entry per slice."""
+    """The slices of a batch, read from their rows. Arrays have one entry per slice."""
 
     episodes: NDArray[np.int64]
     steps: NDArray[np.int64]
@@ -261,15 +261,15 @@ class Drawn:
 
     @classmethod
     def read(cls, batch: Any, live: Iterable[int]) -> Drawn:
-        """Read the slices of a batch of rows that a model has told.
+        """Read the slices of a batch of rows that a model has created.
 
         Args:
-            batch: As drawn; its truncated flags mark the last row of each slice, and no other.
-            live: Serials of the rows that can be read.
+            batch: A sampled batch; its truncated flags mark only the last row of each slice.
+            live: Serials of the readable rows.
 
         Raises:
-            AssertionError: A slice is none: rows of two episodes, steps that do not follow one another,
-                or a row that has left.
+            AssertionError: A slice is invalid: rows of two episodes, steps that are not consecutive, or a
+                deleted row.
         """
         truth = {name: batch["truth", name].numpy() for name in ("serial", "episode", "step")}
         ends = np.flatnonzero(batch["next", "truncated"].numpy().reshape(-1))
@@ -286,7 +286,7 @@ class Drawn:
         return cls(truth["episode"][starts], truth["step"][starts], ends - starts + 1)
 
     def counts(self) -> dict[Slice, int]:
-        """Return how often each slice came."""
+        """Return how often each slice was drawn."""
         found, counts = np.unique(
             np.stack([self.episodes, self.steps, self.lengths]), axis=1, return_counts=True
         )
@@ -294,10 +294,10 @@ class Drawn:
 
 
 def cover(draw: Callable[[], Any], live: Iterable[int], there: Collection[Slice], *, most: int) -> set[Slice]:
-    """Draw until all slices that there are have come, at most `most` batches; return those that came.
+    """Draw until all possible slices have been drawn, at most `most` batches; return the drawn ones.
 
     Raises:
-        AssertionError: One came that there is not.
+        AssertionError: A slice was drawn that is not possible.
     """
     live, seen = list(live), set[Slice]()
     for _ in range(most):

@@ -1,7 +1,7 @@
-"""Stores that anything may have happened to, and the model of their rows that goes with them.
+"""Stores with any history, together with the model of their rows.
 
-Used by tests that compare what stores give with a reference that goes row by row (`slice_model`): rows come
-one by one and in lanes, from several sources; stores are reopened, killed, damaged, loaded.
+Used by tests that compare stores with a row-by-row reference (`slice_model`): rows are written one by one and
+in lanes, from several sources; stores are reopened, killed, damaged, loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPARE = 12
 
 
 def use_short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give rings few spare slots, so that they turn after a few rows."""
+    """Give rings few spare slots, so that they wrap after a few rows."""
     set_spare_slots(monkeypatch, SPARE)
 
 
@@ -74,14 +74,14 @@ only_on_disk = st.one_of(
 
 @dataclass
 class World:
-    """A store, and the model that goes with it.
+    """A store together with its model.
 
     Args:
-        model: Told of everything that happens.
-        make: Makes the sampler.
-        folder: Where stores on disk lie; None: in memory.
-        dress: Gives rows more fields.
-        transforms: Of the buffer.
+        model: The model, to which all operations are applied.
+        make: Function that creates the sampler.
+        folder: Folder of stores on disk; None for stores in memory.
+        dress: Function that adds fields to rows.
+        transforms: Transforms of the buffer.
     """
 
     model: Model
@@ -104,7 +104,7 @@ class World:
         if self.folder is not None:
             return expstore.open(self.path, capacity=self.model.capacity, seed=5, sampler=self.make())
         storage = MemoryStorage(self.model.capacity, seed=5)
-        flatten_dims(storage)  # lanes, as in stores on disk
+        flatten_dims(storage)  # lanes as in stores on disk
         return TensorDictReplayBuffer(storage=storage, sampler=self.make())
 
     @property
@@ -138,7 +138,7 @@ class World:
         self.model.reopen()
 
     def killed(self, batch: Batch) -> None:
-        """Another process goes on, writes and is killed."""
+        """Let another process continue the store, write and be killed."""
         self.rb.close()
         self.model.reopen()
         data = [
@@ -157,7 +157,7 @@ class World:
         self.model.reopen()
 
     def load(self) -> None:
-        """All rows are replaced by the same ones, with other ids."""
+        """Replace all rows by the same rows with other ids."""
         if self.rb.schema is not None:
             self.versions += 1
             version = self.path.with_name(f"version{self.versions}")
@@ -166,7 +166,7 @@ class World:
             self.model.reopen()
 
     def damage(self, given: tuple[float, int]) -> None:
-        """Rows in the middle are given up, as a repair does with rows of damaged blocks."""
+        """Delete rows in the middle, as a repair does with rows of damaged blocks."""
         where, count = given
         ids = self.rb.storage.window.ids()[: len(self.model.rows)]
         if ids.size < 3:
@@ -184,7 +184,7 @@ class World:
 
 @dataclass
 class Scenario:
-    """A store, what happens to it, and how slices are drawn."""
+    """A store, its history, and the way in which slices are drawn."""
 
     on_disk: bool
     plan: list[tuple[str, Any]]

@@ -1,6 +1,6 @@
-"""Processes that write to one store and follow it, for the stress tests: every row is a function of its id.
+"""Processes that write to one store and follow it, for the stress tests; every row is a function of its id.
 
-Run in processes of their own by `test_followers_crowd`. What they find wrong they return as text.
+Used by the stress tests in separate processes. They return errors as text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPISODE = 25
 
 
 def rows(first_id: int, count: int) -> TensorDict:
-    """The rows of these ids; `version` 0 until one is changed in place."""
+    """Return the rows of these ids; `version` is 0 until a row is changed in place."""
     number = torch.arange(first_id, first_id + count)
     return TensorDict(
         {
@@ -38,7 +38,7 @@ def rows(first_id: int, count: int) -> TensorDict:
 
 
 def write(path: Path, seconds: float, made: Any, ready: Any) -> dict[str, float]:
-    """Extend, add and change for so long; return how often."""
+    """Extend, add and change for some seconds; return the number of operations."""
     rng = np.random.default_rng(1)
     extends, changes = 0, 0
     with expstore.open(path, capacity=CAPACITY, batch_size=8, layout="flat") as rb:
@@ -61,7 +61,7 @@ def write(path: Path, seconds: float, made: Any, ready: Any) -> dict[str, float]
 
 
 def change(rb: Any, rng: np.random.Generator) -> None:
-    """Change some rows in place: `again` and `version` go together."""
+    """Change some rows in place: `again` and `version` change together."""
     window = rb.storage.window
     ids = np.unique(rng.integers(window.low + 1, window.last + 1, 40))
     index = rb.storage.geometry.index_of(ids)
@@ -74,7 +74,7 @@ def change(rb: Any, rng: np.random.Generator) -> None:
 
 
 def faults(batch: TensorDict, ids: torch.Tensor) -> str:
-    """Say what is wrong with rows; nothing if all is well."""
+    """Return what is wrong with rows; "" if they are correct."""
     number = batch["number"]
     if not torch.equal(number, ids):
         return f"ids {ids.tolist()} hold {number.tolist()}"
@@ -96,7 +96,7 @@ FROM transitions
 
 
 def follow(path: Path, seconds: float, made: Any, ready: Any, seed: int) -> dict[str, Any]:
-    """Sample, index and ask for so long; return what was wrong and how much was done."""
+    """Sample, index and query for some seconds; return errors and the number of operations."""
     found: dict[str, Any] = {"wrong": "", "samples": 0, "queries": 0, "overtaken": 0, "first": 0, "last": 0}
     made.wait()
     with expstore.open(path, mode="r", batch_size=64, seed=seed) as rb:

@@ -6,8 +6,8 @@
 - `prepare`: give a storage its schema.
 - `window_ids`: the ids of the rows that a storage holds.
 - `read_files`: the bytes of every file of a folder.
-- `NoKeeper`: stands in for the thread that writes checkpoints in the background.
-- `NoIndex`: stands in for the index.
+- `NoKeeper`: replaces the thread that writes checkpoints in the background.
+- `NoIndex`: replaces the index.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NoKeeper:
 
 
 class NoIndex:
-    """Stand in for the index, which is derived and slow to make."""
+    """A replacement for the index, which is derived and slow to make."""
 
     def keep_up(self) -> None: ...
 
@@ -65,8 +65,8 @@ def extend_all(rb: Any, *batches: TensorDict, flush_every: int = 0, **options: A
     Args:
         rb: The buffer.
         batches: Appended one after another.
-        flush_every: Flush after the first of every so many batches; 0: never.
-        options: Those of `extend`.
+        flush_every: Flush after the first of every so many batches; 0 never flushes.
+        options: Options of `extend`.
     """
     for number, batch in enumerate(batches):
         rb.extend(batch, **options)
@@ -81,8 +81,8 @@ def build_store(path: Path, *batches: TensorDict, source: str | None = None, **o
     Args:
         path: Where the store is created.
         batches: Appended one after another.
-        source: Named as the source of every batch.
-        options: Those of `expstore.open`.
+        source: Source name of every batch.
+        options: Options of `expstore.open`.
     """
     with expstore.open(path, **options) as rb:
         extend_all(rb, *batches, source=source)
@@ -96,10 +96,10 @@ def open_zarr(
 
     Args:
         path: The store.
-        capacity: Number of rows; None: no limit.
-        disk: What writes the files.
+        capacity: Number of rows; None for an unbounded store.
+        disk: The file layer.
         seed: Seed of a new store.
-        settings: Further `Settings` of a new store, such as `layout=ColumnLayout("packed")`.
+        settings: More `Settings` of a new store, such as `layout=ColumnLayout("packed")`.
     """
     kept = ZarrStorage(path, capacity, settings=Settings(flatten=True, seed=seed, **settings), disk=disk)
     return TensorDictReplayBuffer(storage=kept, batch_size=8)

@@ -1,4 +1,4 @@
-"""A TCP proxy of a test, which loses what it is told to lose."""
+"""A TCP proxy that can lose parts of the traffic."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Self
 
 __all__ = ["Proxy"]
 
-_RESET = struct.pack("ii", 1, 0)  # closing sends a reset
+_RESET = struct.pack("ii", 1, 0)  # makes `close` send a reset
 
 
 class Proxy:
-    """Pass on what clients and a server say, within a `with` block.
+    """Forward the traffic between clients and a server, within a `with` block.
 
     Args:
-        port: The server's.
-        trouble: Called for each connection with its number from 0 on: "" passes all on, "refuse" resets at
-            once, "answer" resets when the server begins to answer, "half" after half of the first part of it.
+        port: Port of the server.
+        trouble: Called for each connection with its number from 0 on: "" forwards everything, "refuse" resets
+            at once, "answer" resets when the response begins, "half" after half of its first part.
     """
 
     def __init__(self, port: int, trouble: Callable[[int], str]) -> None:

@@ -1,6 +1,6 @@
-"""What of torchrl is looked for here: its replay buffers, and names of other modules.
+"""The names of torchrl that expstore is compared with: its replay buffers, and names of other modules.
 
-Used by the tests of names, signatures and examples. It checks nothing itself.
+Used by tests of names, signatures and examples. This module checks nothing itself.
 
     python -m tests.support.torchrl_names     write docs/torchrl_names.md
 """
@@ -19,7 +19,7 @@ import torchrl.data.replay_buffers as theirs
 import expstore
 from tests.support.paths import ROOT
 
-#: What is none of TorchRL's replay buffers, by its module.
+#: Names outside of TorchRL's replay buffers, by module.
 ELSEWHERE = {
     "DensifyReward": "torchrl.data",
     "MultiStep": "torchrl.data",
@@ -43,22 +43,22 @@ ELSEWHERE = {
     "split_trajectories": "torchrl.collectors.utils",
 }
 
-#: Modules of TorchRL's of which everything that is offered here is looked for.
+#: Modules of TorchRL of which everything that expstore offers is compared.
 MODULES = ("torchrl.data", "torchrl.data.tensor_specs", "torchrl.envs.transforms", "torchrl.trainers")
 
-#: All names of TorchRL's that are looked for here.
+#: All names of TorchRL that are compared.
 NAMES = (*theirs.__all__, *ELSEWHERE)
 
 
 def their(name: str) -> Any:
-    """Return what has a name in torchrl."""
+    """Return an object of torchrl by name."""
     return getattr(module(ELSEWHERE.get(name, theirs.__name__)), name)
 
 
 def module(name: str) -> Any:
-    """Return a module of TorchRL's."""
+    """Return a module of torchrl."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some use what other ones call deprecated
+        warnings.simplefilter("ignore")  # some modules use deprecated names of others
         return import_module(name)
 
 
@@ -80,7 +80,7 @@ _SLICES = (
 _IGNORED = "keeps a keyword that has no effect here"
 _MEMBERS = "its members have them: call the member's, or the buffer's"
 
-#: Why classes lack members of TorchRL's: classes, members, the reason.
+#: Reasons for missing members: classes, members, the reason.
 REASONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (_BUFFERS, ("as_remote",), "other processes open the store, or get the buffer pickled"),
     (
@@ -191,7 +191,7 @@ def members_of(cls: type) -> set[str]:
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(init)))
-        except OSError:  # that of a dataclass, which has no source
+        except OSError:  # generated methods of a dataclass have no source
             continue
         found |= {
             node.attr
@@ -205,9 +205,9 @@ def members_of(cls: type) -> set[str]:
 
 
 def find_missing() -> dict[str, set[str]]:
-    """Return which members each class of TorchRL's replay buffers has that ours of the same name lacks.
+    """Return the members of each TorchRL class that our class of the same name lacks.
 
-    A `ConditionalUpdateResult` is no tensorclass here: of it only its fields count.
+    A `ConditionalUpdateResult` is not a tensorclass here: only its fields are compared.
     """
     missing = {}
     for name in theirs.__all__:
@@ -224,7 +224,7 @@ def render_page() -> str:
     """Return docs/torchrl_names.md.
 
     Raises:
-        AssertionError: A member is missing without a reason, or a reason is for members that are there.
+        AssertionError: A member is missing without a reason, or a reason names members that exist.
     """
     missing = find_missing()
     reasoned: dict[str, set[str]] = {}

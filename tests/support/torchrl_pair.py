@@ -1,6 +1,6 @@
-"""A program run twice, with TorchRL's classes and with those here, and compared by what it tells.
+"""Run a program twice, with TorchRL's classes and with ours, and compare what it reports.
 
-Tests of parity take it. It knows how values are compared, not what any of them means.
+Used by parity tests. This module compares values without knowing their meaning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OURS = SimpleNamespace(
     **{name: getattr(expstore, name) for name in theirs.__all__ if hasattr(expstore, name)},
     samplers=expstore.samplers,
 )
-#: What rows are called here beside TorchRL's index.
+#: Names of rows here in addition to TorchRL's index.
 _MORE = frozenset({"id", "anchor_id"})
 
 
@@ -43,7 +43,7 @@ def numbers(first: int, count: int) -> TensorDict:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as one that can be compared: tensors as their type, shape and numbers."""
+    """Return a value in comparable form: tensors as type, shape and numbers."""
     if is_tensor_collection(value):
         found = {name: plain(value.get(name)) for name in sorted(value.keys()) if name not in _MORE}
         return "collection", tuple(value.batch_size), found
@@ -62,7 +62,7 @@ def plain(value: Any) -> Any:
 
 @dataclass
 class Failure:
-    """Hold what a call raised; equal to another that would be caught by whoever expects it."""
+    """The error that a call raised; equal to another error that the same `except` would catch."""
 
     error: BaseException
 
@@ -77,10 +77,10 @@ class Failure:
 
 @dataclass
 class Teller:
-    """Collect what a program tells.
+    """Collect the reports of a program.
 
     Args:
-        folder: Where it may write.
+        folder: A folder for files.
     """
 
     folder: Path
@@ -90,13 +90,13 @@ class Teller:
         self.facts.extend(plain(value) for value in values)
 
     def fails(self, call: Callable[[], object], words: str = "") -> None:
-        """Tell how a call fails; its message must have these words."""
+        """Report how a call fails; its message must contain these words."""
         with pytest.raises(Exception, match=re.escape(words) or None) as caught:
             call()
         self.facts.append(Failure(caught.value))
 
     def warns(self, call: Callable[[], object]) -> object:
-        """Tell whether a call warns; return what it returns."""
+        """Report whether a call warns; return its result."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             value = call()
@@ -117,7 +117,7 @@ def run(program: Callable[[Any, Teller], None], lib: SimpleNamespace, folder: Pa
 
 
 def same(program: Callable[[Any, Teller], None], folder: Path) -> list[Any]:
-    """Run a program with both libraries; return what it told, which must be the same."""
+    """Run a program with both libraries; return its reports, which must be equal."""
     expected = run(program, THEIRS, folder / "torchrl")
     found = run(program, OURS, folder / "expstore")
     for number, (other, own) in enumerate(zip(expected, found, strict=True)):

@@ -1,11 +1,11 @@
-"""Run the long suites: kills, power cuts, failing disks, damage, hostile requests, lives. `make torture`.
+"""Run the long suites: kills, power cuts, failing disks, damage, hostile requests. `make torture`.
 
-Run as a program; torture_suites.py says what there is to do. Work
-is cut into units of a minute or two, each a process of its own with a seed of its own. What is done is noted
-in a folder, and a run that was cut short goes on with the rest. It never looks into a store.
+Run as a program; torture_suites.py defines the suites. Work is split into units of a minute or two, each with
+its own process and seed. Finished units are recorded in a folder, and an interrupted run continues with the
+rest.
 
-    python -m tests.support.torture                  go on with the last run, or begin one
-    python -m tests.support.torture --again cuts/17  run one unit once more, as it was
+    python -m tests.support.torture                  continue the last run, or start one
+    python -m tests.support.torture --again cuts/17  run one unit again
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tests.support.torture_suites import Suite, Unit, all_suites
 
 __all__ = ["Run", "main"]
 
-#: Large pages make the many forks cheap (on other systems these are not known, and do nothing).
+#: Large pages make the many forks cheap (ignored on other systems).
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: Files in memory are as good as others where no test really syncs, and faster.
+#: Files in memory are sufficient where no test really syncs, and faster.
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 2 << 30
-#: A unit that takes longer hangs.
+#: A unit that takes longer is considered hanging.
 UNIT_SECONDS = 2400
 INTERRUPTED = 130
 PREFIX = "torture-"
 
 
 def fingerprint() -> str:
-    """Return a hash of the library and its tests: what was found with other ones says nothing of these."""
+    """Return a hash of the library and its tests: results of other versions do not count."""
     found = hashlib.sha256()
     for folder in ("expstore", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -57,7 +57,7 @@ def fingerprint() -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What a run is: noted first, and held against what is asked for."""
+    """The description of a run, which is recorded first and compared when continuing."""
 
     seed: int
     scale: float
@@ -68,14 +68,14 @@ class Header:
 
 @dataclass
 class Run:
-    """A run: what is to be done, and what has been.
+    """A run: its units, and the results so far.
 
     Args:
-        folder: Where it is noted.
-        header: What it is.
-        units: All of them, in the order in which they are begun.
-        results: Of those that are done, by name.
-        before: Seconds that earlier parts of the run took.
+        folder: Folder of the record.
+        header: Description of the run.
+        units: All units, in the order in which they are started.
+        results: Results of finished units, by name.
+        before: Seconds of earlier parts of the run.
     """
 
     folder: Path
@@ -89,18 +89,18 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """Where it is noted: the header, then a line per unit."""
+        """File of the record: the header, then one line per unit."""
         return self.folder / "run.jsonl"
 
     @property
     def left(self) -> list[Unit]:
-        """The units that are not done."""
+        """The units that are not finished."""
         return [unit for unit in self.units if unit.name not in self.results]
 
     # -- what is noted -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note a new run, or take over what is noted of this one."""
+        """Record a new run, or load the record of this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lines = read_lines(self.log)
         if lines and lines[0] == asdict(self.header):
@@ -108,24 +108,24 @@ class Run:
             found = [Result(**line) for line in lines[1:] if "unit" in line]
             self.results = {result.unit: result for result in found if result.unit in known}
             self.before = sum(line["lasted"] for line in lines[1:] if "lasted" in line)
-            # A line that was cut off would spoil the next one.
+            # A truncated line would spoil the next one.
             whole = "".join(json.dumps(line) + "\n" for line in lines)
             self.log.write_text(whole)
             return
         self.log.write_text(json.dumps(asdict(self.header)) + "\n")
 
     def note(self, line: dict[str, Any]) -> None:
-        """Note a line."""
+        """Append a line to the record."""
         with self.log.open("a") as out:
             out.write(json.dumps(line) + "\n")
 
     # -- work ----------------------------------------------------------------------------------------
 
     def work(self, jobs: int) -> None:
-        """Run what is left: so many units at once, and those that need the machine for themselves at the end.
+        """Run the remaining units: several at once, and at the end those that need the whole machine.
 
         Raises:
-            KeyboardInterrupt: What was running has been killed, and is not done.
+            KeyboardInterrupt: Running units were killed, and are not finished.
         """
         started = time.monotonic()
         try:
@@ -143,7 +143,7 @@ class Run:
             self.note({"lasted": round(time.monotonic() - started, 1)})
 
     def _stop(self) -> None:
-        """Begin no more, and end what is running."""
+        """Start no more units, and stop the running ones."""
         with self._lock:
             self._over = True
             for process in self._running.values():
@@ -163,7 +163,7 @@ class Run:
                 print(f"  {kind}: {text[:600]}\n  again: {again(unit, self.folder)}", flush=True)
 
     def run(self, unit: Unit, *, show: bool = False) -> Result | None:
-        """Run a unit in a process of its own; return what it found, None if all is to stop."""
+        """Run a unit in a separate process; return its result, or None if the run is being stopped."""
         started = time.monotonic()
         memory = unit.memory and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
         with tempfile.TemporaryDirectory(
@@ -171,7 +171,7 @@ class Run:
         ) as name:
             here = Path(name)
             out, err, report = here / "out", here / "err", here / "report.xml"
-            # What is tried is what lies here, wherever an installed one may.
+            # Test this checkout, not an installed version.
             paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths, "SEED": str(unit.seed)}
             environment |= {"TMPDIR": name, **unit.more}
@@ -202,7 +202,7 @@ class Run:
                 except subprocess.TimeoutExpired:
                     code = None
                 finally:
-                    kill_group(process)  # what it has left behind
+                    kill_group(process)  # remaining child processes
                     with self._lock:
                         del self._running[process.pid]
             if show:
@@ -212,14 +212,14 @@ class Run:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has begun, and wait for it."""
+    """Kill a process group, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def sweep() -> None:
-    """Remove what runs that were killed have left."""
+    """Remove the remains of killed runs."""
     for place in (MEMORY, Path(tempfile.gettempdir())):
         for path in place.glob(f"{PREFIX}*-*"):
             if not Path(f"/proc/{path.name.split('-')[1]}").exists():
@@ -227,20 +227,20 @@ def sweep() -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read what is noted; a last line that was cut off does not count."""
+    """Read the record; a truncated last line is ignored."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def again(unit: Unit, folder: Path) -> str:
-    """Say how a unit is run once more."""
+    """Return the command that runs a unit again."""
     return shlex.join(
         ["python", "-m", "tests.support.torture", "--folder", str(folder), "--again", unit.name]
     )
 
 
 def in_order(suites: Iterable[Suite]) -> list[Unit]:
-    """Mix the units of all suites: a run that is cut short has some of each."""
+    """Mix the units of all suites, so that an interrupted run has some of each."""
     placed = [
         ((number + 0.5) / len(suite.units), suite.name, unit)
         for suite in suites
@@ -250,7 +250,7 @@ def in_order(suites: Iterable[Suite]) -> list[Unit]:
 
 
 def settle(given: argparse.Namespace, available: Sequence[str]) -> Header:
-    """Return what is to be run: what was begun and not ended with these sources, or something new."""
+    """Return the run to execute: an unfinished one with the same sources, or a new one."""
     sources, asked = fingerprint(), given.suites or list(available)
     lines = read_lines(given.folder / "run.jsonl")
     if lines and not given.new:
@@ -269,11 +269,11 @@ def settle(given: argparse.Namespace, available: Sequence[str]) -> Header:
 
 
 def run_again(run: Run, name: str) -> int:
-    """Run one unit as it was, and show what it prints."""
+    """Run one unit again, and show its output."""
     (unit,) = [unit for unit in run.units if unit.name == name]
     print(f"SEED={unit.seed}", shlex.join(["python", *unit.command]), flush=True)
     result = run.run(unit, show=True)
-    assert result is not None  # nobody stops it
+    assert result is not None  # it is not interrupted
     for kind, text in result.failures:
         print(f"{kind}: {text}")
     print(f"{unit.name}: {result.cases} cases, {len(result.failures)} failures, {result.seconds} s")

@@ -1,6 +1,6 @@
-"""What units of the long run have found, and how it reads when all are added up.
+"""Results of the units of a long run, and their summary.
 
-Used by torture.py. It starts nothing: it reads what a unit has printed.
+Used by torture.py. This module starts nothing: it reads the output of units.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tests.support.torture_suites import APART, KINDS, Suite, Unit
 __all__ = ["KINDS", "Result", "Summary", "kind_of", "read_result", "render"]
 
 WRONG = ("lost", "torn", "unopenable", "other")
-#: So much of what a unit says of a failure is kept.
+#: Maximum number of characters that are kept of a failure.
 TEXT = 6000
-#: Which case it was, as the harness says it.
+#: The case of a failure, as the harness prints it.
 LABEL = re.compile(r"^[\w ]+, seed \d+[^:]*: ")
-#: What is said of rows with other bytes than were given, and of rows that are not there.
+#: Texts of failures about changed bytes, and about missing rows.
 TORN = re.compile(r"\bdiffers? |torn|half a change|has another sum|reads wrong")
 LOST = re.compile(
     r"(version \d+: )?(window \(|len \d|write_count \d|\d+ rows in the (ring|archive),|the archive is)"
 )
-#: Where an opening fails.
+#: Place of a failure during opening.
 OPENING = re.compile(r", in (open_store|open)\b")
 
 
 def kind_of(text: str) -> str:
-    """Say what a failure means for who has the store: "lost", "torn", "unopenable" or "other"."""
+    """Return the user's view of a failure: "lost", "torn", "unopenable" or "other"."""
     said = LABEL.sub("", text)
     if "Traceback (most recent call last)" in said:
         raised = said.rstrip().rpartition("\n")[2]
@@ -46,16 +46,16 @@ def kind_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What one unit has found.
+    """Result of one unit.
 
     Args:
-        unit: Its name.
-        cases: How many cases were tried.
-        failures: (kind, text) of each.
-        seconds: How long it took.
-        inside: What was under way in how many of the cases, where that is counted.
-        cost: After how many power cuts rows were gone that no sync had reached.
-        skipped: Tests that could not be run here.
+        unit: Name of the unit.
+        cases: Number of cases.
+        failures: (kind, text) of each failure.
+        seconds: Duration.
+        inside: Operations under way at the kill, with numbers of cases, if counted.
+        cost: Number of power cuts that lost unsynced rows.
+        skipped: Tests that could not run here.
     """
 
     unit: str
@@ -68,15 +68,15 @@ class Result:
 
 
 def read_result(unit: Unit, code: int | None, out: Path, err: Path, report: Path, seconds: float) -> Result:
-    """Read what a unit has printed.
+    """Read the output of a unit.
 
     Args:
         unit: The unit.
-        code: Its exit code; None: it was still running when its time was over.
-        out: What it printed.
-        err: The same, of errors.
+        code: Exit code; None if it exceeded its time.
+        out: Its output.
+        err: Its error output.
         report: pytest's report.
-        seconds: How long it took.
+        seconds: Duration.
     """
     read = _read_harness if unit.reads == "harness" else _read_pytest
     texts, cases, more = read(out, report)
@@ -102,7 +102,7 @@ def _read_harness(out: Path, _: Path) -> tuple[list[str], int, dict[str, Any]]:
             texts += found["failures"]
             cases, cost = cases + found["kills"], cost + found["lost"]
             inside.update(found["inside"])
-        else:  # a tooth: what was broken must be found
+        else:  # a mutant must be detected
             cases += 1
             if not found["failures"]:
                 texts.append(f"nothing has found that this rule was broken: {found['task']}")
@@ -126,7 +126,7 @@ def _read_pytest(_: Path, report: Path) -> tuple[list[str], int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """What a suite has found."""
+    """Results of a suite."""
 
     suite: str
     what: str
@@ -142,15 +142,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has found.
+    """Results of a run.
 
     Args:
-        header: What the run was.
-        rows: By suite.
-        cases: In all, but for those of the model and of the harness itself.
-        bound: At 95 % a case fails less often than this (the rule of three); None: one did fail.
-        failures: (unit, kind, text) of each.
-        again: Unit -> how it is run once more.
+        header: Description of the run.
+        rows: Results by suite.
+        cases: Total number of cases, without those of the model and of the harness itself.
+        bound: Upper bound of the failure rate at 95 % (rule of three); None if a case failed.
+        failures: (unit, kind, text) of each failure.
+        again: Unit -> command that runs it again.
     """
 
     header: dict[str, Any]
@@ -164,7 +164,7 @@ class Summary:
     def of(
         cls, units: Sequence[Unit], results: Mapping[str, Result], suites: Sequence[Suite], header: Any
     ) -> Summary:
-        """Add up what units have found."""
+        """Add up the results of units."""
         rows = [_row(suite, [results[u.name] for u in suite.units if u.name in results]) for suite in suites]
         failures = [
             (name, kind, text) for name, found in results.items() for kind, text in found.failures
@@ -195,7 +195,7 @@ def _row(suite: Suite, found: list[Result]) -> Row:
 
 
 def _worthless(row: Row) -> list[str]:
-    """Say where cases prove nothing: kills that hit no extend, power cuts that cost no row."""
+    """Return reasons why cases prove nothing: kills that hit no extend, power cuts that lost no row."""
     found = []
     if row.suite == "kills" and row.inside.get("extend", 0) * 3 < row.cases:
         found.append(f"less than a third of the kills came in an extend: {row.inside}")

@@ -1,7 +1,7 @@
-"""What the long run consists of: suites of units, each with its command and its seed.
+"""The suites of the long run: units with commands and seeds.
 
-Used by torture.py. Kills and power cuts are harness.py's; the rest are tests that are marked `torture`,
-found by collecting them, so that none is forgotten. It runs nothing but that collection.
+Used by torture.py. Kills and power cuts are harness.py's; the other units are tests marked `torture`, which
+are found by collecting them, so that none is forgotten. This module runs nothing but the collection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["KINDS", "Suite", "Unit", "all_suites"]
 
 HARNESS = ("-m", "tests.crash.harness")
 
-#: Name of a suite -> what its cases are.
+#: Name of a suite -> description of its cases.
 KINDS = {
     "kills": "kill -9 by a clock, or at some act on files, beside the background thread",
     "gaps": "kill -9 before every act on files, and in the middle of every write",
@@ -41,21 +41,21 @@ KINDS = {
     "model": "stops of the protocol's model, which is no process and has no files",
     "teeth": "rules of the protocol broken in the code: each must be found",
 }
-#: Those that say nothing of how often the library fails.
+#: Suites that do not contribute to the failure rate.
 APART = ("model", "teeth", "rest", "examples")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a suite that is run at once.
+    """A part of a suite that runs in one process.
 
     Args:
-        name: The same in every run: "cuts/17".
-        command: For the interpreter.
-        reads: What it prints: the harness's JSON, or pytest's report.
-        memory: Whether its files may lie in memory.
-        alone: Whether it needs the machine for itself.
-        more: Of the environment.
+        name: The same name in every run: "cuts/17".
+        command: Arguments of the interpreter.
+        reads: Kind of output: the harness's JSON, or pytest's report.
+        memory: Whether its files may be in memory.
+        alone: Whether it needs the whole machine.
+        more: Additional environment variables.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Suite:
-    """Units that try one kind of thing."""
+    """Units that test one kind of failure."""
 
     name: str
     units: list[Unit]
@@ -85,10 +85,10 @@ class Group:
     """How the torture forms of a test are run.
 
     Args:
-        suite: Of which suite they are.
-        together: So many in a unit.
+        suite: Their suite.
+        together: Number of tests per unit.
         again: Whether another seed means other cases.
-        alone: Whether they need the machine for themselves.
+        alone: Whether they need the whole machine.
     """
 
     suite: str
@@ -130,23 +130,22 @@ GROUPS = {
     ),
 }
 _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
-#: Of units that look for examples of properties.
+#: Environment of units that look for examples of properties.
 EXAMPLES_PROFILE = {"HYPOTHESIS_PROFILE": "long"}
-#: Of the harness, at scale 1: kills by chance and per unit, power cuts and per unit.
+#: Numbers for the harness at scale 1: random kills and kills per unit, power cuts per unit.
 KILLS, KILLS_TOGETHER, STORE_KILLS = 1200, 60, 6
 CUTS, CUTS_TOGETHER, ROUND_CUTS = 12_000, 400, 40
-#: And phases in which every act is met, per unit.
+#: Number of phases per unit, in which every operation is a kill point.
 PHASES_TOGETHER = 4
 
 
 def all_suites(seed: int, scale: float, names: Sequence[str]) -> list[Suite]:
     """Return the suites of a run.
 
-    Args:
-        seed: From which those of all units follow.
-        scale: 2 tries twice as much wherever another seed means other cases; what is tried act by act is
-            tried once, or at a scale below 1 in part.
-        names: Which of them.
+    seed: Seed from which those of all units follow.
+    scale: 2 runs twice as many cases wherever another seed means other cases. Exhaustive suites run once, or
+        in part at a scale below 1.
+    names: Names of the suites to run.
     """
     made: list[Unit] = []
     if {"kills", "gaps", "cuts", "teeth"} & set(names):
@@ -158,7 +157,7 @@ def all_suites(seed: int, scale: float, names: Sequence[str]) -> list[Suite]:
 
 
 def _share(units: list[Unit], scale: float) -> list[Unit]:
-    """Return some of them, evenly spread, where less is to be tried."""
+    """Return an evenly spread share of units for scales below 1."""
     count = max(1, math.ceil(len(units) * min(1.0, scale)))
     return [units[number * len(units) // count] for number in range(count)]
 
@@ -177,7 +176,7 @@ def _harness(seed: int, scale: float) -> list[Unit]:
         return Unit(name, [*HARNESS, *command, "--seed", str(seed)], seed, "harness", memory)
 
     kills = [
-        # Half of them on the true disk, some with the library's own file layer and its syncs.
+        # Half of them on the real disk, some with the library's own file layer and its syncs.
         unit(
             f"kills/{n}", "random", "--kills", str(KILLS_TOGETHER), "--plain", "0.3",
             "--first", str(n * KILLS_TOGETHER // STORE_KILLS), memory=bool(n % 2),
@@ -203,7 +202,7 @@ def _harness(seed: int, scale: float) -> list[Unit]:
 
 
 def _tests(seed: int, scale: float) -> list[Unit]:
-    """Find the tests that are marked, and put them into units."""
+    """Find the marked tests, and group them into units."""
     by_test: dict[str, list[str]] = {}
     for case in _marked("torture and not rest", "mark.torture"):
         by_test.setdefault(case.partition("[")[0], []).append(case)
@@ -214,13 +213,13 @@ def _tests(seed: int, scale: float) -> list[Unit]:
 
 
 def _files(*texts: str) -> list[str]:
-    """Return the files of tests that have one of some texts in them."""
+    """Return the test files that contain one of some texts."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in paths if any(map(path.read_text().__contains__, texts))]
 
 
 def _marked(marks: str, *texts: str) -> list[str]:
-    """Return the ids of all cases with some marks, in files that have one of some texts in them."""
+    """Return the ids of all cases with some marks, in files that contain one of some texts."""
     printed = _ask(
         ["-m", "pytest", "--collect-only", "-q", "-m", marks, "-p", "no:cacheprovider", *_files(*texts)]
     )
@@ -228,7 +227,7 @@ def _marked(marks: str, *texts: str) -> list[str]:
 
 
 def _rest(seed: int, scale: float) -> list[Unit]:
-    """Return a unit per file of what `make test` leaves out."""
+    """Return one unit per file of the cases that `make test` leaves out."""
     units = []
     for path in dict.fromkeys(case.partition("::")[0] for case in _marked("rest", "mark.some", "mark.rest")):
         name = f"rest/{_place(path)}"
@@ -237,7 +236,7 @@ def _rest(seed: int, scale: float) -> list[Unit]:
 
 
 def _place(path: str) -> str:
-    """Return the short name of a file of tests: "unit/core/id_set"."""
+    """Return the short name of a test file, for instance "unit/core/id_set"."""
     return path.removeprefix("tests/").removesuffix(".py").replace("/test_", "/")
 
 

@@ -10,12 +10,12 @@ __all__ = ["few_rows_in_memory", "set_spare_slots"]
 
 
 def set_spare_slots(patch: pytest.MonkeyPatch, slots: int) -> None:
-    """Give every store made from now on so many spare slots, whether it has a capacity or not."""
+    """Give every new store this number of spare slots, whether it has a capacity or not."""
     patch.setattr(tuning, "SPARE_SLOTS", slots)
     patch.setattr(tuning, "UNBOUNDED_SPARE_ROWS", slots)
 
 
 def few_rows_in_memory(patch: pytest.MonkeyPatch) -> None:
-    """Keep batches of up to 8 rows in the memtable: few rows are enough to fill chunks and segments."""
+    """Keep batches of up to 8 rows in the memtable, so that few rows fill chunks and segments."""
     patch.setattr(tuning, "MEMTABLE_BATCH_ROWS", 8)
     patch.setattr(tuning, "MEMTABLE_ROWS", 128)

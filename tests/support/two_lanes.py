@@ -1,4 +1,4 @@
-"""Rows of two lanes, whose next frames are frames of later rows: for tests of stores that keep these once."""
+"""Rows of two lanes whose next frames are frames of later rows, for tests of deduplication."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.stores import open_zarr
 
 __all__ = ["CAPACITY", "TwoLanes", "after"]
 
-#: Of their rings.
+#: Capacity of the rings.
 CAPACITY = 60
 
 
 def after(numbers: Any) -> Any:
-    """The number of the frame that comes next: of two lanes, now and then of another episode."""
+    """Return the number of the next frame: of two lanes, sometimes of another episode."""
     numbers = np.asarray(numbers)
     return np.where(numbers % 17 == 5, 1_000_000 + numbers, numbers + 2)
 
@@ -32,8 +32,8 @@ class TwoLanes:
     """Such rows, and stores of them.
 
     Args:
-        frames: Returns frames that follow from running numbers.
-        layout: How stores keep them.
+        frames: Function that returns frames for running numbers.
+        layout: Layout of the stores.
     """
 
     frames: Callable[[Any], torch.Tensor]
@@ -46,7 +46,7 @@ class TwoLanes:
         return TensorDict(values, [count])
 
     def parts(self, count: int, size: int = 20) -> Iterator[TensorDict]:
-        """Yield so many rows, `size` at a time."""
+        """Yield `count` rows, `size` at a time."""
         for first in range(0, count, size):
             yield self.batch(first, min(size, count - first))
 
@@ -56,13 +56,13 @@ class TwoLanes:
         return open_zarr(path, capacity, layout=layout or self.layout)
 
     def right(self, data: TensorDict) -> bool:
-        """Say whether rows have the frames that they must have, by their numbers."""
+        """Return whether rows have the frames that follow from their numbers."""
         numbers = data["number"]
         both = torch.equal(data["frame"], self.frames(numbers))
         return both and torch.equal(data["next", "frame"], self.frames(after(numbers)))
 
     def numbers_in(self, rb: Any) -> list[int]:
-        """Return the numbers of all rows, which are right, as a whole and column by column."""
+        """Return the numbers of all rows, after checking the rows as a whole and column by column."""
         data = rb[:]
         assert self.right(data)
         ids = rb.storage.window.ids()

@@ -27,7 +27,7 @@ def columns_of_every_dtype(number: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def typed_rows(count: int, start: int = 0, *, every: int = 9) -> TensorDict:
-    """Return numbered rows whose next frame is the frame of the row after. Batch size `[count]`.
+    """Return numbered rows whose next frame is the frame of the following row. Batch size `[count]`.
 
     `number`, `frame` u8[40, 40], under `all` and `wide` a field of every dtype, of shapes [] and [2, 3], and
     under `next`: `frame`, `odd` f32[3] with negative zeros, NaNs and infinities, `reward` f32[1],
@@ -56,6 +56,6 @@ def typed_rows(count: int, start: int = 0, *, every: int = 9) -> TensorDict:
 
 
 def typed_buffer(path: Path, count: int, **options: Any) -> Any:
-    """Open a store and append so many typed rows, 50 at a time; options are those of `expstore.open`."""
+    """Open a store and append typed rows, 50 at a time; options are those of `expstore.open`."""
     parts = (typed_rows(min(50, count - first), first) for first in range(0, count, 50))
     return extend_all(expstore.open(path, seed=0, **options), *parts)

@@ -1,4 +1,4 @@
-"""Columns without a fixed size whose values follow from row ids: for tests of storages that keep them."""
+"""Variable-length columns whose values follow from row ids, for tests of storages that support them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCHEMA = Schema(
 
 
 def value_of(name: str, number: int) -> Any:
-    """Return the value of a field; a number stands for a row and how often the row was changed."""
+    """Return the value of a field; the number encodes the row and how often it was changed."""
     size = number * 7919 % 13
     if number % 5 == 3 and name in ("text", "log", "score"):
         return None

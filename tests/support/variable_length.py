@@ -1,4 +1,4 @@
-"""Stores whose rows may be of no fixed size, and batches for them: shared by the tests of such rows."""
+"""Stores with variable-length rows, and batches for them; shared by the tests of such rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TypedMemory", "buffer", "jagged", "plain", "rollouts"]
 
 
 class TypedMemory(MemoryStorage):
-    """Rows in RAM whose values have types, as those of a store on disk have."""
+    """Rows in RAM whose values have types, like those of a store on disk."""
 
     row_traits = RowTraits(variable=True)
 
@@ -25,7 +25,7 @@ def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def rollouts(first: int, count: int) -> TensorDict:
-    """Rows that follow from their number: prompts, tokens, images of several sizes, facts in a dict."""
+    """Return rows that follow from their number: prompts, tokens, images of several sizes, dicts."""
     numbers = range(first, first + count)
     return TensorDict(
         {
@@ -46,7 +46,7 @@ def rollouts(first: int, count: int) -> TensorDict:
 
 
 def plain(batch: Any) -> list[dict[str, Any]]:
-    """Return rows as dicts of lists, texts and numbers, of fields and nothing else."""
+    """Return rows as dicts of lists, texts and numbers, with only the fields."""
     return [_plain(row) for row in batch.unbind(0)]
 
 

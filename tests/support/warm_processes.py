@@ -1,8 +1,8 @@
-"""Python programs in processes of their own that need not import torch first: forked from one that has.
+"""Run Python programs in separate processes without importing torch again: forked from a process that has.
 
-Used by tests of programs and servers, of which each would spend three seconds of a processor on imports. A
-program gets its arguments, environment, folder and streams as from `subprocess`, is killed and waited for as
-there, and ends as Python does. It is not for what is about imports, memory or a start itself.
+Used by tests of programs and servers, each of which would spend three CPU seconds on imports. A program gets
+its arguments, environment, folder and streams as from `subprocess`, is killed and waited for in the same way,
+and ends like Python. Do not use it for tests of imports, memory or startup.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["Popen", "run"]
 
 _STATUS = struct.Struct("<q")
 _LONGEST = 1 << 20
-#: What a program may have imported before it begins; not DuckDB, which tells at the end of a fork of a fork
-#: what that has left alone.
+#: Modules that are imported before a program starts; not DuckDB, which reports leaks at the end of a fork of
+#: a fork.
 _IMPORTS = (
     "torch",
     "tensordict",
@@ -46,7 +46,7 @@ _IMPORTS = (
 
 
 class _Parent:
-    """The process that has imported it all, begun when the first program is; it ends with this one."""
+    """The process that has imported the modules; started with the first program, ends with this one."""
 
     def __init__(self) -> None:
         self._here: socket.socket | None = None
@@ -54,7 +54,7 @@ class _Parent:
         self._owner = 0
 
     def fork(self, told: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
-        """Return the id of a process that runs a program, and where its end will be told."""
+        """Fork a process that runs a program; return its id, and a descriptor that reports its end."""
         if self._here is None or self._owner != os.getpid():
             self._begin()
         assert self._here is not None
@@ -90,7 +90,7 @@ _PARENT = _Parent()
 
 
 class _Forked(subprocess.Popen[Any]):
-    """A process as `subprocess.Popen` begins it, of `[sys.executable, ...]`."""
+    """A process with the interface of `subprocess.Popen`, for `[sys.executable, ...]`."""
 
     _ended = -1
 
@@ -120,7 +120,7 @@ class _Forked(subprocess.Popen[Any]):
 
     def _look(self, seconds: float | None) -> int | None:
         if self.returncode is None:
-            waits = select.poll()  # select knows no descriptors above 1,024
+            waits = select.poll()  # select supports no descriptors above 1,024
             waits.register(self._ended)
             if not waits.poll(None if seconds is None else max(0.0, 1000 * seconds)):
                 return None
@@ -137,7 +137,7 @@ Popen: Any = _Forked if sys.platform == "linux" else subprocess.Popen
 def run(
     args: Sequence[Any], *, check: bool = False, timeout: float | None = None, **more: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a Python program as `subprocess.run` does."""
+    """Run a Python program like `subprocess.run`."""
     if more.pop("capture_output", False):
         more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     given = more.pop("input", None)
@@ -168,14 +168,14 @@ def _read(fd: int, size: int) -> bytes:
 
 
 def _serve(here: socket.socket) -> dict[str, Any] | None:
-    """Fork a process for each program asked for; return in it what it is told, here None at the end."""
+    """Fork a process per request; return the request in the child, and None here at the end."""
     while True:
         head, fds, _, _ = socket.recv_fds(here, 4, 8)
         if not head:
             return None
         told: dict[str, Any] = json.loads(_read(here.fileno(), struct.unpack("<I", head)[0]))
         *streams, end = fds
-        if not os.fork():  # the program's parent, which tells how that ends
+        if not os.fork():  # the parent of the program, which reports its end
             here.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if not (pid := os.fork()):
@@ -195,7 +195,7 @@ def _serve(here: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(told: dict[str, Any]) -> NoReturn:
-    """Be the program that is told, and end as Python does; but what was imported is not taken apart."""
+    """Run the program in this process, and exit like Python, without tearing down imported modules."""
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["folder"])
@@ -243,8 +243,8 @@ def _run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     for name in (*_IMPORTS, *compile_loops.modules()):
         importlib.import_module(name)
-    gc.freeze()  # to look through it would copy it, page by page
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
+    gc.freeze()  # a collection would copy the memory page by page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exits of intermediate processes are not waited for
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
         _become(asked)

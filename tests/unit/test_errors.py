@@ -1,4 +1,4 @@
-"""The error tree: one class per reaction, messages that say what to do, and pickles that keep it all."""
+"""The error tree: one class per reaction, messages with hints, and pickles that keep everything."""
 
 from __future__ import annotations
 

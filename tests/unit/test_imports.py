@@ -1,6 +1,6 @@
-"""What importing costs, and what the package offers by name.
+"""The cost of imports, and the names of the package.
 
-Run with the other tests, each question in a fresh interpreter; it opens no store.
+Run with the other tests, each check in a fresh interpreter; no store is opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""expstore.open: what a folder becomes, what contradicts it, and who may have it."""
+"""expstore.open: what becomes of a folder, contradictory arguments, and exclusive access."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batches": {"rate_limiter": "x"}}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
     ({"batches": {"rate_limiter": MinSize}}, StateError, "not a RateLimiter"),
-    ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is no SQL expression"),
+    ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is not an SQL expression"),
     ({"retain": {"where": "a > (SELECT 1)"}}, QueryError, "a subquery is not allowed"),
     ({"retain": {"where": "x > 1"}, "schema": {"a": "int64"}}, QueryError, "x"),
 ]
@@ -112,7 +112,7 @@ def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_p
 @pytest.mark.parametrize("given", [b"run.exp", 3, None])
 def test_a_path_that_is_no_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(store_path.parent)
-    with pytest.raises(StateError, match="give a str or a pathlib.Path") as caught:
+    with pytest.raises(StateError, match="pass a str or a pathlib.Path") as caught:
         expstore.open(given)
     assert caught.value.kind == "path"
     assert os.listdir() == []
@@ -419,7 +419,7 @@ def test_making_a_store_is_logged_once(store_path: Path, caplog: pytest.LogCaptu
     for mode in ("a", "a", "w", "r"):
         expstore.open(store_path, mode=mode).close()
     made = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert made == [f"made a new store: {store_path}"] * 2
+    assert made == [f"created a new store: {store_path}"] * 2
 
 
 def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +506,7 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
 
 
 def test_a_device_that_is_not_there(store_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
+    with pytest.raises(StateError, match="cannot be returned on device 'no-such-device'") as caught:
         expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What is inside the wheel and the sdist.
+"""Content of the wheel and the sdist.
 
 Run with the other tests, from a checkout; builds both into a temporary folder, without a network, and
 never writes into the checkout.

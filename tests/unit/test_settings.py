@@ -1,4 +1,4 @@
-"""The values of `expstore.open`: short and full forms are equal, and wrong values are refused in time."""
+"""The arguments of `expstore.open`: short and full forms are equal, and invalid values are refused early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths that users give: a URL is refused everywhere before anything is made, and `~` is the home folder."""
+"""Paths given by users: URLs are refused before anything is created, and `~` is the home folder."""
 
 from __future__ import annotations
 

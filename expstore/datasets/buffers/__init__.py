@@ -1,4 +1,4 @@
-"""The data set classes, under TorchRL's names: replay buffers over the store of a data set.
+"""The data set classes under TorchRL's names: replay buffers over the stores of data sets.
 
-Used through `expstore.datasets`. A module per class.
+Used through `expstore.datasets`. There is one module per class.
 """

@@ -80,53 +80,54 @@ _RUNS = ("1", "2", "3", "4", "5")
 
 
 class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
-    """Sample what one of five DQN agents saw in 50 million steps of an Atari game, frame by frame.
+    """Sample the 50 million steps that one of five DQN agents took in an Atari game, frame by frame.
 
-    The public bucket of this data set is gone. Give the files of a run with `source=`, or the address of a
-    copy with `mirror=`.
+    The public bucket of this data set no longer exists. Pass the files of a run as `source=`, or the address
+    of a copy as `mirror=`.
 
     Samples have `observation` and `("next", "observation")` `(n, 84, 84)` uint8, `action` `(n,)` int64,
     `("next", "reward")` `(n, 1)` float32 and `metadata`: `dataset_id`, and of every checkpoint `add_count`
-    `(checkpoints,)` and `invalid_range` `(checkpoints, 5)`. `("next", "observation")` of a last step is 0:
-    the data set does not have it.
+    `(checkpoints,)` and `invalid_range` `(checkpoints, 5)`. `("next", "observation")` of the last step of an
+    episode is 0, because the data set does not contain it.
 
-    Other than in TorchRL's class, rows are in the order in which the agent made them; a batch has them in the
-    order asked for; a last step is of its own episode; the rows of zeros before each episode are left out;
-    episodes continue over the edge of a checkpoint and never over a gap; flags and rewards have the shape
-    `(n, 1)`; frames are kept compressed, at 1/20 to 1/60 of the size.
+    Unlike in TorchRL's class, rows are in the order in which the agent made them; a batch has them in the
+    requested order; the last step belongs to its own episode; the zero rows before each episode are left out;
+    episodes continue across checkpoints but never across missing rows; flags and rewards have the shape
+    `(n, 1)`; frames are stored compressed, at 1/20 to 1/60 of the size.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
-        dataset_id: One of `available_datasets`: game and run, as in "Pong/5".
-        batch_size: Of `sample`.
-        root: As in the base.
-        download: As in the base.
-        sampler: As in the base. It overrules the four below.
-        writer: As in the base.
-        transform: As `ReplayBuffer`.
-        num_procs: Accepted for TorchRL's programs. Reading and writing use one thread each, whatever it is.
-        num_slices: How many slices of episodes a batch has; it or `slice_len`.
-        slice_len: How many steps a slice has.
+        dataset_id: One of `available_datasets`: game and run, for instance "Pong/5".
+        batch_size: Batch size of `sample`.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        sampler: Sampler of the batches. It overrides the four options below.
+        writer: Writer for new rows; None refuses them.
+        transform: As in `ReplayBuffer`.
+        num_procs: Ignored; accepted for compatibility with TorchRL. Reading and writing use one thread each.
+        num_slices: Number of slices of episodes per batch; excludes `slice_len`.
+        slice_len: Number of steps per slice; excludes `num_slices`.
         strict_len: Whether episodes that are too short for a slice are left out.
-        replacement: Whether rows, or slices, may come again before all others came.
-        mp_start_method: As `num_procs`.
-        source: Folder `replay_logs` of a run, with `$store$_observation_ckpt.0.gz` and so on. As in the base.
+        replacement: Whether to sample rows, or slices, with replacement.
+        mp_start_method: Ignored, like `num_procs`.
+        source: Folder `replay_logs` of a run, with `$store$_observation_ckpt.0.gz` and so on. Nothing is
+            fetched then.
         mirror: Address of a copy of the bucket's folder `dqn`.
-        strict_length: The same as `strict_len`, which TorchRL's documentation calls so.
-        checkpoints: Read only the checkpoints with these numbers. None: all; then none may be missing in the
+        strict_length: The same as `strict_len`: the name in TorchRL's documentation.
+        checkpoints: Numbers of the checkpoints to read. None reads all; then none may be missing in the
             middle of the run.
-        keywords: As `ReplayBuffer`.
+        keywords: As in `ReplayBuffer`.
 
     Attributes:
         available_datasets: All ids.
 
     Raises:
-        ValueError: There is no such data set.
+        ValueError: The data set does not exist.
         NotFoundError: There are no files: neither `source` nor `mirror` is given.
-        StateError: The store was made of other checkpoints than are asked for.
+        StateError: The store was made from other checkpoints.
         SchemaError: The path of the source names another game or run.
-        ExpStoreError: As in the base.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = AtariDQNExperienceReplay("Pong/5", batch_size=128, source="Pong/5/replay_logs")
@@ -135,7 +136,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     """
 
     available_datasets: ClassVar[list[str]] = [f"{game}/{run}" for game in _GAMES for run in range(1, 6)]
-    #: How many checkpoints are read, the first ones; None: all 50.
+    #: Number of checkpoints to read, from the first one on; None for all 50.
     _max_runs: ClassVar[int | None] = None
 
     def __init__(
@@ -167,7 +168,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
                 "AtariDQNExperienceReplay.available_datasets"
             )
         if strict_length is not None and not strict_len:
-            raise ValueError("strict_len and strict_length are the same; give one of them")
+            raise ValueError("strict_len and strict_length mean the same; pass one of them")
         super().__init__(
             Origin(
                 name="atari",
@@ -194,16 +195,16 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         if runs != self._max_runs:
             self.close()
             raise StateError(
-                f"{self.data_path} was made of {runs or 'all'} checkpoints, "
-                f"{self._max_runs or 'all'} are asked for",
-                hint='give download="force", or another root=',
+                f"{self.data_path} was made of {runs or 'all'} checkpoints, but "
+                f"{self._max_runs or 'all'} are requested",
+                hint='pass download="force" to make it again, or another root=',
             )
         numbers = [int(number) for number in self.meta["atari"]]
         if checkpoints is not None and numbers != sorted(set(checkpoints)):
             self.close()
             raise StateError(
-                f"{self.data_path} was made of the checkpoints {as_ranges(numbers)}, "
-                f"{as_ranges(sorted(set(checkpoints)))} are asked for",
+                f"{self.data_path} was made of the checkpoints {as_ranges(numbers)}, but "
+                f"{as_ranges(sorted(set(checkpoints)))} are requested",
                 hint='pass download="force" to make it again, or another root=',
             )
         facts = list(self.meta["atari"].values())
@@ -217,7 +218,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
 
     @property
     def episodes(self) -> torch.Tensor:  # type: ignore[override]  # TorchRL's name
-        """The number of each row's episode, counted from 0. Shape `(rows,)`, int64."""
+        """Number of each row's episode, counted from 0. Shape `(rows,)`, int64."""
         lengths = self.sql("SELECT length FROM episodes ORDER BY episode_id").fetchall()
         counts = np.array([length for (length,) in lengths], np.int64)
         return torch.from_numpy(np.repeat(np.arange(counts.size), counts))
@@ -234,12 +235,12 @@ def _make_reader(
     found = run_name(source)
     game, _, run = found.partition("/")
     wanted = dataset_id.partition("/")[0]
-    # The files may be in a folder of the game, without one of the run.
+    # The files may be in a folder of the game that has no folder of the run.
     if run in _GAMES:
         game, run = run, ""
     if game in _GAMES and (game != wanted or (f"{game}/{run}" != dataset_id and run in _RUNS)):
         raise SchemaError(
-            f"{dataset_id} is asked for, and the path {source} names {found if run else game}",
+            f"{dataset_id} is requested, but the path {source} names {found if run else game}",
             hint=f"pass the folder of {dataset_id}, or rename this one if its name is wrong",
         )
     return AtariDQNReader(source, runs=runs, checkpoints=checkpoints)
@@ -255,8 +256,8 @@ def _list_files(
     """
     if mirror is None:
         raise NotFoundError(
-            f"the data set {dataset_id} is not there, and its public bucket, {_PUBLIC}, is gone",
-            hint="give source=, a folder with files like $store$_observation_ckpt.0.gz, or mirror=, the "
+            f"the data set {dataset_id} is missing, and its public bucket, {_PUBLIC}, no longer exists",
+            hint="pass source=, a folder with files like $store$_observation_ckpt.0.gz, or mirror=, the "
             "address of a copy of the bucket's folder dqn",
         )
     base = f"{mirror.rstrip('/')}/{dataset_id}/replay_logs"

@@ -1,7 +1,7 @@
-"""The base of the data set classes: a replay buffer over the store of a data set.
+"""The base class of the data set classes: a replay buffer over the store of a data set.
 
-Used by the classes of this package and by users, for data sets of their own. It makes the store when the data
-set is first used; how that is done is in `expstore.datasets.origin`.
+Used by the classes of this package, and by users for their own data sets. It makes the store when the data
+set is first used, with `expstore.datasets.origin`.
 """
 
 from __future__ import annotations
@@ -42,41 +42,40 @@ __all__ = ["BaseDatasetExperienceReplay", "choose_sampler"]
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
-    """Sample a data set, which is kept as a store.
+    """Sample a data set from its store.
 
     The first use fetches the data set and makes the store, `ROOT/ID`; later ones open it. The store is like
     any other: `expstore.open(dataset.data_path, mode="r")`, SQL, the server and exports work on it. Samples
     are TensorDicts in TorchRL's layout (TED): `("next", "observation")`, `("next", "reward")` `(n, 1)`,
     and `done`, `terminated`, `truncated` `(n, 1)` bool at the root and under "next".
 
-    Threads: as `TensorDictReplayBuffer`. Processes: any number may use a data set at a time; one of them
-    makes the store, meanwhile others get LockedError. With a prioritized sampler or a writer the store is
-    opened for writing, which one process can do. Crashes: an interrupted download or import is continued by
-    the next use.
+    Threads: as in `TensorDictReplayBuffer`. Processes: any number can use a data set; while one of them makes
+    the store, the others get LockedError. With a prioritized sampler or a writer the store is opened for
+    writing, which only one process can do. Crashes: the next use continues an interrupted download or import.
 
     Args:
         origin: Where the data set comes from.
-        batch_size: Of `sample`.
+        batch_size: Batch size of `sample`.
         root: Folder of the collection. None: `~/.cache/expstore/NAME`; `EXPSTORE_DATA` replaces
             `~/.cache/expstore`.
-        download: Whether to fetch the data set if it is not there; "force" makes it again.
-        source: File or folder that has the files of the public source; nothing is fetched then. A store that
-            is there already must be made of the same files.
-        split_trajs: Rows are whole trajectories: fields of shape `(n, time, ...)`, padded with zeros to the
-            longest one, and `mask` `(n, time)`, which is True for steps. They are kept in a second store,
-            `ROOT/ID_split`.
-        sampler: Makes up batches. None: uniform.
-        writer: Takes new rows. None: `ImmutableDatasetWriter`, which refuses them.
-        metadata: What samples carry as `metadata`. None: nothing.
-        rows: Rows to sample, in memory; nothing is fetched, read or written then. None: those of the store.
-        keywords: As `TensorDictReplayBuffer`.
+        download: Whether to fetch a missing data set; "force" makes it again.
+        source: File or folder with the files of the public source; nothing is fetched then. An existing store
+            must have been made from the same files.
+        split_trajs: Whether rows are whole trajectories: fields of shape `(n, time, ...)`, padded with zeros
+            to the longest one, and `mask` `(n, time)`, which is True for steps. They are kept in a second
+            store, `ROOT/ID_split`.
+        sampler: Chooses the rows of batches. None samples uniformly.
+        writer: Writes new rows. None uses `ImmutableDatasetWriter`, which refuses them.
+        metadata: Value of `metadata` in samples. None leaves it out.
+        rows: Rows to sample from memory; nothing is fetched, read or written then. None uses the store.
+        keywords: As in `TensorDictReplayBuffer`.
 
     Raises:
-        NotFoundError: There is no such data set, or it is not there and `download` is False.
+        NotFoundError: The data set does not exist, or it is missing and `download` is False.
         RemoteError: The public address does not answer; the message names it.
         SchemaError: The source does not have the format of the data set.
-        StateError: The folder `ROOT/ID` is there and is not a store, or was made of other files.
-        LockedError: Another process makes the store.
+        StateError: The folder `ROOT/ID` exists and is not a store, or was made from other files.
+        LockedError: Another process is making the store.
 
     Example:
         >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=256, source="hopper_medium-v2.hdf5")
@@ -137,16 +136,16 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     @property
     def data_path_root(self) -> Path:
-        """The store of the data set, a row per step."""
+        """The store of the data set, with one row per step."""
         return self._collection / self.dataset_id
 
     @property
     def data_path(self) -> Path:
-        """The store that is sampled: of trajectories with `split_trajs`, else `data_path_root`."""
+        """The sampled store: the store of trajectories with `split_trajs`, otherwise `data_path_root`."""
         return split_path(self.data_path_root) if self._is_split else self.data_path_root
 
     def _is_downloaded(self) -> bool:
-        """Return whether the store is there."""
+        """Return whether the store exists."""
         disk = ReadingDisk()
         return disk.exists(self.data_path_root / MANIFEST)
 
@@ -170,24 +169,25 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     ) -> ReadView:
         """Apply a function to the rows and write what it returns to a new store.
 
-        The store has the episodes, the `meta` and, on samples, the `metadata` of this one; `meta["import"]`
-        is `meta["preprocessed_from"]` there. It is written in a hidden folder next to `dest` and renamed when
-        it is complete; an error or a crash leaves nothing at `dest`.
+        The new store has the episodes, the `meta` and the samples' `metadata` of this one; `meta["import"]`
+        is renamed to `meta["preprocessed_from"]`. The store is written in a hidden folder next to `dest` and
+        renamed when it is complete, so an error or a crash leaves nothing at `dest`.
 
         Args:
-            fn: Takes rows, batch size `[n]`, and returns as many. It works on each row by itself.
-            dim: The dim that is mapped; only 0.
-            num_workers: How many processes apply it. 0: this one. None: one per core.
-            chunksize: How many rows a call gets. None: 4,096, or by `num_chunks`.
-            num_chunks: In how many calls it is done.
+            fn: Function that takes rows, batch size `[n]`, and returns as many. It treats each row
+                separately.
+            dim: The dim that is mapped; must be 0.
+            num_workers: Number of processes that apply the function. 0 uses this process, None one per core.
+            chunksize: Number of rows per call. None for 4,096, or as `num_chunks` says.
+            num_chunks: Number of calls.
             pool: Processes to use.
             generator: Seeds the processes.
-            max_tasks_per_child: After how many calls a process is replaced.
-            worker_threads: Threads of torch per process.
-            index_with_generator: As in `TensorDict.map`: rows are looked up when a call needs them.
-            pbar: Show a progress bar.
+            max_tasks_per_child: Number of calls after which a process is replaced.
+            worker_threads: Number of torch threads per process.
+            index_with_generator: As in `TensorDict.map`: rows are read when a call needs them.
+            pbar: Whether to show a progress bar.
             mp_start_method: How processes are started: "fork" or "spawn".
-            num_frames: Only the first rows, as many.
+            num_frames: Number of rows to process, from the first one on. None processes all.
             dest: Folder of the new store. It may exist if it is empty.
 
         Returns:
@@ -195,7 +195,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
         Raises:
             ValueError: `dim` is not 0.
-            StateError: There is something at `dest`.
+            StateError: `dest` exists and is not empty.
             SchemaError: The function returns no TensorDict, or another number of rows.
         """
         if dim != 0:
@@ -219,18 +219,18 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         )
 
     def set_metadata(self, metadata: Mapping[str, Any] | None) -> None:
-        """Set what samples carry as `metadata`; None: nothing."""
+        """Set the `metadata` of samples; None removes it."""
         self._finisher.set_metadata(metadata)
 
     def delete(self) -> None:
-        """Close the buffer and remove the data set from disk, unless its rows are in memory."""
+        """Close the buffer and delete the data set from disk; rows in memory are not deleted."""
         self.close()
         if self._is_on_disk:
             remove_dataset(self._collection, self.dataset_id)
 
 
 class _FinishBatch:
-    """Give batches of a data set their metadata, and batches of whole trajectories a dim for time.
+    """Add metadata to batches of a data set, and a time dim to batches of whole trajectories.
 
     Args:
         is_split: Whether rows are whole trajectories.
@@ -269,14 +269,14 @@ def choose_sampler(
     strict_length: bool,
     replacement: bool,
 ) -> Sampler | None:
-    """Return the sampler that the arguments of a data set class ask for.
+    """Return the sampler for the arguments of a data set class.
 
     Args:
-        sampler: Given by the user; it overrules the others. None: as the others say.
-        num_slices: How many slices a batch has; it or `slice_len`.
-        slice_len: How many steps a slice has.
-        strict_length: Whether episodes that are too short are left out.
-        replacement: Whether rows, or slices, may come again before all others came.
+        sampler: Sampler given by the user; it overrides the other arguments.
+        num_slices: Number of slices per batch; excludes `slice_len`.
+        slice_len: Number of steps per slice; excludes `num_slices`.
+        strict_length: Whether to leave out episodes that are too short.
+        replacement: Whether to sample rows, or slices, with replacement.
     """
     if sampler is not None:
         return sampler

@@ -25,38 +25,38 @@ __all__ = ["D4RLExperienceReplay"]
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of D4RL's data sets.
 
-    Other than in TorchRL's class, the last row of a file is kept; `("next", "observation")` of a last step is
-    the true one where the file has it; the flags at the root are False; an episode ends where the next row
-    does not continue it; kitchen and antmaze, whose flags are floats, can be read. Data come from the
-    files alone: `from_env` and `direct_download=False`, which need the package d4rl, are refused.
+    Unlike in TorchRL's class, the last row of a file is kept; `("next", "observation")` of the last step of
+    an episode is the true one if the file has it; the flags at the root are False; an episode ends where the
+    next row does not continue it; kitchen and antmaze, whose flags are floats, can be read. Only D4RL's files
+    are read: `from_env` and `direct_download=False`, which need the package d4rl, are refused.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         dataset_id: One of `available_datasets`.
-        batch_size: Of `sample`.
-        sampler: As in the base.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`.
-        split_trajs: As in the base.
-        from_env: Only False.
+        batch_size: Batch size of `sample`.
+        sampler: Sampler of the batches; None for uniform sampling.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`.
+        split_trajs: Whether a row is a whole trajectory, padded with zeros and with a `mask`.
+        from_env: Must be False.
         use_truncated_as_done: Whether `("next", "done")` is also set where an episode is truncated.
-        direct_download: None or True.
-        terminate_on_end: None or True.
-        download: As in the base.
-        root: As in the base.
-        source: The HDF5 file. As in the base.
-        mirror: Address to use in place of `http://rail.eecs.berkeley.edu/datasets/offline_rl`.
-        env_kwargs: Refused.
+        direct_download: Must be None or True.
+        terminate_on_end: Must be None or True.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        source: The HDF5 file. Nothing is fetched then.
+        mirror: Address to use instead of `http://rail.eecs.berkeley.edu/datasets/offline_rl`.
+        env_kwargs: Not supported.
 
     Raises:
-        KeyError: There is no such data set.
+        KeyError: The data set does not exist.
         RuntimeError: `env_kwargs` are given.
         ValueError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
-        ExpStoreError: As in the base.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32)
@@ -119,33 +119,33 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         )
         if not use_truncated_as_done:
             self._batches.add_finisher(_take_terminated_as_done)
-        #: What the file says of itself: the algorithm, its iteration.
+        #: Metadata of the file, for instance the algorithm and its iteration.
         self.metadata: dict[str, Any] = dict(self.meta.get("d4rl", {}))
 
     def normalized_score(self, returns: float | Array) -> Any:
-        """Return D4RL's score of returns: 0 for a random policy, 1 for an expert.
+        """Return D4RL's normalized score of returns: 0 for a random policy, 1 for an expert.
 
         Args:
             returns: Returns of episodes, any shape.
 
         Raises:
-            StateError: D4RL has no reference for this data set.
+            StateError: D4RL has no reference returns for this data set.
         """
         bounds = score_bounds(self.dataset_id)
         if bounds is None:
-            raise StateError(f"D4RL gives no reference returns for {self.dataset_id}")
+            raise StateError(f"D4RL has no reference returns for {self.dataset_id}")
         low, high = bounds
         return (np.asarray(returns, np.float64) - low) / (high - low)
 
 
 def _take_terminated_as_done(batch: Any) -> Any:
-    """Return a batch whose steps are done only where they are terminated."""
+    """Return a batch in which steps are done only if they are terminated."""
     batch["next", "done"] = batch["next", "terminated"].clone()
     return batch
 
 
 def _split_on(dataset_id: str) -> Any:
-    """Return which flags end an episode: in antmaze and maze2d the goal does not."""
+    """Return the flags that end an episode: in antmaze and maze2d reaching the goal does not."""
     return ("timeouts",) if dataset_id.startswith(("antmaze", "maze2d", "bullet-maze2d")) else None
 
 

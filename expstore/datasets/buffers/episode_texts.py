@@ -1,4 +1,4 @@
-"""Write the texts that a store keeps by episode into batches of its rows."""
+"""Add the texts that a store keeps per episode to batches of its rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["EpisodeTexts"]
 
 
 class EpisodeTexts:
-    """Write texts into batches, as `expstore.datasets.episode_texts.text_fact` describes them.
+    """Add texts to batches, from annotations in the format of `expstore.datasets.episode_texts.text_fact`.
 
     Args:
-        facts: Facts about the episodes, by the number of the episode.
-        names: Names of the facts that are texts, and of the fields that are written, with dots between keys.
+        facts: Annotations of the episodes, by the number of the episode.
+        names: Names of the annotations that are texts. The fields have the same names, with dots between
+            keys.
         episode: Key of the number of the episode.
         frame: Key of the number of the step in its episode.
     """
@@ -36,9 +37,9 @@ class EpisodeTexts:
         }
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch with the texts of its rows."""
+        """Add the texts of its rows to a batch, and return it."""
         episodes, frames = batch.get(self._episode, None), batch.get(self._frame, None)
-        if episodes is None or frames is None:  # a field of them was left out on the way
+        if episodes is None or frames is None:  # an earlier transform removed one of these fields
             return batch
         for name, texts in self._texts.items():
             rows = zip(episodes.reshape(-1).tolist(), frames.reshape(-1).tolist(), strict=True)
@@ -49,7 +50,7 @@ class EpisodeTexts:
 
 
 def _changes(said: Any) -> tuple[list[int], list[str]]:
-    """Return the steps from which on a text counts, and the texts."""
+    """Return the steps at which the text changes, and the texts."""
     if isinstance(said, str):
         return [0], [said]
     return [change["step"] for change in said], [change["text"] for change in said]

@@ -18,7 +18,7 @@ _GAMES = (
     *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),
     *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
 )
-#: Folders and numbers of rows, by category.
+#: Folders and numbers of rows by category.
 _CATEGORIES = {
     "1M_E": ("1M/level_200/expert", 1_000_000),
     "1M_S": ("1M/level_200/suboptimal", 1_000_000),
@@ -34,25 +34,25 @@ _CATEGORIES = {
 class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of Gen-DGRL's data sets: Procgen games, by level and skill.
 
-    Other than in TorchRL's class, the files, which are pickles, are read without running anything; the
-    trajectory in which the number of rows of the category is reached is kept whole; a trajectory without
-    `dones` at its end is cut, and does not run into the next one; rewards have the shape `(n, 1)`; new rows
-    are refused unless a writer is given.
+    Unlike in TorchRL's class, the files, which are pickles, are read without running code; the trajectory
+    that reaches the category's number of rows is kept whole; a trajectory without `dones` at its end is cut
+    instead of running into the next one; rewards have the shape `(n, 1)`; new rows are refused unless a
+    writer is given.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
-        dataset_id: One of `available_datasets`: game and category, as in "bigfish-1M_E".
-        batch_size: Of `sample`.
-        download: As in the base.
-        root: As in the base.
-        source: The archive, or a folder of its .npy files. As in the base.
-        mirror: Address to use in place of the public one.
-        keywords: As the base: `sampler`, `writer`, `transform` and so on.
+        dataset_id: One of `available_datasets`: game and category, for instance "bigfish-1M_E".
+        batch_size: Batch size of `sample`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        source: The archive, or a folder of its .npy files. Nothing is fetched then.
+        mirror: Address to use instead of the public one.
+        keywords: Arguments of the base class: `sampler`, `writer`, `transform` and so on.
 
     Raises:
-        ValueError: There is no such data set.
-        ExpStoreError: As in the base.
+        ValueError: The data set does not exist.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = GenDGRLExperienceReplay("bigfish-1M_E", batch_size=32)

@@ -26,55 +26,56 @@ from expstore.writers.writers import Writer
 
 __all__ = ["LeRobotExperienceReplay"]
 
-#: The keys by which rows that are given in memory are told apart without further ado.
+#: Keys of the fields that delimit the episodes of rows in memory.
 _EPISODE_KEYS = (("episode",), ("collector", "traj_ids"))
 
 
 class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
     """Sample a LeRobot data set: state, action and cameras of a robot, and the task in words.
 
-    Other than in TorchRL's class:
+    Unlike in TorchRL's class:
 
-    - The store has TED's rows: `("next", "observation")`, 0 after the last frame of an episode, and the
-      flags at the root and under "next". `next.done` of the files is `("next", "terminal")`.
-    - Videos are decoded when the store is made, with av, not with every sample; `from_columns` refuses
+    - The store has rows in TorchRL's layout (TED): `("next", "observation")`, which is 0 after the last frame
+      of an episode, and the flags at the root and under "next". `next.done` of the files is
+      `("next", "terminal")`.
+    - Videos are decoded with av when the store is made, not with every sample; `from_columns` refuses
       references to videos.
-    - Images are uint8 `(channels, height, width)`. The store keeps texts as facts about episodes; samples
-      carry them by row, the task as `language_instruction`.
+    - Images are uint8 `(channels, height, width)`. The store keeps texts as annotations of episodes; samples
+      have them by row, the task as `language_instruction`.
     - float64 columns stay float64; `index` is the number of the row in the store.
-    - Slices follow the store's episodes, whatever `key_map` calls them.
-    - `rehydrate=True` only changes what is put after the last frame of an episode: NaN in place of 0 for
-      floats. It finds the next frame of every row, also at the end of a slice.
+    - Slices follow the store's episodes, independently of `key_map`.
+    - `rehydrate=True` changes only the value after the last frame of an episode: NaN instead of 0 for
+      floats. Every row has its next frame, also at the end of a slice.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         repo_id: Repository on the Hugging Face Hub: "lerobot/pusht". The store is
             `ROOT/lerobot/pusht`, not `ROOT/lerobot_pusht` as in TorchRL.
-        root: As in the base.
-        download: As in the base.
-        batch_size: Of `sample`.
-        num_slices: How many slices of episodes a batch has; it or `slice_len`.
-        slice_len: How many steps a slice has.
-        sampler: As in the base; it overrules `num_slices` and `slice_len`.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`. It gets the texts and what `rehydrate` writes.
-        key_map: Keys of columns in place of the usual ones: `{"action": ("arm", "action")}`.
-        decode_video: Whether the frames of videos are stored. It needs the package av.
-        rehydrate: Put NaN after the last frame of an episode, where the store has 0. With `from_columns`,
-            whose rows have no next observations: add them.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        batch_size: Batch size of `sample`.
+        num_slices: Number of slices of episodes per batch; excludes `slice_len`.
+        slice_len: Number of steps per slice; excludes `num_slices`.
+        sampler: Sampler of the batches. It overrides `num_slices` and `slice_len`.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`. Its input includes the texts and the values that `rehydrate` writes.
+        key_map: Keys of columns instead of the default ones: `{"action": ("arm", "action")}`.
+        decode_video: Whether to store the frames of videos. This needs the package av.
+        rehydrate: Whether to put NaN instead of 0 after the last frame of an episode. With `from_columns`,
+            whose rows have no next observations: whether to add these.
         strict_length: Whether episodes shorter than a slice are left out.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        source: The folder with `meta` and `data`. As in the base.
-        mirror: Address to use in place of `https://huggingface.co`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        source: The folder with `meta` and `data`. Nothing is fetched then.
+        mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
         ValueError: Both `num_slices` and `slice_len` are given.
-        StateError: The store is there and was made with another `key_map` or `decode_video`.
+        StateError: The store exists and was made with another `key_map` or `decode_video`.
         ModuleNotFoundError: The data set has videos, and av is not installed.
-        ExpStoreError: As in the base.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = LeRobotExperienceReplay("lerobot/pusht_image", slice_len=16, batch_size=64)
@@ -159,16 +160,18 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
     ) -> LeRobotExperienceReplay:
         """Return a buffer over columns in memory, with the rows of `lerobot_columns_to_tensordict`.
 
-        Nothing is written to disk. The rows have no next observations; `rehydrate=True` adds them to samples.
+        Nothing is written to disk. The rows have no next observations unless `rehydrate=True` adds them to
+        samples.
 
         Args:
-            columns: By the names of a LeRobot data set: tensors, lists of numbers or texts.
-            repo_id: A name.
-            key_map: As in the class.
+            columns: Columns by the names of a LeRobot data set: tensors, lists of numbers or texts.
+            repo_id: Any name.
+            key_map: Keys of columns instead of the default ones.
             kwargs: Other arguments of the class.
 
         Raises:
-            ValueError: A column cannot be used, or `rehydrate=True` and the rows do not name their episode.
+            ValueError: A column cannot be used, or `rehydrate=True` is given and the rows have no episode
+                key.
 
         Example:
             >>> columns = {
@@ -184,14 +187,14 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         if references := [name for name, value in columns.items() if is_tensor_collection(value)]:
             kind = type(columns[references[0]]).__name__
             raise ValueError(
-                f"column {references[0]!r} is a {kind}, and rows need tensors or texts: decode it, or "
-                "give the folder of the data set as source="
+                f"column {references[0]!r} is a {kind}, but rows need tensors or texts: decode it, or "
+                "pass the folder of the data set as source="
             )
         data = lerobot_columns_to_tensordict(columns, key_map=key_map)
         return cls(repo_id, download=False, _data=data, key_map=key_map, **kwargs)
 
     def _sampler_of(self, data: TensorDict, sampler: Sampler | None, rehydrate: bool) -> Sampler | None:
-        """Return the sampler of rows in memory, whose episodes only their fields tell."""
+        """Return the sampler of rows in memory, whose episodes are delimited by a field."""
         key = to_key(lerobot_key("episode_index", {**LEROBOT_KEYS, **(self.key_map or {})}))
         if rehydrate and (key not in _EPISODE_KEYS or key not in map(to_key, data.keys(True, True))):
             raise ValueError(
@@ -229,11 +232,11 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         self.close()
         raise StateError(
             f"{self.data_path} was made with {found}",
-            hint='give the same options, another root=, or download="force" to make it again',
+            hint='pass the same options, another root=, or download="force" to make it again',
         )
 
     def _append_texts(self) -> None:
-        """Have the words of tasks, and columns of texts, written into samples."""
+        """Append a transform that adds task descriptions and text columns to samples."""
         meta = self.meta["lerobot"]
         keys = {**LEROBOT_KEYS, **(self.key_map or {})}
         episode, frame, number, task = (
@@ -260,12 +263,12 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
 
 
 class _Instructions:
-    """Write the words of each row's task into a batch.
+    """Add the description of each row's task to a batch.
 
     Args:
-        texts: The tasks by their number, as a text.
-        source: The key of the number.
-        target: The key of the words.
+        texts: The descriptions, by the task's number as a string.
+        source: Key of the task number.
+        target: Key of the description.
     """
 
     def __init__(self, texts: Mapping[str, str], source: Key, target: Key) -> None:
@@ -284,7 +287,7 @@ class _Instructions:
 
 
 def _list_files(repo_id: str, mirror: str, decode_video: bool) -> list[RemoteFile]:
-    """Return the files of a repository that the reader uses."""
+    """Return the repository's files that the reader uses."""
     folders = ("meta/", "data/", "videos/") if decode_video else ("meta/", "data/")
     found = [file for file in list_hugging_face(repo_id, endpoint=mirror) if file.name.startswith(folders)]
     if not found:

@@ -34,7 +34,7 @@ _AUTHOR = "farama-minari"
 
 
 class _Available:
-    """List the ids that the public address has, when a class is asked for them."""
+    """List the ids at the public address when a class attribute is read."""
 
     def __get__(self, instance: object, owner: type[object]) -> list[str]:
         return list_minari()
@@ -70,38 +70,38 @@ def list_minari(endpoint: str = HUGGING_FACE) -> list[str]:
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of Minari's data sets.
 
-    Samples have `episode`, Minari's number of the episode. `metadata` of the buffer says what Minari says of
+    Samples have `episode`, Minari's number of the episode. `metadata` of the buffer has Minari's metadata of
     the data set, with spaces as specs.
 
-    Other than in TorchRL's class, texts are left out; an info that is not in every episode's steps is left
-    out; an episode is read at a time, not the data set; the library minari is not needed for HDF5; a data
-    set of `~/.minari/datasets` becomes a store once, not at each use.
+    Unlike in TorchRL's class, texts are left out; an info that some episodes lack is left out; the data set
+    is read one episode at a time; the library minari is not needed for HDF5; a data set of
+    `~/.minari/datasets` becomes a store once, not at each use.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
-        dataset_id: As in "D4RL/pen/human-v2".
-        batch_size: Of `sample`.
-        root: As in the base.
-        download: As in the base.
-        sampler: As in the base.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`.
-        split_trajs: As in the base.
-        load_from_local_minari: Take the data set from Minari's own folder, `$MINARI_DATASETS_PATH` or
-            `~/.minari/datasets`, as with `source=`.
-        source: Folder of the data set. As in the base.
-        mirror: Address to use in place of `https://huggingface.co`.
+        dataset_id: The id, for instance "D4RL/pen/human-v2".
+        batch_size: Batch size of `sample`.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        sampler: Sampler of the batches; None for uniform sampling.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`.
+        split_trajs: Whether a row is a whole trajectory, padded with zeros and with a `mask`.
+        load_from_local_minari: Whether to read the data set from Minari's own folder, `$MINARI_DATASETS_PATH`
+            or `~/.minari/datasets`, as with `source=`.
+        source: Folder of the data set. Nothing is fetched then.
+        mirror: Address to use instead of `https://huggingface.co`.
 
     Attributes:
-        available_datasets: The ids of the public data sets. They are asked for over the network.
+        available_datasets: The ids of the public data sets, fetched over the network.
 
     Raises:
-        FileNotFoundError: `load_from_local_minari`, and Minari's folder does not have the data set.
-        ExpStoreError: As in the base.
+        FileNotFoundError: `load_from_local_minari` is set, and Minari's folder does not have the data set.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = MinariExperienceReplay("D4RL/pen/human-v2", batch_size=32)
@@ -131,7 +131,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         if load_from_local_minari:
             if source is not None:
-                raise ValueError("load_from_local_minari and source exclude each other; give one of them")
+                raise ValueError("load_from_local_minari and source exclude each other; pass one of them")
             source = _local_folder(dataset_id)
         super().__init__(
             Origin(
@@ -156,7 +156,8 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         for name in ("observation_space", "action_space"):
             if name in said:
                 said[name] = _spec(json.loads(said[name]))
-        #: What Minari says of the data set. Spaces are specs; None where no spec has their values (texts).
+        #: Minari's metadata of the data set. Spaces are specs, or None if no spec describes their values
+        #: (texts).
         self.metadata: dict[str, Any] = said
 
 
@@ -184,7 +185,7 @@ def _list_files(dataset_id: str, mirror: str) -> list[RemoteFile]:
 
 
 def _spec(space: dict[str, Any]) -> TensorSpec | None:
-    """Return the spec of a space that Minari has written as JSON; None: no spec has its type."""
+    """Return the spec of a space that Minari wrote as JSON; None if no spec has its type."""
     kind = space["type"]
     if kind in ("Dict", "Tuple"):
         below = space["subspaces"]

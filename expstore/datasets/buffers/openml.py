@@ -37,32 +37,32 @@ _PUBLIC = {
 class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of OpenML's classification data sets, for bandits: `X` `(n, features)` and `y` `(n,)`.
 
-    Other than in TorchRL's class, `download=False` never fetches, and new rows are refused unless a writer
+    Unlike in TorchRL's class, `download=False` never fetches, and new rows are refused unless a writer
     is given.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         name: One of `available_datasets`.
-        batch_size: Of `sample`.
-        root: As in the base.
-        sampler: As in the base. None: `SamplerWithoutReplacement`.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`.
-        download: As in the base.
-        source: An ARFF or a CSV file. As in the base.
-        mirror: Address to use in place of `https://www.openml.org`.
+        batch_size: Batch size of `sample`.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        sampler: Sampler of the batches; None for `SamplerWithoutReplacement`.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        source: An ARFF or a CSV file. Nothing is fetched then.
+        mirror: Address to use instead of `https://www.openml.org`.
 
     Attributes:
         max_outcome_val: The largest class.
 
     Raises:
-        RuntimeError: There is no such data set.
-        ModuleNotFoundError: scikit-learn or pandas is not installed, and the store is not there.
-        ExpStoreError: As in the base.
+        RuntimeError: The data set does not exist.
+        ModuleNotFoundError: scikit-learn or pandas is not installed, and the store does not exist yet.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = OpenMLExperienceReplay("shuttle", batch_size=32)
@@ -114,7 +114,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
 
 
 def _list_files(name: str, mirror: str) -> list[RemoteFile]:
-    """Ask OpenML where the file of a data set lies.
+    """Ask OpenML for the address of a data set's file.
 
     Source of the interface: https://www.openml.org/apis.
     """
@@ -137,5 +137,5 @@ def _ask(client: httpx.Client, address: str) -> Any:
     except (httpx.HTTPError, ValueError) as exc:
         raise RemoteError(
             f"cannot ask {address}: {exc or type(exc).__name__}",
-            hint="a file that was fetched otherwise is read with source=",
+            hint="pass a file that you fetched yourself as source=",
         ) from exc

@@ -26,43 +26,43 @@ _CONVERTED = "_converted_externally_to_rlds"
 
 
 class OpenXExperienceReplay(BaseDatasetExperienceReplay):
-    """Sample one of Open X-Embodiment's data sets: robots, seen by cameras.
+    """Sample one of Open X-Embodiment's data sets: robots recorded by cameras.
 
-    Other than in TorchRL's class, a data set is always kept as a store: `streaming=True` and `pad`, which
-    belongs to it, are refused. Its files, which are pickles, are read without running anything; the
-    libraries datasets and torchvision are not needed; all images of an observation are decoded, not that
-    called `image` alone; the store keeps texts as facts about episodes, samples carry them by row.
+    Unlike in TorchRL's class, a data set is always kept as a store, so `streaming=True` and `pad`, which
+    belongs to it, are refused. The files, which are pickles, are read without running code; the libraries
+    datasets and torchvision are not needed; all images of an observation are decoded, not only the one called
+    `image`; the store keeps texts as annotations of episodes, and samples have them by row.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         dataset_id: One of `available_datasets`.
-        batch_size: Of `sample`.
-        shuffle: Whether slices come in random order; False needs `replacement=False`.
-        num_slices: How many slices of episodes a batch has; it or `slice_len`.
-        slice_len: How many steps a slice has.
-        pad: Refused.
-        replacement: Whether slices may come again before all others came. None: True.
-        streaming: None or False.
-        root: As in the base.
-        download: As in the base; None: True.
-        sampler: As in the base. It excludes `num_slices` and `slice_len`.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`. It gets the texts.
-        split_trajs: Only False.
-        strict_length: Whether episodes that are too short for a slice are left out.
-        source: A .tar archive or a folder of them. As in the base.
-        mirror: Address to use in place of `https://huggingface.co`.
-        trust_pickle: As `OpenXReader`.
+        batch_size: Batch size of `sample`.
+        shuffle: Whether to sample slices in random order; False requires `replacement=False`.
+        num_slices: Number of slices of episodes per batch; excludes `slice_len`.
+        slice_len: Number of steps per slice; excludes `num_slices`.
+        pad: Not supported.
+        replacement: Whether to sample slices with replacement. None: True.
+        streaming: Must be None or False.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again. None: True.
+        sampler: Sampler of the batches. It excludes `num_slices` and `slice_len`.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`. Its input includes the texts.
+        split_trajs: Must be False.
+        strict_length: Whether to leave out episodes that are too short for a slice.
+        source: A .tar archive or a folder of them. Nothing is fetched then.
+        mirror: Address to use instead of `https://huggingface.co`.
+        trust_pickle: Whether to unpickle files that name other classes than NumPy's; see `OpenXReader`.
 
     Raises:
-        ValueError: There is no such data set; `streaming` is True; or arguments exclude each other.
+        ValueError: The data set does not exist, `streaming` is True, or arguments exclude each other.
         RuntimeError: `pad` is given, or `shuffle` is False with replacement.
         NotImplementedError: `split_trajs` is True.
-        ExpStoreError: As in the base.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = OpenXExperienceReplay("cmu_stretch", num_slices=8, download=True)
@@ -143,8 +143,8 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             raise NotImplementedError("trajectories of Open X-Embodiment cannot be split into rows")
         if streaming:
             raise ValueError(
-                "streaming=True is not possible: data sets are kept as stores; leave it out, and the data "
-                "set is fetched once"
+                "streaming=True is not supported: data sets are kept as stores. Leave it out to fetch the "
+                "data set once"
             )
         if pad is not None:
             raise RuntimeError("the `pad` argument is to be used only with streaming datasets.")

@@ -1,7 +1,7 @@
 """Apply a function to all rows of a data set and write the results to a new store.
 
-Used by `BaseDatasetExperienceReplay.preprocess`. Processes that apply the function read the store themselves;
-this process writes.
+Used by `BaseDatasetExperienceReplay.preprocess`. Worker processes read the store and apply the function; this
+process writes.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def map_rows(
     metadata: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> ReadView:
-    """Write what a function makes of the first rows to a new store; return the store.
+    """Write the results of a function for the first rows to a new store; return the store.
 
     Args:
         rb: The rows.
-        fn: Takes rows and returns as many.
+        fn: Function that takes rows and returns as many.
         target: Folder of the new store.
-        count: How many rows.
-        pbar: Show a progress bar.
-        metadata: What samples of the new store carry as `metadata`.
-        how: As `TensorDict.map_iter`.
+        count: Number of rows.
+        pbar: Whether to show a progress bar.
+        metadata: Value of `metadata` in samples of the new store.
+        how: Arguments of `TensorDict.map_iter`.
 
     Raises:
-        StateError: There is something at the target.
+        StateError: The target exists.
         SchemaError: The function returns no TensorDict, or another number of rows.
     """
     disk = Disk()
@@ -94,9 +94,9 @@ def map_rows(
 
 
 def _meta(rb: TensorDictReplayBuffer, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the meta of the new store: that of the data set, and the metadata of samples.
+    """Return the meta of the new store: the data set's meta, and the metadata of samples.
 
-    What the data set was imported from is renamed: the new store must not pass for the imported one.
+    The record of the import is renamed: the new store must not be mistaken for the imported one.
     """
     meta = {name: value for name, value in rb.meta.items() if name != "import"}
     if "import" in rb.meta:
@@ -116,7 +116,7 @@ def _write(made: TensorDictReplayBuffer, batch: TensorDictBase, start: int, stop
 
 
 def _ends(rb: TensorDictReplayBuffer) -> list[int]:
-    """Return before which rows, counted from 0, an episode ends that no flag of a row ends."""
+    """Return the rows, counted from 0, before which an episode ends without a flag."""
     found = rb.sql(
         "SELECT max(_id) FROM transitions JOIN episodes ON _episode = episode_id "
         "WHERE status NOT IN ('terminated', 'truncated') GROUP BY episode_id"
@@ -130,7 +130,7 @@ def _ends(rb: TensorDictReplayBuffer) -> list[int]:
 def _results(
     rb: TensorDictReplayBuffer, fn: Function, count: int, how: dict[str, Any]
 ) -> Iterator[TensorDictBase]:
-    """Yield what the function makes of the rows, in their order."""
+    """Yield the results of the function in the order of the rows."""
     if how["chunksize"] is None and how["num_chunks"] is None:
         how = {**how, "chunksize": _CHUNK}
     rows = TensorDict({"row": torch.arange(count)}, [count])
@@ -146,7 +146,7 @@ def _results(
 class _Apply:
     """Read rows and apply a function to them, in any process.
 
-    The function may be a lambda or a local one, which only cloudpickle can send to another process.
+    cloudpickle sends the function to other processes, because it may be a lambda or a local function.
     """
 
     def __init__(self, rb: TensorDictReplayBuffer, fn: Function) -> None:

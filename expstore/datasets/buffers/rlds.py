@@ -22,7 +22,7 @@ from expstore.writers.writers import Writer
 
 __all__ = ["OPEN_X", "RLDSExperienceReplay"]
 
-#: The folder of Open X-Embodiment, which has the data sets as NAME/VERSION.
+#: The folder of Open X-Embodiment, with the data sets as NAME/VERSION.
 OPEN_X = "https://storage.googleapis.com/gresearch/robotics"
 
 _INFO = ("dataset_info.json", "features.json")
@@ -31,37 +31,37 @@ _INFO = ("dataset_info.json", "features.json")
 class RLDSExperienceReplay(BaseDatasetExperienceReplay):
     """Sample a data set in RLDS's format, as TensorFlow Datasets writes it. TensorFlow is not needed.
 
-    Rows are as `RLDSReader` says. Samples carry the texts of the steps, such as `language_instruction`, which
-    the store keeps by episode.
+    For the rows see `RLDSReader`. Samples have the texts of the steps, such as `language_instruction`, which
+    the store keeps per episode.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
-        dataset_id: Name and version, "bridge/0.1.0", as at `mirror`; with `source=` a name of your choice.
-        batch_size: Of `sample`.
-        num_slices: How many slices of episodes a batch has; it or `slice_len`.
-        slice_len: How many steps a slice has.
-        replacement: Whether rows, or slices, may come again before all others came.
-        split: The split that is read. None: all.
-        last_step: What the last step of an episode is: "observation" or "transition"; see `RLDSReader`. Many
-            data sets of Open X-Embodiment have transitions there.
-        root: As in the base.
-        download: As in the base.
-        sampler: As in the base; it overrules `num_slices`, `slice_len` and `replacement`.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`. It gets the texts.
-        split_trajs: As in the base.
-        strict_length: Whether episodes shorter than a slice are left out.
-        source: The folder with features.json and dataset_info.json. As in the base.
-        mirror: Address of a folder with data sets, in place of that of Open X-Embodiment.
+        dataset_id: Name and version at `mirror`, for instance "bridge/0.1.0"; with `source=` any name.
+        batch_size: Batch size of `sample`.
+        num_slices: Number of slices of episodes per batch; excludes `slice_len`.
+        slice_len: Number of steps per slice; excludes `num_slices`.
+        replacement: Whether to sample rows, or slices, with replacement.
+        split: The split to read. None reads all.
+        last_step: Meaning of the last step of an episode: "observation" or "transition"; see `RLDSReader`. In
+            many data sets of Open X-Embodiment it is a transition.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        sampler: Sampler of the batches. It overrides `num_slices`, `slice_len` and `replacement`.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`. Its input includes the texts.
+        split_trajs: Whether a row is a whole trajectory, padded with zeros and with a `mask`.
+        strict_length: Whether to leave out episodes that are shorter than a slice.
+        source: The folder with features.json and dataset_info.json. Nothing is fetched then.
+        mirror: Address of a folder with data sets, instead of that of Open X-Embodiment.
 
     Raises:
-        ValueError: Both `num_slices` and `slice_len` are given, or they and `split_trajs`.
-        StateError: The store is there and was made with another `split` or `last_step`.
-        ExpStoreError: As in the base.
+        ValueError: Both `num_slices` and `slice_len` are given, or one of them with `split_trajs`.
+        StateError: The store exists and was made with another `split` or `last_step`.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = RLDSExperienceReplay("cmu_play_fusion/0.1.0", 32, last_step="transition")
@@ -135,7 +135,7 @@ class RLDSExperienceReplay(BaseDatasetExperienceReplay):
         """Raise StateError if the store was made with other options."""
         if self.data_path == self.data_path_root:
             meta = self.meta
-        else:  # a store of trajectories does not say what it was made of
+        else:  # a store of trajectories does not record how it was made
             with open_store(self.data_path_root, mode="r") as rb:
                 meta = rb.meta
         if "rlds" not in meta:
@@ -148,18 +148,18 @@ class RLDSExperienceReplay(BaseDatasetExperienceReplay):
             self.close()
             raise StateError(
                 f"{self.data_path} was made with {', '.join(f'{k}={v!r}' for k, v in found.items())}",
-                hint='give the same options, another root=, or download="force" to make it again',
+                hint='pass the same options, another root=, or download="force" to make it again',
             )
 
 
 def _facts(data: BaseDatasetExperienceReplay) -> dict[int, dict[str, Any]]:
-    """Return the facts about every episode, by its number."""
+    """Return the annotations of every episode, by its number."""
     rows = data.sql("SELECT trajectory_id, info FROM episodes").fetchall()
     return {int(number): json.loads(info) for number, info in rows}
 
 
 def _list_files(dataset_id: str, mirror: str, split: str | None, folder: Path) -> list[RemoteFile]:
-    """Return the files of a data set; dataset_info.json, which names the shards, is fetched to do so."""
+    """Return the files of a data set. Fetches dataset_info.json, which names the shards."""
     base = f"{mirror.rstrip('/')}/{dataset_id}"
     described = [RemoteFile(url=f"{base}/{name}", name=name) for name in _INFO]
     fetch_files(described, folder)
@@ -171,5 +171,5 @@ def _list_files(dataset_id: str, mirror: str, split: str | None, folder: Path) -
     names = [shard.name for shard in shards if split in (None, shard.split)]
     if not names:
         raise NotFoundError(f"{base} has no split {split!r}")
-    # The reader needs the shards of all splits to be there only if it reads them.
+    # The reader requires the shards of all splits only if it reads all splits.
     return described + [RemoteFile(url=f"{base}/{name}", name=name) for name in names]

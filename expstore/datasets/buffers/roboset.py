@@ -23,31 +23,31 @@ _TASKS = ("MicroOpen", "Knob2Off", "LdoorOpen", "SdoorOpen", "Knob1On")
 
 
 class RobosetExperienceReplay(BaseDatasetExperienceReplay):
-    """Sample one of RoboSet's simulated data sets: demonstrations with a robot's hand or in a kitchen.
+    """Sample one of RoboSet's simulated data sets: demonstrations with a robot hand or in a kitchen.
 
-    Other than in TorchRL's class, the flags at the root are False, and a trial that does not end with `done`
-    does not run into the next one.
+    Unlike in TorchRL's class, the flags at the root are False, and a trial that does not end with `done` is
+    cut instead of running into the next one.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         dataset_id: One of `available_datasets`.
-        batch_size: Of `sample`.
-        root: As in the base.
-        download: As in the base.
-        sampler: As in the base.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`.
-        split_trajs: As in the base.
-        source: An .h5 file, or the folder of them. As in the base.
-        mirror: Address to use in place of `https://huggingface.co`.
+        batch_size: Batch size of `sample`.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        sampler: Sampler of the batches; None for uniform sampling.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`.
+        split_trajs: Whether a row is a whole trajectory, padded with zeros and with a `mask`.
+        source: An .h5 file, or a folder of .h5 files. Nothing is fetched then.
+        mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ValueError: There is no such data set.
-        ExpStoreError: As in the base.
+        ValueError: The data set does not exist.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32)

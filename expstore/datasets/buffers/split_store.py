@@ -1,7 +1,7 @@
-"""The trajectories of a data set as rows: each padded to the longest one, with a mask.
+"""The trajectories of a data set as rows, each padded to the longest one, with a mask.
 
-Used by data set classes with `split_trajs=True`. The result is what TorchRL's `split_trajectories` makes of
-the whole data set, made one episode at a time.
+Used by data set classes with `split_trajs=True`. The result equals TorchRL's `split_trajectories` of the
+whole data set, but is made one episode at a time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["make_split_store", "split_path"]
 
 
 def split_path(path: Path) -> Path:
-    """Return where the trajectories of a data set are kept."""
+    """Return the path of the store of a data set's trajectories."""
     return path.with_name(path.name + "_split")
 
 
 def make_split_store(path: Path, *, again: bool = False) -> Path:
     """Make the store of a data set's trajectories if it is not there; return its path.
 
-    Rows have the fields of the data set, shape `(time, *shape)`, zeros behind the last step, and `mask`
-    `(time,)` bool, which is True for steps. Flags `("next", "done")` are True in the last place of every row.
+    Rows have the fields of the data set, shape `(time, *shape)`, with zeros after the last step, and `mask`
+    `(time,)` bool, which is True for steps. `("next", "done")` is True at the last position of every row.
 
     Args:
         path: The store of the data set.
-        again: Make it even if it is there.
+        again: Whether to make the store again if it exists.
     """
     disk, target = Disk(), split_path(path)
     if disk.exists(target / MANIFEST) and not again:
@@ -55,7 +55,7 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
 
 
 def _pad(rows: TensorDictBase, length: int) -> TensorDict:
-    """Return a trajectory as one row of `length` places."""
+    """Return a trajectory as one row, padded to `length` steps."""
     count = rows.batch_size[0]
     found = TensorDict({}, [1])
     for key, values in rows.items(include_nested=True, leaves_only=True):

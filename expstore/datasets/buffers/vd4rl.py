@@ -28,35 +28,35 @@ _PIXELS: tuple[tuple[str, ...], ...] = (("pixels",), ("next", "pixels"))
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of V-D4RL's data sets: images of control tasks.
 
-    Other than in TorchRL's class, a row has the action and the reward of the step from its image to the next
-    one: in the files they are in the row of the image that the step leads to, and TorchRL takes them as they
-    stand. So an episode has one row less; its last step has its true next image, and `("next", "pixels")`
-    is never that of another row. Images are kept packed.
+    Unlike in TorchRL's class, a row has the action and the reward of the step from its image to the next one.
+    (In the files they are in the row of the image after the step, and TorchRL does not move them.) So an
+    episode has one row less, its last step has its true next image, and `("next", "pixels")` never belongs to
+    another episode. Images are stored in packed columns.
 
-    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
 
     Args:
         dataset_id: One of `available_datasets`.
-        batch_size: Of `sample`.
-        root: As in the base.
-        download: As in the base.
-        sampler: As in the base.
-        writer: As in the base.
-        collate_fn: As `ReplayBuffer`.
-        pin_memory: As `ReplayBuffer`.
-        prefetch: As `ReplayBuffer`.
-        transform: As `ReplayBuffer`.
-        split_trajs: As in the base.
-        totensor: Give images as float32 between 0 and 1, shape `(n, 3, height, width)`. False: as they are in
-            the files, uint8.
-        image_size: Resize images to this height and width, or to a square. None: leave their size.
-        num_workers: Accepted for TorchRL's programs. Files are fetched one after another.
-        source: A file or folder. As in the base.
-        mirror: Address to use in place of `https://huggingface.co`.
+        batch_size: Batch size of `sample`.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        sampler: Sampler of the batches; None for uniform sampling.
+        writer: Writer for new rows; None refuses them.
+        collate_fn: As in `ReplayBuffer`.
+        pin_memory: As in `ReplayBuffer`.
+        prefetch: As in `ReplayBuffer`.
+        transform: As in `ReplayBuffer`.
+        split_trajs: Whether a row is a whole trajectory, padded with zeros and with a `mask`.
+        totensor: Whether to return images as float32 between 0 and 1, shape `(n, 3, height, width)`. False
+            returns them as in the files, uint8.
+        image_size: Height and width to resize images to, or one number for a square. None keeps their size.
+        num_workers: Ignored; accepted for compatibility with TorchRL. Files are fetched one after another.
+        source: A file or folder. Nothing is fetched then.
+        mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ValueError: There is no such data set.
-        ExpStoreError: As in the base.
+        ValueError: The data set does not exist.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
         >>> data = VD4RLExperienceReplay("main/walker_walk/random/64px", batch_size=32)
@@ -126,7 +126,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
 
 
 def to_tensor_images(batch: TensorDictBase) -> TensorDictBase:
-    """Make images of a batch float32 between 0 and 1, channels first."""
+    """Convert images of a batch to float32 between 0 and 1, channels first."""
     for key in _PIXELS:
         images = batch[key]
         if images.shape[-1] in (1, 3):
@@ -136,7 +136,7 @@ def to_tensor_images(batch: TensorDictBase) -> TensorDictBase:
 
 
 def resize_images(batch: TensorDictBase, *, size: tuple[int, int]) -> TensorDictBase:
-    """Resize images of a batch, bilinearly."""
+    """Resize images of a batch with bilinear interpolation."""
     for key in _PIXELS:
         images = batch[key]
         flat = images.reshape(-1, *images.shape[-3:])

@@ -1,1 +1,1 @@
-"""SQL that is not trusted, in a process of its own."""
+"""Run untrusted SQL in a separate process."""

@@ -1,8 +1,8 @@
 """The child process that runs untrusted SQL: it follows a store and answers the statements sent to its pipe.
 
-Started by `expstore.sql.sandbox.pool`, with one socket as its standard input, and killed at a deadline. It
-drops the privileges that it does not need before it reads the first statement. It writes nothing, and does
-not load torch.
+Started by `expstore.sql.sandbox.pool`, with a socket as its standard input, and killed at a deadline. It
+drops the privileges it does not need before it reads the first statement. It writes no files and does not
+load torch.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from expstore.storages.format.paths import LOG
 
 __all__ = ["main"]
 
-#: The longest request: statement and parameters are words, nothing comes behind them.
+#: Largest body of a request, in bytes: statement and parameters are in the JSON part, so there is no body.
 _NO_BODY = 0
 #: If the parent does not kill the child at the deadline, the kernel does so this much later.
 _GRACE_SECONDS = 1.0
-#: Open files: shards are mapped and closed again; a few stay open, and DuckDB opens none.
+#: Limit of open files: shards are closed after they were mapped, a few files remain open, DuckDB opens none.
 _FILES = 256
-#: Who lives, and what the machine has: DuckDB ends the process if it may not read what is there for it.
+#: Readable system folders: processes and the machine's resources. DuckDB aborts if it cannot read these.
 _SYSTEM = (Path("/proc"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu"))
-#: DuckDB takes so many rows at a time, fewer where they are wide.
+#: How many rows, and bytes of them, are fetched from DuckDB at a time; the smaller limit counts.
 _STEP_ROWS, _STEP_BYTES = 2048, 4 << 20
-#: What no statement causes: a file or a module that cannot be read, a mistake in this code.
+#: Errors that no statement can cause: an unreadable file or module, or a bug in this code.
 _FAULTS = (OSError, ImportError, AttributeError, NameError, AssertionError)
-#: What the index of a store takes in DuckDB's memory: twice its log, so much per fragment, and to begin with.
+#: Estimated memory of the index in DuckDB: twice the size of its log, and these bytes per fragment and fixed.
 _PER_FRAGMENT, _INDEX_BYTES = 128, 32 << 20
 
 
 class _Absent(MetaPathFinder):
-    """Say that pandas is not installed: DuckDB and pyarrow load it to ask what is never one of its frames."""
+    """Hide pandas from imports: DuckDB and pyarrow would load it to check whether a value is a DataFrame."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "pandas":
@@ -59,33 +59,33 @@ class _Absent(MetaPathFinder):
 
 
 def main(told: Mapping[str, Any]) -> None:
-    """Serve until the parent has gone.
+    """Serve statements until the parent closes the pipe.
 
     Args:
-        told: The store's `path`, the `memory` of a query in bytes, the `parent` process, and `code`: where
-            modules lie that the parent imports.
+        told: The store's `path`, the `memory` of a query in bytes, the process id of the `parent`, and the
+            `code` folders: where the modules are that the parent can import.
     """
     die_with_parent(told["parent"])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.meta_path.insert(0, _Absent())
     _load()
-    # Whatever the libraries have started by now would stay free.
+    # Threads that libraries have already started would not be restricted.
     alone = len(Disk().names(Path("/proc/self/task"))) <= 1
     path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
     code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
-    places = [path, *_find_archive(path), *_SYSTEM, *code]
+    places = [path, *_archive_places(path), *_SYSTEM, *code]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
-    # Not in the main thread: there the index would make a second one do the work, and wait for it.
+    # Not in the main thread: there the index would run each query in a second thread, to allow Ctrl-C.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
     thread.start()
     thread.join()
 
 
-def _find_archive(path: Path) -> list[Path]:
-    """Return where rows of the store are that have left it."""
-    with contextlib.suppress(ExpStoreError):  # who follows the store says what is wrong with it
+def _archive_places(path: Path) -> list[Path]:
+    """Return the folders with the store's archived rows."""
+    with contextlib.suppress(ExpStoreError):  # opening the store reports what is wrong with it
         noted = Manifest.load(Disk(), path).archive
         return [archive_path(path, noted)] if noted else []
     return []
@@ -126,20 +126,20 @@ class _Child:
         self._began = self._sizes.data()
 
     def _warm(self) -> None:
-        """Start the threads that queries need: afterwards none can be started."""
+        """Start the threads that queries need; `bound` forbids starting threads later."""
         pa.set_cpu_count(1)
         pa.set_io_thread_count(1)
         self._catalog.query("SELECT 1", None)
 
     def _index_bytes(self) -> int:
-        """Guess what the index takes."""
+        """Estimate the memory of the index, in bytes."""
         storage = self._storage
         log = storage.path / LOG
         entries = storage.disk.size(log) if storage.disk.exists(log) else 0
         return _INDEX_BYTES + 2 * entries + _PER_FRAGMENT * int(storage.episodes.fragments.rows.shape[1])
 
     def serve(self, pipe: socket.socket) -> None:
-        """Answer until the other side ends."""
+        """Answer statements until the other side closes the pipe."""
         while True:
             try:
                 asked, _ = receive(pipe, most=_NO_BODY)
@@ -156,7 +156,7 @@ class _Child:
             send(pipe, words, body)
 
     def _answer(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        # The store's own growth is not the query's.
+        # Memory for the store's own growth must not count against the query.
         self._catalog.catch_up()
         bound_data(self._sizes.data() + self._memory)
         try:
@@ -170,16 +170,16 @@ class _Child:
             bound_data(None)
 
     def _is_outgrown(self) -> bool:
-        """Return whether a fresh process would serve better: this one keeps much, or its index has grown."""
+        """Return whether to restart the process, because it retains much memory or its index has grown."""
         return self._sizes.data() > self._began + self._memory // 2 or self._index_bytes() > self._room
 
 
 class _Take:
-    """Take the first rows of a relation, as many as may be; DuckDB makes no more than a few beyond them.
+    """Fetch the first rows of a relation, up to a limit, without computing many more rows.
 
     Args:
-        rows: At most so many.
-        size: At most so many bytes.
+        rows: Maximum number of rows.
+        size: Maximum number of bytes.
     """
 
     def __init__(self, rows: int, size: int) -> None:
@@ -188,10 +188,10 @@ class _Take:
         self.truncated = False
 
     def __call__(self, relation: Any) -> pa.Table:
-        """Return them as one table.
+        """Return the first rows as one table.
 
         Raises:
-            QueryError: The first row alone has more bytes (kind "too_large").
+            QueryError: The first row alone is larger than the limit (kind "too_large").
         """
         self.truncated = False
         reader = relation.to_arrow_reader(min(_step(map(str, relation.dtypes)), self._rows + 1))
@@ -210,7 +210,7 @@ class _Take:
             reader.close()
         if self.truncated and rows == self._rows:
             raise QueryError(
-                f"a row of the result takes more than the {self._size} bytes of an answer",
+                f"a row of the result takes more than the {self._size} bytes allowed for an answer",
                 kind="too_large",
                 hint="ask for fewer or smaller columns",
             )
@@ -218,7 +218,7 @@ class _Take:
 
 
 def _step(types: Any) -> int:
-    """Return how many rows DuckDB makes at a time, from the types of the columns."""
+    """Return how many rows to fetch from DuckDB at a time, given the types of the columns."""
     width = 0
     for text in types:
         count = 8
@@ -229,7 +229,7 @@ def _step(types: Any) -> int:
 
 
 def _cut_to_fit(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
-    """Return the first rows that take no more than `room` bytes."""
+    """Return the longest run of first rows that takes no more than `room` bytes."""
     low, high = 0, len(batch)
     if batch.nbytes <= room:
         return batch
@@ -243,7 +243,7 @@ def _cut_to_fit(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
 
 
 class _Sizes:
-    """Measure the memory that only this process uses."""
+    """Measure this process's private memory."""
 
     def __init__(self) -> None:
         path = Path("/proc/self/statm")
@@ -251,16 +251,16 @@ class _Sizes:
         self._file: File | None = disk.open(path, write=False) if disk.exists(path) else None
 
     def data(self) -> int:
-        """Return it in bytes, as RLIMIT_DATA counts it; 0 where the system does not say."""
+        """Return the private memory in bytes, as RLIMIT_DATA counts it; 0 if the system does not tell."""
         return 0 if self._file is None else int(self._file.read(0, 256).split()[5]) * resource.getpagesize()
 
 
-#: Messages of DuckDB may repeat the statement.
+#: Longest error message, in characters: messages of DuckDB may repeat the statement.
 _MESSAGE = 2000
 
 
 def _pack_error(error: ExpStoreError) -> dict[str, Any]:
-    """Write an error so that the parent can raise it again."""
+    """Serialize an error so that the parent can raise it again."""
     return {
         "error": type(error).__name__,
         "message": error.message[:_MESSAGE],
@@ -270,24 +270,24 @@ def _pack_error(error: ExpStoreError) -> dict[str, Any]:
 
 
 def _as_ours(error: Exception) -> ExpStoreError:
-    """Return the error of expstore that the sender of the statement sees for a failure."""
+    """Convert a failure to the expstore error that is sent to the parent."""
     if isinstance(error, MemoryError):
-        return QueryError("the query needs more memory than it may take", kind="memory")
+        return QueryError("the query needs more memory than is allowed", kind="memory")
     if isinstance(error, CorruptionError) and error.kind == "index":
         # The index is in this process's memory, so only the statement can have damaged it.
-        return QueryError(f"DuckDB failed at the query: {error.message}", kind="died")
+        return QueryError(f"DuckDB failed while running the query: {error.message}", kind="died")
     if isinstance(error, ExpStoreError):
         return error
-    # Arrow raises OSError without a number for what DuckDB says while its result is read.
+    # Arrow raises OSError without an errno for DuckDB's errors while its result is read.
     if isinstance(error, _FAULTS) and not (isinstance(error, OSError) and error.errno is None):
         return StateError(f"the process for SQL failed: {type(error).__name__}: {error}", kind="sandbox")
     return QueryError(
         f"{type(error).__name__}: {error}"
-    )  # DuckDB's client and Arrow have errors of their own
+    )  # DuckDB's client and Arrow have their own error classes
 
 
 def _load() -> None:
-    """Import what is otherwise imported when first needed."""
+    """Import the modules that are otherwise imported on first use."""
     import pyarrow.dataset
 
     import expstore.sql.arrow_dataset

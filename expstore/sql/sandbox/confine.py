@@ -1,7 +1,7 @@
-"""Restrict this process for good: memory, files, network, threads, outliving its parent.
+"""Permanently restrict this process: limit memory, files, network and threads, and end it with its parent.
 
 Used by the child that runs untrusted SQL. Restrictions that the system does not support are reported, not
-silently skipped. It opens only the folders that are named, to pass them to the kernel.
+silently skipped. It opens only the named folders, to pass them to the kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 __all__ = ["bound", "bound_data", "die_with_parent", "restrict"]
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
-# The numbers are those of every architecture: docs.kernel.org/userspace-api/landlock.html, and landlock.h.
+# System call numbers, the same on every architecture: docs.kernel.org/userspace-api/landlock.html,
+# landlock.h.
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
-#: How many acts on files each version of Landlock knows; later ones know as many as the last.
+#: Number of file actions that each version of Landlock knows; later versions know as many as the last one.
 _ACTS = (13, 14, 15, 15, 16)
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-#: Binding and connecting TCP sockets; signals, and sockets of names without a file, beyond this process.
+#: Binding and connecting TCP sockets; signals to, and abstract Unix sockets of, processes outside.
 _NETWORK, _SCOPES = 0b11, 0b11
 _CAPABILITY_VERSION, _CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 _O_PATH, _O_CLOEXEC = 0o10000000, 0o2000000
@@ -34,7 +35,7 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; Linux only.
 
     Args:
-        parent: Its process. Where it is gone already, so is this one.
+        parent: Process id of the parent. If the parent has already ended, this process ends now.
     """
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,16 +44,17 @@ def die_with_parent(parent: int) -> None:
 
 
 def restrict(readable: Iterable[Path]) -> str:
-    """Let this thread, and those that it starts, read some folders and files and otherwise touch no file.
+    """Let this thread, and threads it starts later, read some folders and files and access no other file.
 
-    Nor can they run a program, gain rights, use the super-user's, or (where Landlock knows of it) reach the
-    network or other processes. Call it before there are other threads: they would stay free.
+    They also cannot run programs, gain privileges, use the super-user's capabilities, or (if Landlock
+    supports it) reach the network or other processes. Call it before other threads start: those would not be
+    restricted.
 
     Returns:
-        What is in force: "landlock N", N the version, or "no landlock: why".
+        The restriction in force: "landlock N" with the version N, or "no landlock: " and the reason.
     """
     if sys.platform != "linux":
-        return "no landlock: it is Linux's"
+        return "no landlock: it needs Linux"
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -77,9 +79,9 @@ def restrict(readable: Iterable[Path]) -> str:
 
 
 def _lose_capabilities(libc: ctypes.CDLL) -> None:
-    """Keep of the super-user's powers that of reading whatever file: that of looking into processes goes."""
+    """Drop the super-user's capabilities, except that of reading any file."""
     head = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0))
-    # Effective, permitted, inheritable: twice, the lower 32 first.
+    # Effective, permitted and inheritable set: the lower 32 bits of each, then the upper 32 bits.
     sets = ctypes.create_string_buffer(24)
     if libc.capget(head, sets):
         raise OSError(ctypes.get_errno(), "capget")
@@ -89,12 +91,12 @@ def _lose_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def _allow(libc: ctypes.CDLL, rules: int, path: Path) -> None:
-    """Add a folder, or a file, to what may be read; one that is missing needs no rule."""
+    """Allow reading a folder or a file; a path that does not exist needs no rule."""
     opened = libc.open(os.fsencode(path), _O_PATH | _O_CLOEXEC)
     if opened < 0:
         return
     try:
-        for acts in (_READ_FILE | _READ_DIR, _READ_FILE):  # the kernel refuses the first one for a file
+        for acts in (_READ_FILE | _READ_DIR, _READ_FILE):  # the kernel rejects the first one for a file
             rule = struct.pack("=Qi", acts, opened)
             kind = ctypes.c_int(_PATH_BENEATH)
             if not libc.syscall(_ADD_RULE, ctypes.c_int(rules), kind, rule, ctypes.c_uint32(0)):
@@ -104,9 +106,9 @@ def _allow(libc: ctypes.CDLL, rules: int, path: Path) -> None:
 
 
 def bound(*, files: int) -> None:
-    """Bound what this process takes for good: so many open files, no thread or child more, nothing written.
+    """Permanently limit the number of open files, and forbid new threads, child processes and file writes.
 
-    The kernel lets the super-user start threads all the same.
+    The kernel lets the super-user start threads nevertheless.
     """
     for what, most in (
         (resource.RLIMIT_FSIZE, 0),
@@ -120,9 +122,9 @@ def bound(*, files: int) -> None:
 
 
 def bound_data(most: int | None) -> None:
-    """Bound the memory that is this process's alone, in bytes; None: not at all.
+    """Limit the process's private memory to `most` bytes; None removes the limit.
 
-    Maps of files do not count, so that stores of any size can be read.
+    Memory-mapped files do not count, so stores of any size can be read.
     """
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)

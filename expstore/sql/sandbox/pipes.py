@@ -1,7 +1,7 @@
-"""Messages between a process and its child: a few words as JSON, and bytes behind them.
+"""Messages between a process and its child: a JSON object and an optional body of bytes.
 
-Used by `expstore.sql.sandbox.pool` and `expstore.sql.sandbox.child`. It reads no more than it was told to
-expect, and believes no length that is larger.
+Used by `expstore.sql.sandbox.pool` and `expstore.sql.sandbox.child`. The receiver sets the largest size
+that it accepts, and rejects longer messages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PipeError(Exception):
 
 
 def send(pipe: socket.socket, words: dict[str, Any], body: Any = b"") -> None:
-    """Send a message, within the timeout of the socket.
+    """Send a message within the socket's timeout.
 
     Raises:
         PipeError: The other side has closed the pipe.
-        TimeoutError: The other side does not read.
+        TimeoutError: The other side did not read the message in time.
         ValueError: `words` cannot be written as JSON, or is too long.
     """
     text = json.dumps(words).encode()
@@ -67,7 +67,7 @@ def receive(
     except ValueError as exc:
         raise PipeError(f"a message is not JSON: {exc}") from exc
     if not isinstance(words, dict):
-        raise PipeError("a message names nothing")
+        raise PipeError("a message is not a JSON object")
     return words, _read(pipe, size, deadline)
 
 
@@ -86,6 +86,6 @@ def _read(pipe: socket.socket, size: int, deadline: float | None) -> bytearray:
         except OSError as exc:
             raise PipeError(str(exc)) from exc
         if not came:
-            raise PipeError("the other side has ended")
+            raise PipeError("the other side has closed the pipe")
         done += came
     return data

@@ -1,6 +1,6 @@
 """Untrusted SQL over a store, run in child processes that can only read it and are killed at a deadline.
 
-Used by the HTTP layer. The children (`expstore.sql.sandbox.child`) follow the store by themselves. Statements
+Used by the HTTP layer. Each child (`expstore.sql.sandbox.child`) follows the store by itself. Statements
 cannot affect this process, which does not load DuckDB for them.
 """
 
@@ -30,9 +30,9 @@ from expstore.storages.snapshots.catalog import store_meant
 
 __all__ = ["Answer", "SqlLimits", "SqlWorker"]
 
-#: A child is there within half a second; a machine that is busy or cold takes its time.
+#: Time limit for starting a child. Usually it takes half a second, longer on a busy machine.
 _START_SECONDS = 60.0
-#: What frames and schemas may add to an answer's rows.
+#: Bytes that Arrow's framing and schema may add to an answer's rows.
 _MARGIN = 16 << 20
 _BOOT = """
 import json, sys
@@ -41,8 +41,8 @@ sys.path[:] = told["libraries"]
 from expstore.sql.sandbox.child import main
 main(told)
 """
-#: All that a child has of an environment. Arrow's usual pool takes a gigabyte of addresses at once; a thread
-#: that a library starts when it is imported would stay free.
+#: The child's whole environment. Arrow's default memory pool would reserve a gigabyte of address space, and
+#: a thread that a library starts on import would not be restricted.
 _ENVIRONMENT = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -55,7 +55,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlLimits:
-    """Bound what one statement may take.
+    """Limit the resources of one statement.
 
     Args:
         text: Bytes of the statement, and of its parameters as JSON.
@@ -63,11 +63,11 @@ class SqlLimits:
         rows: Rows of an answer; further rows are left out.
         bytes: Bytes of an answer's rows; further rows are left out.
         memory: Bytes that the child may allocate for the statement, in addition to what it already uses.
-        at_once: Statements that run at the same time; further statements wait.
-        wait: Seconds that a statement waits for its turn.
+        at_once: Number of statements that run at the same time; further statements wait.
+        wait: Seconds that a statement waits before it is rejected.
 
     Raises:
-        ValueError: One is not above 0.
+        ValueError: A limit is not above 0, or `memory` is less than 64 MiB.
     """
 
     text: int = 16_384
@@ -88,13 +88,13 @@ class SqlLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold the rows of one statement.
+    """The rows that one statement returned.
 
     Args:
         data: An Arrow IPC stream: schema, batches, end mark.
-        rows: How many rows it holds.
-        truncated: Whether there are more, beyond the limits.
-        ms: How long the statement took, with the way to the child and back.
+        rows: Number of rows in `data`.
+        truncated: Whether further rows were left out because of the limits.
+        ms: Duration of the statement in milliseconds, with the transfer to the child and back.
     """
 
     data: bytes | bytearray
@@ -107,11 +107,11 @@ class SqlWorker:
     """Answer untrusted SQL.
 
     Each statement is one SELECT over the relations of `rb.sql`. It sees everything that was written before it
-    arrived. It runs in a child process that may read the store's folder and touch nothing else. The child is
+    arrived. It runs in a child process that can read the store's folder and nothing else. The child is
     killed at the deadline; another child is ready for the next statement.
 
     Threads: any number may query; `limits.at_once` statements run at the same time. Processes: a forked child
-    may not use it. Crashes: the children end with this process, however it ends.
+    may not use it. Crashes: the SQL processes end when this process ends, for any reason.
 
     Args:
         path: The store's folder, or a folder of snapshots made by `dumps` (the newest one is used). It may be
@@ -121,7 +121,7 @@ class SqlWorker:
             to 0.1 s to the files. Pass `rb.storage.drain` if this process has the store open for writing.
 
     Raises:
-        NotFoundError: There is no store.
+        NotFoundError: There is no store at `path`.
         ExpStoreError: The store cannot be opened for reading.
 
     Example:
@@ -161,16 +161,18 @@ class SqlWorker:
 
         Args:
             sql: The statement.
-            params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
-            rows: Rows of the answer, if fewer are wanted than `limits.rows`.
-            size: Bytes of its rows, if fewer are wanted than `limits.bytes`.
+            params: Values for `?` or `$1` (a sequence) or `$name` (a mapping). They must be representable as
+                JSON.
+            rows: Maximum number of rows; None: `limits.rows`. A larger value has no effect.
+            size: Maximum number of bytes of the rows; None: `limits.bytes`. A larger value has no effect.
 
         Raises:
-            QueryError: It is not one SELECT that only reads, or DuckDB refuses it (kind "query"); it is too
-                long ("too_long"), took too long ("timeout"), needs too much memory ("memory"), has a row
-                larger than an answer may be ("too_large"), or its process died of it ("died").
-            NotReadyError: Others have run for `limits.wait` seconds (kind "busy").
-            StateError: The worker is closed; or the writer overwrote rows twice under the query.
+            QueryError: The statement is not a single SELECT that only reads, or DuckDB rejects it (kind
+                "query"). It is too long ("too_long"), takes too long ("timeout"), needs too much memory
+                ("memory"), has a row larger than an answer may be ("too_large"), or crashed its process
+                ("died").
+            NotReadyError: All `limits.at_once` places were busy for `limits.wait` seconds (kind "busy").
+            StateError: The worker is closed, or the writer overwrote rows during the query, twice in a row.
             StorageError: The store cannot be read.
         """
         request = self._request(sql, params)
@@ -191,13 +193,13 @@ class SqlWorker:
         elif params is not None:
             params = [_plain(value) for value in params]
         try:
-            size, beside = len(sql.encode()), len(json.dumps(params))
+            size, parameters = len(sql.encode()), len(json.dumps(params))
         except (TypeError, ValueError, RecursionError) as exc:
             raise QueryError(
                 f"the statement or its parameters cannot be sent: {exc}",
                 hint="parameters are numbers, texts, booleans, None, and lists of them",
             ) from exc
-        for what, found in (("statement", size), ("parameters", beside)):
+        for what, found in (("statement", size), ("parameters", parameters)):
             if found > limits.text:
                 raise QueryError(
                     f"the {what} has {found} bytes, and {limits.text} are allowed", kind="too_long"
@@ -211,12 +213,14 @@ class SqlWorker:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Say how many statements were answered, refused, killed, died of; which children there are, and what
-        confines them."""
+        """Return counts of answered, rejected, killed and crashed statements, and facts about the children.
+
+        These are the running children, and how they are confined.
+        """
         return self._pool.stats()
 
     def close(self) -> None:
-        """End the children, those at work too; a second call does nothing."""
+        """End all children, also those that run a statement; a second call does nothing."""
         self._end()
 
     def __enter__(self) -> SqlWorker:
@@ -249,7 +253,7 @@ class _Child:
                     stderr=subprocess.DEVNULL,
                     env=_ENVIRONMENT,
                     cwd="/",
-                    start_new_session=True,  # Ctrl-C is the parent's
+                    start_new_session=True,  # so that Ctrl-C reaches the parent only
                 )
         except BaseException:
             self.pipe.close()
@@ -270,11 +274,11 @@ class _Child:
         self.seconds = time.monotonic() - began
 
     def ask(self, request: Mapping[str, Any], limits: SqlLimits) -> tuple[dict[str, Any], bytearray]:
-        """Return the answer.
+        """Send a request and return the child's answer.
 
         Raises:
-            TimeoutError: It has not come in time.
-            PipeError: The child has ended, or is mad.
+            TimeoutError: The answer did not arrive in time.
+            PipeError: The child has ended, or sent an invalid message.
         """
         deadline = time.monotonic() + limits.seconds
         self.pipe.settimeout(limits.seconds)
@@ -286,7 +290,7 @@ class _Child:
         return self.process.poll() is None
 
     def end(self) -> int:
-        """Kill it, and return how it ended."""
+        """Kill the child and return its exit code."""
         self.process.kill()
         code: int = self.process.wait()
         self.pipe.close()
@@ -294,11 +298,11 @@ class _Child:
 
 
 def _code_places() -> set[str]:
-    """Return where code lies that this process imports, or may import: the child needs to read it, too.
+    """Return the paths of the code that this process imports or may import, which the child must read too.
 
-    Folders of `sys.path` count in which packages are installed, wherever these are (a `.pth`, PYTHONPATH,
-    --system-site-packages), but not others, such as the folder of a script. Of these the modules count that
-    were imported.
+    A folder of `sys.path` counts if packages are installed in it, wherever it is (a `.pth` file, PYTHONPATH,
+    --system-site-packages). Of other folders, such as the folder of a script, only the modules that were
+    imported count.
     """
     disk = Disk()
     folders = [Path(entry) for entry in sys.path if os.path.isabs(entry) and disk.is_dir(Path(entry))]
@@ -316,7 +320,7 @@ def _code_places() -> set[str]:
 
 @dataclass(slots=True)
 class _Counts:
-    """Count what became of statements, and the processes that were started."""
+    """Count the outcomes of statements, and the processes that were started."""
 
     started: int = 0
     answered: int = 0
@@ -337,10 +341,10 @@ class _Seats:
 
 
 class _Pool:
-    """Keep children ready: one more than statements need just now.
+    """Keep children ready: one more than the running statements need.
 
-    All are started by one thread, which lives as long as the pool: with the thread that has started it the
-    kernel ends a child.
+    One thread, which lives as long as the pool, starts all children: the kernel kills a child when the thread
+    that started it ends.
     """
 
     def __init__(self, path: Path, limits: SqlLimits) -> None:
@@ -386,7 +390,7 @@ class _Pool:
         """Return whether another child should be started."""
         seats = self._seats
         if self._failure is not None:
-            return False  # until the next statement comes
+            return False  # until the next statement arrives
         alive, needed = len(seats.idle) + len(seats.busy), len(seats.busy) + seats.waiting
         return alive < min(max(needed, 1), self._limits.at_once) + 1
 
@@ -422,7 +426,7 @@ class _Pool:
                 self._changed.notify_all()
 
     def ask(self, request: Mapping[str, Any]) -> Answer:
-        """Have a child answer a request."""
+        """Send a request to a child and return its answer."""
         child = self._take()
         keep = False
         began = time.monotonic()
@@ -444,17 +448,17 @@ class _Pool:
         return Answer(body, int(words["rows"]), bool(words["truncated"]), ms)
 
     def _fall(self, child: _Child) -> NoReturn:
-        """Raise what the end of a child means."""
+        """Raise the error that explains why a child ended."""
         code = child.end()
-        self.check_open()  # or it was `close` that has ended it
-        if code == -signal.SIGALRM:  # this process was stopped meanwhile
+        self.check_open()  # `close` may have ended the child
+        if code == -signal.SIGALRM:  # this process was stopped and did not kill the child in time
             self._count("killed")
             raise self._build_timeout_error() from None
         self._count("died")
         raise QueryError(
-            f"the process that ran the query died of it ({_describe_end(code)})",
+            f"the process that ran the query crashed ({_describe_end(code)})",
             kind="died",
-            hint="the next query has another one",
+            hint="the next query runs in a new process",
         ) from None
 
     def _build_timeout_error(self) -> QueryError:
@@ -465,7 +469,7 @@ class _Pool:
         )
 
     def _take(self) -> _Child:
-        """Take a child that lives; wait for one that is being started."""
+        """Take a running child; wait for one that is being started."""
         seats = self._seats
         with self._changed:
             self._failure = None
@@ -504,7 +508,7 @@ class _Pool:
     # -- life ------------------------------------------------------------------------------------
 
     def wait_for_first(self) -> None:
-        """Return when the first child is there; raise what is in its way."""
+        """Wait until the first child has started; raise the error if it cannot start."""
         with self._changed:
             self._changed.wait_for(lambda: self._seats.idle or self._failure)
             if self._failure is not None:
@@ -524,13 +528,13 @@ class _Pool:
 
     def close(self) -> None:
         if os.getpid() != self._pid:
-            return  # they are the parent's
+            return  # the children belong to the parent
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             for child in self._seats.busy:
-                child.process.kill()  # the thread that waits for its answer reaps it
+                child.process.kill()  # the thread that waits for its answer collects the exit code
             self._end_idle()
             self._changed.notify_all()
         self._keeper.join()
@@ -545,7 +549,7 @@ def _describe_end(code: int) -> str:
 
 
 def _unpack_error(words: Mapping[str, Any]) -> ExpStoreError:
-    """Return the error that a child tells of; only those of our tree can be."""
+    """Return the error that a child reported; only errors of expstore's tree are possible."""
     kind = getattr(errors, str(words["error"]), None) if words["error"] in errors.__all__ else None
     kind = kind or ExpStoreError
     made: ExpStoreError = kind(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
+from expstore.storages.columns.cold_rows import SLOW_COPY, ColdRows
 from expstore.storages.columns.column import (
     AppendedPart,
     Column,
@@ -105,6 +107,7 @@ class ColumnSet:
         self.pairs = pair_columns(packed)
         self._together: list[ReadTogether] = [*self.pairs, *variable]
         self._prefetcher = RowPrefetcher()
+        self._cold = ColdRows()
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns; a file that has rows of two of them is read once.
@@ -119,13 +122,18 @@ class ColumnSet:
         Raises:
             CorruptionError: A row is in a damaged file.
         """
+        if self._cold.active:
+            flat = [self.flat[place] for place in places if place in self.flat]
+            self._cold.load(slots, [column.view for column in flat if column.is_mapped])
         self._prefetcher.ask(slots, places, self._narrow_views)
-        if not self._together:
-            return [self.columns[place].take(slots) for place in places]
+        started = perf_counter()
         taken: dict[int, Any] = {}
         for columns in self._together:
             taken |= columns.take(slots, places)
-        return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
+        found = [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
+        if (seconds := perf_counter() - started) > SLOW_COPY:
+            self._cold.note_slow_copy(seconds, slots.size * sum(self.columns[p].row_bytes for p in places))
+        return found
 
     def _narrow_views(self, places: Sequence[int]) -> list[Array]:
         """Return those of the columns whose rows are copied one by one."""

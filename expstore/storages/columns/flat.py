@@ -340,6 +340,11 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Whether the column has rows to read that are so short that finding them takes most of the time."""
         return not self.blank and self.row_bytes < self.wide_row
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all rows are read through the map: it has no damaged shards and no rows without a file."""
+        return not self.blank and not self.damaged
+
     def take(self, slots: IntArray) -> Array:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
         if self.blank:

@@ -1,4 +1,4 @@
-"""Buffers over stores on disk whose rows have no fixed size: as in RAM, after reopening, beside a writer."""
+"""Buffers over stores on disk with variable-length rows: as in RAM, after reopening, next to a writer."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_bad_batches_change_nothing_on_disk(store_path: Path) -> None:
 def test_first_batches_and_schemas(store_path: Path) -> None:
     batch = TensorDict({"a": NonTensorStack(None, None), "n": torch.zeros(2)}, [2])
     with expstore.open(store_path, layout="arrow") as rb:
-        with pytest.raises(SchemaError, match="nothing but None"):
+        with pytest.raises(SchemaError, match="has only None"):
             rb.extend(batch)
         assert rb.storage.schema is None
     schema = {"a": str, "n": "float32", "tokens": ("int64", (None,))}

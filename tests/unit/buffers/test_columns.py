@@ -1,4 +1,4 @@
-"""`add_column` and `drop_column`: values of rows that are there, later rows, and what must not change."""
+"""`add_column` and `drop_column`: values of existing and later rows, and what remains unchanged."""
 
 from __future__ import annotations
 
@@ -450,13 +450,13 @@ def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
         (SchemaError, "values of shape", {"name": "x", "function": lambda batch: torch.zeros(3)}),
         (SchemaError, "returned a list", {"name": "x", "function": lambda batch: [1]}),
         (SchemaError, "expected", {"name": "x", "function": lambda b: b["observation"], "shape": 2}),
-        (QueryError, "no SQL expression", {"name": "x", "sql": "1 +"}),
+        (QueryError, "not an SQL expression", {"name": "x", "sql": "1 +"}),
         (QueryError, "the fields are", {"name": "x", "sql": "nothing + 1"}),
         (QueryError, "is NULL for the row", {"name": "x", "sql": "CASE WHEN action > 350 THEN 1 END"}),
-        (QueryError, "of which there is no field", {"name": "x", "sql": "'text'"}),
+        (QueryError, "which a field cannot have", {"name": "x", "sql": "'text'"}),
         (
             QueryError,
-            "values that int8 does not have",
+            "values that int8 cannot represent",
             {"name": "x", "sql": "action * 1000", "dtype": "int8"},
         ),
         (TypeError, "one of fill=, function= and sql=", {"name": "x"}),
@@ -508,7 +508,7 @@ def test_what_has_to_stay(store_path: Path) -> None:
             with pytest.raises(SchemaError, match=text):
                 rb.columns.drop(name)
         rb.set_sampler(SliceSampler(slice_len=2, traj_key="action"))
-        with pytest.raises(SchemaError, match="'action' has to stay: the sampler"):
+        with pytest.raises(SchemaError, match="'action' cannot be dropped: the sampler"):
             rb.columns.drop("action")
         rb.set_sampler(RandomSampler())
         rb.columns.drop("action")
@@ -566,7 +566,7 @@ def test_specs(store_path: Path) -> None:
     specs = Composite(action=Unbounded((), dtype=torch.int64))
     with expstore.open(store_path, capacity=100, schema=specs, batch_size=4) as rb:
         rb.extend(rows(50))
-        with pytest.raises(SchemaError, match="the store has specs, and none for 'late'"):
+        with pytest.raises(SchemaError, match="the store has specs, but none for 'late'"):
             rb.columns.add("late", fill=1)
         with pytest.raises(SchemaError, match="the specs say"):
             rb.columns.add("late", fill=1.0, shape=(), spec=Unbounded((2,)))

@@ -1,4 +1,4 @@
-"""A store keeps the specs of its fields, and holds rows against them when it is asked to.
+"""A store keeps the specs of its fields, and checks rows against them on request.
 
 Run with the other tests.
 """

@@ -1,4 +1,4 @@
-"""Ensembles: which member a row comes from, in which shape, by which law; where routed rows go."""
+"""Ensembles: members and shapes of sampled rows, probabilities, and routing of written rows."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_the_state_goes_on_elsewhere() -> None:
     rb.sample()
     other.load_state_dict(rb.state_dict())
     assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()
-    with pytest.raises(StateError, match="no state of an ensemble of 2 buffers"):
+    with pytest.raises(StateError, match="not a state of an ensemble of 2 buffers"):
         ensemble(2).load_state_dict(rb.state_dict())
 
 
@@ -417,7 +417,7 @@ def test_what_is_no_ensemble() -> None:
         ReplayBufferEnsemble(member(0), storages=storages)
     with pytest.raises(TypeError, match="give buffers, or all of"):
         ReplayBufferEnsemble(storages=storages)
-    with pytest.raises(TypeError, match="made of ReplayBuffers, not of MemoryStorage"):
+    with pytest.raises(TypeError, match="must be ReplayBuffers, got a MemoryStorage"):
         ReplayBufferEnsemble(MemoryStorage(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="same number of members"):
         ReplayBufferEnsemble(storages=storages, samplers=SamplerEnsemble(), writers=WriterEnsemble())
@@ -626,7 +626,7 @@ def test_what_is_no_patch() -> None:
     strange = told.clone()
     strange["buffer_ids"] = torch.tensor([0, 2])
     for wrong, error, text in (
-        ({"index": torch.arange(2)}, TypeError, "routed index metadata"),
+        ({"index": torch.arange(2)}, TypeError, "a TensorDict with buffer_ids"),
         ({"index": strange}, ValueError, "must lie in"),
         ({"generation": torch.zeros(3, dtype=torch.int64)}, ValueError, "same number of records"),
         ({"patch": {"value": torch.ones(3)}}, ValueError, "must start with shape"),

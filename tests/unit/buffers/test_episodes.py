@@ -1,4 +1,4 @@
-"""Episodes as users ask for them: which there are, their rows, and what is noted about them."""
+"""The episodes API: list of episodes, their rows, and their annotations."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) ->
         rb.episodes.annotate(2, **wrong)
     with pytest.raises(SchemaError, match="info"):
         rb.extend(steps(1, 0), source="a", episode_info=wrong)
-    with pytest.raises(SchemaError, match="a key is text, not int"):
+    with pytest.raises(SchemaError, match="a key must be text, not int"):
         rb.extend(steps(1, 0), source="a", episode_info={5: 1})
     assert (rb.storage.state.content, rb.storage.last) == before
     assert infos(rb)[2] == {"x": 0}
@@ -427,7 +427,7 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
 @pytest.mark.parametrize("info", [[{"a": 1}], "a", 5, torch.zeros(1)])
 def test_facts_come_as_a_dict(info: Any) -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
-    with pytest.raises(SchemaError, match="the info of episodes is a"):
+    with pytest.raises(SchemaError, match="the info of episodes must be a dict, got a"):
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]), episode_info=info)
     assert len(rb) == 0
 

@@ -1,4 +1,4 @@
-"""`rb.columns.stats()`: which rows are read again, which fields have statistics, and what is refused."""
+"""`rb.columns.stats()`: which rows are read again, which fields have statistics, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that pursue goals which were reached: out of which rows goals come, with which chance, and when."""
+"""Hindsight goals: which rows goals are taken from, with which probability, and when."""
 
 from __future__ import annotations
 
@@ -497,7 +497,9 @@ def test_goals_and_rewards_of_another_shape_are_refused() -> None:
     data = steps(0, 5)
     data["achieved_goal"] = torch.zeros(5, 2)
     rb.extend(data)
-    with pytest.raises(SchemaError, match=r"'desired_goal' is .*'achieved_goal', is .*in the shape of goals"):
+    with pytest.raises(
+        SchemaError, match=r"'desired_goal' is .*'achieved_goal', is .*with the dtype and shape of goals"
+    ):
         rb.sample()
     rb = buffer(reward_fn=lambda rows: torch.zeros(3))
     rb.extend(steps(0, 5))
@@ -514,7 +516,7 @@ def test_what_is_no_key_is_refused(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("ratio", [None, "x"])
 def test_a_ratio_is_a_number(ratio: Any) -> None:
-    with pytest.raises(TypeError, match=f"her_ratio is which part.*{ratio!r}"):
+    with pytest.raises(TypeError, match=f"her_ratio must be the fraction.*{ratio!r}"):
         buffer(her_ratio=ratio)
 
 

@@ -1,4 +1,4 @@
-"""Writes under idempotency keys: made once, whatever happens in between, and answered the same again."""
+"""Writes under idempotency keys happen once, and return the same answer when repeated."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_the_same_key_for_something_else_is_refused(make: Make) -> None:
     rb = make()
     rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
     for digest in (DIGEST[::-1], None):
-        with pytest.raises(StateError, match="give each write a key of its own") as caught:
+        with pytest.raises(StateError, match="use a new key for each write") as caught:
             rb.extend(numbered_rows(2), idempotency_key="a", digest=digest)
         assert caught.value.kind == "key_reused"
-    with pytest.raises(StateError, match="of another write"):
+    with pytest.raises(StateError, match="belongs to another write"):
         rb.add({"no": "such rows"}, idempotency_key="a", digest=DIGEST[::-1])
     assert len(rb) == 3
 
@@ -139,7 +139,7 @@ def test_dropped_rows_keep_their_places(make: Make) -> None:
     assert torch.equal(rb.extend(dropping(6, 0, 3), idempotency_key="a", return_ids=True), first)
     assert rb.extend(dropping(6, 0, 3), idempotency_key="a").tolist() == [-1, 2, 3, -1, 4, 5]
     for other in (dropping(6, 0), dropping(6)):
-        with pytest.raises(StateError, match="of another write"):
+        with pytest.raises(StateError, match="belongs to another write"):
             rb.extend(other, idempotency_key="a")
     for _ in range(2):  # nothing is kept: nothing is known, and nothing is done twice either
         assert rb.extend(dropping(2, 0, 1), idempotency_key="b").tolist() == [-1, -1]
@@ -191,7 +191,7 @@ def test_several_dims(tmp_path: Path) -> None:
 def test_the_best_rows_take_no_keys(tmp_path: Path) -> None:
     writer = TensorDictMaxValueWriter("number")
     rb = TensorDictReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 5), writer=writer, batch_size=4)
-    with pytest.raises(StateError, match="keeps no idempotency keys") as caught:
+    with pytest.raises(StateError, match="does not support idempotency keys") as caught:
         rb.extend(numbered_rows(3), idempotency_key="a")
     assert caught.value.kind == "no_keys"
     assert len(rb) == 0
@@ -241,7 +241,7 @@ def test_members_keep_a_key_each(tmp_path: Path) -> None:
     assert torch.equal(first["index"], again["index"])
     assert [rb.write_count for rb in members] == [3, 3]
     members[1].set_writer(TensorDictMaxValueWriter("number"))
-    with pytest.raises(StateError, match="keeps no idempotency keys"):
+    with pytest.raises(StateError, match="does not support idempotency keys"):
         both.extend(data, idempotency_key="b")
     assert [rb.write_count for rb in members] == [3, 3]
     for rb in members:
@@ -383,10 +383,10 @@ def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.Lo
     (found,) = verify(path)
     assert (found.kind, found.path) == ("keys", KEYS)
     assert "1 keys are lost" in found.message
-    assert repair(path, dry_run=True).acts == [f"{KEYS} made anew"]
+    assert repair(path, dry_run=True).acts == [f"{KEYS} rebuilt"]
     caplog.clear()
     outcome = repair(path)
-    assert outcome.acts[0] == f"{KEYS} made anew"
+    assert outcome.acts[0] == f"{KEYS} rebuilt"
     assert not outcome.left
     assert [r.getMessage() for r in caplog.records if KEYS in r.getMessage()] == [
         f"{path / KEYS} is damaged: 1 keys are lost; it is made anew"

@@ -1,4 +1,4 @@
-"""The path of a write, with a sampler and a style that only note what they are told."""
+"""The path of a write, with a sampler and a row style that record their calls."""
 
 from __future__ import annotations
 

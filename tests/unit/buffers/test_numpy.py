@@ -397,7 +397,7 @@ def test_a_table_that_comes_first(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda data: data.drop_columns(["action"]), "column 'action' is missing"),
-        (lambda data: data.append_column("more", pa.array([1, 2])), "column 'more' is no field"),
+        (lambda data: data.append_column("more", pa.array([1, 2])), "column 'more' is not a field"),
         (lambda data: data.set_column(1, "action", pa.array([1.5, 2])), "column 'action' is double"),
         (lambda data: data.set_column(1, "action", pa.array([1, None])), "'action' has rows without a value"),
         (lambda data: data.select([]), "no columns"),

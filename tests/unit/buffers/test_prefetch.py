@@ -1,4 +1,4 @@
-"""Batches made ahead: the same ones as without, and never one that has become wrong meanwhile."""
+"""Prefetched batches equal those without prefetching, and stale ones are never returned."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ def test_other_fields_than_the_rows_have(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "b.exp") as rb:
         with rb.record() as episode:
             episode.step(*steps(1)[0], log_prob=0.0)
-            with pytest.raises(SchemaError, match="has not: log_prob"):
+            with pytest.raises(SchemaError, match="lacks fields of this store: log_prob"):
                 episode.step(*steps(1)[0])
             episode.step(*steps(1)[0], log_prob=1.0)
         assert rb[:]["log_prob"].tolist() == [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Buffers: TensorDicts in and out, on both storages, as a user sees them."""
+"""Replay buffers from the user's view: TensorDicts in and out, on both storages."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_bad_priorities_change_nothing(turned: TensorDictReplayBuffer) -> None:
 def test_priorities_asked_for_in_the_wrong_way(turned: TensorDictReplayBuffer) -> None:
     with pytest.raises(NotFoundError, match="no row with index 10"):
         turned.update_priority([0, 10], [1.0, 2.0])
-    with pytest.raises(SchemaError, match="3 rows are given 2 priorities"):
+    with pytest.raises(SchemaError, match="got 2 priorities for 3 rows"):
         turned.update_priority([0, 1, 2], [1.0, 2.0])
     for options in ({}, {"index": [0]}, {"index": [0], "id": [1], "priority": 1.0}, {"priority": 1.0}):
         with pytest.raises(TypeError, match="takes a priority and either index or id"):
@@ -443,7 +443,7 @@ def test_sources_by_name(make: Make) -> None:
     assert [e[1] for e in episodes(rb)][:2] == ["left", "right"]
     before = rb.storage.last
     for bad in ("", 5, "a\n"):
-        with pytest.raises(SchemaError, match="is no name"):
+        with pytest.raises(SchemaError, match="is not a valid name"):
             rb.extend(flags("..", (2,)), source=bad)
     assert rb.storage.last == before
     rb.extend(flags("..", (2,)), source="left")

@@ -1,4 +1,4 @@
-"""Random numbers of draws: draw k is the same whatever came before, and no two are alike."""
+"""Random numbers of draws: draw k does not depend on earlier draws, and all draws differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences around sampled rows: beside torchrl on one lane, beside plain Python where several take turns."""
+"""Sequences around sampled rows equal torchrl's for one lane, and plain Python's for interleaved lanes."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ def test_numbers_of_steps_are_whole(options: dict[str, Any]) -> None:
         ({"length": 1, "burn_in": -1}, "burn_in must be non-negative"),
         ({"length": 1, "bootstrap": -1}, "bootstrap must be non-negative"),
         ({"length": 1, "dilation": 0}, "dilation must be strictly positive"),
-        ({"length": 1, "episode_boundary": "include_reset"}, "never leaves its episode"),
-        ({"length": 1, "done_key": None}, "leave their episodes"),
+        ({"length": 1, "episode_boundary": "include_reset"}, "never cross the end of an episode"),
+        ({"length": 1, "done_key": None}, "cross the ends of episodes"),
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any], match: str) -> None:

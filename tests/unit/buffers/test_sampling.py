@@ -1,4 +1,4 @@
-"""Draws: by the store's seed or by a torch.Generator, and where a restart goes on."""
+"""Sampling with the store's seed or a torch.Generator, and its continuation after a restart."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         wanted = drawn(rb, 5)
         for wrong, text in (
             ({"_draws": state["_draws"] | {"seed": 2}}, "seed 2"),
-            ({"_sampler": {"alpha": 0.5}}, r"no state of a buffer with RandomSampler\(\)"),
+            ({"_sampler": {"alpha": 0.5}}, r"not a state of a buffer with RandomSampler\(\)"),
             ({"_transforms": {"0": {}}}, "the state is of transforms"),
             ({"_draws": state["_draws"] | {"last_id": 1000}}, "up to id 1000"),
             ({"_rng": given().get_state()}, "the state draws by a generator"),
@@ -273,7 +273,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             with pytest.raises(StateError, match=text):
                 rb.load_state_dict(state | wrong)
         for lost in state:
-            with pytest.raises(StateError, match="no state of a"):
+            with pytest.raises(StateError, match="not a state of a"):
                 rb.load_state_dict({name: part for name, part in state.items() if name != lost})
         assert rb.storage.draws.number == 8
         rb.load_state_dict(state)

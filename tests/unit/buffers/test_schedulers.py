@@ -1,4 +1,4 @@
-"""Schedulers beside TorchRL's: the same values, step by step."""
+"""Schedulers have the same values as TorchRL's, step by step."""
 
 from __future__ import annotations
 

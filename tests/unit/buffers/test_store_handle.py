@@ -1,4 +1,4 @@
-"""The life of a handle: open, forked, copied, closed; and what its parts hear of it."""
+"""States of a handle (open, forked, copied, closed), and the notifications of its parts."""
 
 from __future__ import annotations
 

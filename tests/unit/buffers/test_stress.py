@@ -1,7 +1,7 @@
-"""Four threads sample while one writes: no torn row, no deadlock, and sampling keeps half of its pace.
+"""Four threads sample while one writes: no torn row, no deadlock, and at least half of the sampling rate.
 
-Every row is a function of its id. The short form runs beside other tests, on machines that are busy
-otherwise, and asks for a sixth of the pace; the long one is `make torture` and asks for half.
+Every row is a function of its id. The short form runs with other tests on busy machines and requires a sixth
+of the rate; the long form is `make torture` and requires half.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A buffer as torch's data set: beside a writer, in workers, each row or slice once and whole."""
+"""A buffer as a torch dataset: next to a writer, in workers, each row or slice once and whole."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(30))
         for options in ({"stride": 2}, {"shuffle": False}, {"strict_length": False}):
-            with pytest.raises(ValueError, match="are of slices"):
+            with pytest.raises(ValueError, match="apply to slices only"):
                 rb.to_torch_dataset(**options)
         with pytest.raises(ValueError, match="rows is 'list'"):
             rb.to_torch_dataset(rows="list")

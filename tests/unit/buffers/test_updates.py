@@ -1,4 +1,4 @@
-"""Rows that are changed in place: fields by index, and patches that reach no rows but their own."""
+"""Changes of rows in place: fields by index, and patches that change no other rows."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_of_a_row_that_is_named_twice_the_highest_version_counts(make: Make) -> 
         ({"id": None, "index": [0, 1], "generation": [0]}, ValueError, "same number of records"),
         ({"id": None, "index": [0, 1]}, TypeError, "takes index and generation, or id"),
         ({"index": [0, 1], "generation": [0, 0]}, TypeError, "takes index and generation, or id"),
-        ({"id": [0.5, 1]}, TypeError, "by whole numbers"),
+        ({"id": [0.5, 1]}, TypeError, "must be integers"),
     ],
 )
 def test_a_patch_that_is_wrong_changes_nothing(
@@ -291,7 +291,7 @@ def test_a_patch_by_index_needs_generations(make: Make) -> None:
             rb.update_if_present(index=[0], generation=[0], patch={"n": torch.tensor([1])})
     best = make(writer=TensorDictMaxValueWriter("n"))
     best.extend(rows(0, 1))
-    with pytest.raises(StateError, match="takes over its id"):
+    with pytest.raises(StateError, match="takes over the id"):
         best.update_if_present(id=[1], patch={"n": torch.tensor([1])})
 
 
@@ -488,7 +488,7 @@ def test_cells_of_several_dims_keep_their_shape() -> None:
         assert torch.equal(rb[:]["n"], patch["n"])
         assert torch.equal(rb[:]["wide"], patch["wide"])
         assert torch.equal(rb[:]["version"].flatten(), version)
-    with pytest.raises(SchemaError, match="12 rows are given 6 priorities"):
+    with pytest.raises(SchemaError, match="got 6 priorities for 12 rows"):
         rb.update_priority(index, torch.ones(6, 1))
     with pytest.raises(SchemaError, match="shape mismatch"):
         rb.update_if_present(id=ids, patch={"n": torch.zeros(3, 3, dtype=torch.int64)})
@@ -515,7 +515,7 @@ def test_the_parts_of_an_index_are_broadcast() -> None:
     found = rb.update_if_present(index=index, generation=generations, patch=patch)
     assert found.updated.shape == (2, 3)
     assert torch.equal(rb[:]["n"][:2], number[:2] + 100)
-    with pytest.raises(NoRowError, match=r"the shapes \[2\], \[3\], which do not broadcast"):
+    with pytest.raises(NoRowError, match=r"the shapes \[2\], \[3\], which cannot be broadcast"):
         rb.update_priority((torch.arange(2), torch.arange(3)), torch.ones(3))
 
 

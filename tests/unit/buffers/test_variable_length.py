@@ -1,4 +1,4 @@
-"""Buffers over rows of no fixed size: samplers, conditions, SQL, changes, transforms."""
+"""Buffers over variable-length rows: samplers, conditions, SQL, changes, transforms."""
 
 from __future__ import annotations
 

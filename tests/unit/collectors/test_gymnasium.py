@@ -478,7 +478,7 @@ def test_a_closed_collector_says_so() -> None:
     collector.close()
     collector.close()
     assert rb.batches == []
-    with pytest.raises(StateError, match="this collector is closed; make a new one"):
+    with pytest.raises(StateError, match="this collector is closed; create a new one"):
         collector.collect(1)
     with pytest.raises(StateError):
         next(iter(collector))
@@ -537,9 +537,7 @@ def test_a_step_before_a_bad_action_is_kept() -> None:
 def test_the_autoreset_mode_must_be_known() -> None:
     silent = make_envs(mode=AutoresetMode.SAME_STEP)
     silent.metadata = {}
-    with pytest.raises(
-        ValueError, match="say it with autoreset_mode=, one of 'NextStep', 'SameStep', 'Disabled'"
-    ):
+    with pytest.raises(ValueError, match="pass autoreset_mode=, one of 'NextStep', 'SameStep', 'Disabled'"):
         Collector(silent, constant_policy, FakeBuffer())
     rb = FakeBuffer()
     with Collector(silent, by_observation, rb, autoreset_mode="SameStep", steps_per_lane=5) as collector:

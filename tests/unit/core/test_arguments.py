@@ -1,4 +1,4 @@
-"""Whole numbers and unknown keywords."""
+"""Checks of integers and of unknown keywords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of large batches: used again when nobody has any part of it, and not before."""
+"""Memory of large batches is reused only when nothing refers to any part of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots were changed in place: numbers that are odd meanwhile, and what has changed since one."""
+"""The log of slots changed in place: counters that are odd during a change, and changes since a counter."""
 
 from __future__ import annotations
 

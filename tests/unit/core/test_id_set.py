@@ -1,4 +1,4 @@
-"""Runs of ids that were given up, against sets of single ids."""
+"""Sets of deleted id runs equal sets of single ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idempotency keys in memory: which are known, for how long, and what is refused."""
+"""Idempotency keys in memory: which are known, for how long, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_another_digest_is_refused() -> None:
     keys.note(key("a", b"1" * 16), 1, 2, 0)
     assert keys.find(key("a", b"1" * 16), 0) is not None
     for digest in (b"2" * 16, None):
-        with pytest.raises(StateError, match="of another write: of 2 rows from id 1 on") as caught:
+        with pytest.raises(StateError, match="belongs to another write: 2 rows from id 1 on") as caught:
             keys.find(key("a", digest), 0)
         assert caught.value.kind == "key_reused"
 

@@ -1,4 +1,4 @@
-"""Locks of a storage are taken in one order: in the debug mode the other one is an error at once."""
+"""Locks of a storage are taken in one order: in the debug mode another order raises at once."""
 
 from __future__ import annotations
 

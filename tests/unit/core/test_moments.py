@@ -1,4 +1,4 @@
-"""Moments of rows and of parts of them."""
+"""Moments of rows and of subsets of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name that somebody may have meant."""
+"""Suggestions of the nearest known name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate limiters: Reverb's laws, for rows; who waits, who is told, and what a restart goes on with."""
+"""Rate limiters: Reverb's rules for rows, waiting, wake-ups, and the state after a restart."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ def test_followers_neither_wait_nor_count(store_path: Path) -> None:
             os._exit(0 if rb.sample()["x"].numel() == 8 else 1)
         assert os.waitpid(pid, 0)[1] == 0
         assert counts(rb) == (9, 0)
-        with pytest.raises(ValueError, match="a follower is not limited"):
+        with pytest.raises(ValueError, match="a follower cannot have a rate limiter"):
             expstore.open(store_path, mode="r", batches=expstore.Batches(rate_limiter=MinSize(1)))
 
 

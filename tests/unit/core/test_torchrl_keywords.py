@@ -1,4 +1,4 @@
-"""Keywords of TorchRL that have no effect: accepted where they ask for nothing, refused with the reason."""
+"""TorchRL keywords without effect are accepted at their defaults, and otherwise refused with the reason."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_where_may_contain_both(name: str) -> None:
     assert filter_of(make(where=Where(weight="a"))) == (None, "a")
     assert filter_of(make(where=Where("a > 1"), weight="a")) == filter_of(make(where="a > 1", weight="a"))
     assert make(where=Where()).filter is None
-    with pytest.raises(TypeError, match="give one weight, either 'b' or"):
+    with pytest.raises(TypeError, match="pass one weight: either weight='b' or"):
         make(where=Where(weight="a"), weight="b")
 
 

@@ -1,4 +1,4 @@
-"""Batches: TensorDicts become columns and come back; lanes, ends, starts and dropped rows are read right."""
+"""Batches: TensorDicts become columns and back; lanes, ends, starts and dropped rows are recognised."""
 
 from __future__ import annotations
 

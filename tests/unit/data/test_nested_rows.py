@@ -1,4 +1,4 @@
-"""Rows of TensorDicts with nested tensors: taken and joined as torch does where it can."""
+"""Rows of TensorDicts with nested tensors are indexed and joined as in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of different shapes as columns and back, and values as entries of TensorDicts."""
+"""Tensors of different shapes as columns and back, and as entries of TensorDicts."""
 
 from __future__ import annotations
 

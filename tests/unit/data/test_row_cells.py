@@ -1,4 +1,4 @@
-"""Values of single rows, copied by generated code: exactly those that need no conversion."""
+"""Generated code copies values of single rows, but only those that need no conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of no fixed size in every form that is taken, and as they come back."""
+"""Variable-length rows in every accepted form, and as they are returned."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_without_types_values_stay_objects() -> None:
 def test_a_first_batch_of_nothing_says_what_to_do(values: list[Any]) -> None:
     rb = typed()
     batch = TensorDict({"x": torch.zeros(2), "next": {"a": NonTensorStack(*map(NonTensorData, values))}}, [2])
-    with pytest.raises(SchemaError, match=r"'next\.a' has nothing but None") as found:
+    with pytest.raises(SchemaError, match=r"'next\.a' has only None") as found:
         rb.extend(batch)
     assert "schema=" in found.value.hint
     assert rb.storage.schema is None
@@ -458,5 +458,5 @@ def test_rows_in_two_dims() -> None:
     texts = [None if n == 7 else f"{n // 3} {n % 3}" for n in sample["n"].tolist()]
     assert list(sample["prompt"]) == texts
     rb = typed()
-    with pytest.raises(SchemaError, match="nested tensor, whose first dim are rows"):
+    with pytest.raises(SchemaError, match="nested tensor, whose first dim is rows"):
         rb.add(TensorDict({"n": jagged([torch.ones(1)] * 2)}))

@@ -1,4 +1,4 @@
-"""The Atari DQN reader restores what was played, in its order, and joins no two episodes."""
+"""The Atari DQN reader restores the played rows in their order, and never joins two episodes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_is_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no checkpoint"):
         AtariDQNReader(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotFoundError, match="is a file, and a folder is needed"):
+    with pytest.raises(NotFoundError, match="is a file, but a folder is needed"):
         AtariDQNReader(tmp_path / "file")
     ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
     play(ring, 60, 0)

@@ -1,4 +1,4 @@
-"""The D4RL reader keeps every row and ends episodes where the file does; TorchRL's class is run beside it."""
+"""The D4RL reader keeps every row and ends episodes like the file; comparison with TorchRL's class."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_beside_torchrl(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is a folder, and a file is needed"):
+    with pytest.raises(NotFoundError, match="is a folder, but a file is needed"):
         D4RLReader(tmp_path)
     with pytest.raises(NotFoundError, match="there is no file"):
         D4RLReader(tmp_path / "none.hdf5")

@@ -1,4 +1,4 @@
-"""Downloads continue where they broke, and what comes is checked."""
+"""Downloads continue after interruptions, and their content is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Gen-DGRL reader and class: archives of pickled dicts, read without running them."""
+"""The Gen-DGRL reader and class: archives of pickled dicts, read without running code."""
 
 from __future__ import annotations
 

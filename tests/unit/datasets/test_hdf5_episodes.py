@@ -1,4 +1,4 @@
-"""HDF5 files with a group per episode: robomimic, LIBERO, d3rlpy, RoboSet, and plain names."""
+"""HDF5 files with one group per episode: robomimic, LIBERO, d3rlpy, RoboSet, and plain names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_plain_names(tmp_path: Path, group: str, names: tuple[str, ...], more: i
             one[f"{names[-1]}/x"] = at[: count + more, 0]
             one["word"] = ["a"] * count
     reader = Hdf5EpisodesReader(path)
-    assert reader.notes() == ["'word' has no numbers, and is left out"]
+    assert reader.notes() == ["'word' is not numeric and is left out"]
     rows, said, meta = imported(reader, tmp_path / "a.exp")
     assert meta["hdf5"] == {"env": "maze"}
     assert said == [

@@ -1,4 +1,4 @@
-"""Importing through a reader: rows, sources, facts; twice; killed and resumed; what does not fit."""
+"""Imports with a reader: rows, sources, annotations; repeated, killed and resumed imports; errors."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ def episode(steps: int = 3, **changes: Any) -> Episode:
         ({"action": np.zeros(0)}, "part, episode 1: the episode has no steps"),
         ({"info": {"x": 3.0}}, "'info.x' is a single value"),
         ({"fields": {("next", "done"): np.zeros(3)}}, "two values are stored as 'next.done'"),
-        ({"fields": {"more": np.zeros(3)}}, "some episodes have more, others do not"),
-        ({"observation": np.zeros((4, 3))}, "'observation' has rows of the shapes"),
+        ({"fields": {"more": np.zeros(3)}}, "some episodes have more, and others do not"),
+        ({"observation": np.zeros((4, 3))}, "'observation' has rows of different shapes"),
         ({"observation": np.zeros((3, 2)), "end": "open"}, "a piece that is continued needs 4 rows"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The LeRobot reader, versions 2 and 3: rows, tasks, images, videos; TorchRL's class beside it."""
+"""The LeRobot reader, versions 2 and 3: rows, tasks, images, videos; comparison with TorchRL's class."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_key_map(tmp_path: Path) -> None:
     assert torch.equal(rows["stop"], rows["next", "done"][:, 0])
     assert "action" not in set(rows.keys())
     for clash in (("observation", "state", "effort"), ("observation", "state"), ("next", "reward", "x")):
-        with pytest.raises(SchemaError, match="are both stored as|which is in it"):
+        with pytest.raises(SchemaError, match="are both stored as|inside it"):
             import_dataset(LeRobotReader(root, key_map={"observation.effort": clash}), tmp_path / "b.exp")
 
 
@@ -333,13 +333,13 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
     good = table()
     fail("has no column 'index'", good.drop_columns(["index"]))
-    fail(r"have 14 rows; meta/info\.json says 15", good, total_frames=15)
+    fail(r"have 14 rows, but meta/info\.json says 15", good, total_frames=15)
     fail("version 'v1.6'", good, codebase_version="v1.6")
     fail("does not describe a LeRobot data set", good, fps=None)
     ragged = pa.array([[1.0]] * 13 + [[1.0, 2.0]], pa.list_(pa.float32()))
     fail("'action' has between 1 and 2 values", good.set_column(2, "action", ragged))
     empty = pa.array([1.0] * 13 + [None])
-    fail("'observation.effort' has empty values", good.set_column(1, "observation.effort", empty))
+    fail("'observation.effort' has missing values", good.set_column(1, "observation.effort", empty))
     twice = pa.array([0, 0, *range(2, 14)])
     fail("two rows of the same index", good.set_column(9, "index", twice))
     apart = pa.array([0, 1, 2, 7, *range(3, 7), *range(8, 14)])
@@ -355,7 +355,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         )
     write_v3(root, good)
     write_episodes(root, table(lengths=[3, 4, 2, 6]))
-    with pytest.raises(SchemaError, match="episode 3 has 5 rows; the metadata say 6"):
+    with pytest.raises(SchemaError, match="episode 3 has 5 rows, but the metadata say 6"):
         import_dataset(LeRobotReader(root), target)
     write_v3(root, good)
     second = root / "data/chunk-000/file-001.parquet"
@@ -364,7 +364,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"file-001\.parquet is not a Parquet file"):
         LeRobotReader(root)
     second.unlink()
-    with pytest.raises(SchemaError, match=r"have 7 rows; meta/info\.json says 14"):
+    with pytest.raises(SchemaError, match=r"have 7 rows, but meta/info\.json says 14"):
         LeRobotReader(root)
     with pytest.raises(NotFoundError, match=r"no folder .*none"):
         LeRobotReader(tmp_path / "none")

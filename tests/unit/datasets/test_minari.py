@@ -1,4 +1,4 @@
-"""The Minari reader: rows as TorchRL has them, from every form in which Minari keeps a data set."""
+"""The Minari reader returns TorchRL's rows for every format of Minari."""
 
 from __future__ import annotations
 
@@ -184,5 +184,5 @@ def test_bad_data_sets_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(NotFoundError, match="there is no folder"):
         MinariReader(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotFoundError, match="is a file, and a folder is needed"):
+    with pytest.raises(NotFoundError, match="is a file, but a folder is needed"):
         MinariReader(tmp_path / "file")

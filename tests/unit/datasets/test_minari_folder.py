@@ -1,4 +1,4 @@
-"""The Minari reader: what Minari writes in each format, TorchRL's class and Minari's reader beside it."""
+"""The Minari reader in each format, compared with TorchRL's class and Minari's reader."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             group["infos/word"] = ["a"] * len(group["observations"])
     assert run(["import", source, store, "--capacity", "6"]) == 0
     said = capsys.readouterr()
-    assert "note: 'infos/word' has no number or array per step, and is left out" in said.err
+    assert "note: 'infos/word' has no number or array per step and is left out" in said.err
     with expstore.open(store, mode="r") as rb:
         assert sorted(rb[:]["episode"].tolist()) == [2] * 4 + [10] * 2
         assert rb.sql("SELECT length FROM episodes WHERE live_rows > 0 ORDER BY 1").fetchall() == [(2,), (5,)]

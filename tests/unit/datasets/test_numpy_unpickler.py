@@ -1,4 +1,4 @@
-"""Pickles of arrays come back as they were, and nothing that a pickle names is run."""
+"""Pickles of arrays are read unchanged, and no code that a pickle names is run."""
 
 from __future__ import annotations
 

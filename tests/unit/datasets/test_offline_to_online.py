@@ -1,4 +1,4 @@
-"""A data set and a buffer that grows, sampled as one: how many rows of each, beside TorchRL's."""
+"""A data set and a growing buffer sampled together: rows of each, compared with TorchRL."""
 
 from __future__ import annotations
 
@@ -181,7 +181,9 @@ def test_what_does_not_go_together_is_told() -> None:
         OfflineToOnlineReplayBuffer("nobody:x", online_capacity=3, batch_size=4)
     rb = made()
     rb.extend(rows(10, 1.0).rename_key_("x", "y"))
-    with pytest.raises(SchemaError, match=r"the data set alone has the fields \['x'\].*alone \['y'\]"):
+    with pytest.raises(
+        SchemaError, match=r"only the data set has the fields \['x'\].*only the online buffer \['y'\]"
+    ):
         rb.sample(4)
 
     class Looking(StepTransform):

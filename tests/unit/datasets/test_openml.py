@@ -155,7 +155,7 @@ def test_bad_files_leave_nothing(tmp_path: Path) -> None:
             "@relation a\n@attribute V1 {a,b}\n@attribute c {x,y}\n@data\na,x\n",
             "magic",
             SchemaError,
-            "V1, which are no numbers",
+            "not numeric: V1",
         ),
         (
             "@relation a\n@attribute V1 numeric\n@attribute c {x,y}\n@data\n1,x\n",

@@ -1,4 +1,4 @@
-"""The Open X-Embodiment reader and class: tars of pickled episodes, read without running them."""
+"""The Open X-Embodiment reader and class: tars of pickled episodes, read without running code."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_bad_files_leave_nothing(tmp_path: Path) -> None:
     target = tmp_path / "x.exp"
     cases: list[tuple[Any, type[Exception], str]] = [
         ({"steps": [Evil()]}, SchemaError, "the pickle names posix.mkdir"),
-        ({"steps": 3}, SchemaError, "has no list of steps"),
+        ({"steps": 3}, SchemaError, "has no list 'steps'"),
         ({"steps": [1]}, SchemaError, "a step is a int; a dict is expected"),
         ({"steps": [{"action": 1}]}, SchemaError, "the steps have no observation"),
         (odd, SchemaError, f"{ID}_00001.data.pickle: 'action' has another shape in some steps"),

@@ -1,4 +1,4 @@
-"""How a data set becomes a store: forced again, from sources that are gone, and what failures leave."""
+"""Making a data set's store: forced again, from missing sources, and after failures."""
 
 from __future__ import annotations
 

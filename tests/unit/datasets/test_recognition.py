@@ -1,4 +1,4 @@
-"""`expstore import` recognises data sets by what is in their files; where it cannot, it names the format."""
+"""`expstore import` detects data sets by their content, and otherwise suggests the format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_goal_of_antmaze_does_not_end_an_episode(tmp_path: Path) -> None:
 def test_a_file_that_may_be_of_d4rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = test_d4rl.write(tmp_path / "a.hdf5", of_d4rl("timeouts", "infos", "metadata"))
     assert imported(file)[0] == "plain"
-    assert f"note: {file} may be a file of D4RL" in (told := capsys.readouterr().err)
+    assert f"note: {file} may be a D4RL file" in (told := capsys.readouterr().err)
     assert "--format d4rl" in told
     assert imported(file, "--format", "hdf5")[0] == "plain"
     assert not capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Data sets by prefix: TorchRL's prefixes are known, and others can be added."""
+"""Data sets by prefix: TorchRL's prefixes are registered, and others can be added."""
 
 from __future__ import annotations
 

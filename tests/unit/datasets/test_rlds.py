@@ -388,7 +388,7 @@ def test_images_of_other_types(tmp_path: Path) -> None:
     source = write(
         tmp_path / "c", [[example(features)]], {**step, "observation": group(gray=image("uint16"))}
     )
-    with pytest.raises(SchemaError, match=r"images of uint8; features\.json says uint16"):
+    with pytest.raises(SchemaError, match=r"images of uint8, but features\.json says uint16"):
         import_dataset(RLDSReader(source), tmp_path / "c.exp")
     features["steps/observation/m"] = features["steps/observation/gray"]
     source = write(tmp_path / "b", [[example(features)]], step)
@@ -422,7 +422,7 @@ def test_damaged_files(tmp_path: Path) -> None:
             import_dataset(RLDSReader(source), tmp_path / "a.exp")
     first = 16 + int.from_bytes(whole[:8], "little")
     shard.write_bytes(whole[:first])
-    with pytest.raises(SchemaError, match=r"the shard has 1 episodes; dataset_info\.json says 2"):
+    with pytest.raises(SchemaError, match=r"the shard has 1 episodes, but dataset_info\.json says 2"):
         import_dataset(RLDSReader(source), tmp_path / "a.exp")
     shard.write_bytes(record(b"\x0a\x05abc") + record(b""))
     with pytest.raises(StorageError, match=r"not a tf\.train\.Example"):
@@ -446,7 +446,7 @@ def test_records_that_do_not_fit_the_features(tmp_path: Path) -> None:
     fail("has no feature 'steps/action'", action=None)
     fail("'steps/action' has 7 values", action=np.arange(7.0))
     fail("different numbers of steps", action=np.arange(6.0))
-    fail("'steps/reward' has values of int64; features.json says float64", reward=np.arange(4))
+    fail("'steps/reward' has values of int64, but features.json says float64", reward=np.arange(4))
     fail("'steps/is_first' has values of bytes", is_first=[b"x"] * 4)
     fail("'steps/language_instruction' has values of int64", language_instruction=np.arange(4))
     fail("an image of 3 bytes cannot be decoded", **{"observation/image": [b"abc"] * 4})
@@ -462,7 +462,7 @@ def test_what_is_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no file .*features\.json"):
         RLDSReader(tmp_path / "empty")
     source = small(tmp_path / "my_env/1.0.0")
-    with pytest.raises(NotFoundError, match=r"name the folder of a version: 1\.0\.0"):
+    with pytest.raises(NotFoundError, match=r"pass the folder of a version: 1\.0\.0"):
         RLDSReader(source.parent)
     info = json.loads((source / "dataset_info.json").read_text())
 

@@ -1,4 +1,4 @@
-"""The RoboSet reader: trials in the order of their numbers, and TorchRL's class beside it."""
+"""The RoboSet reader: trials in the order of their numbers; comparison with TorchRL's class."""
 
 from __future__ import annotations
 

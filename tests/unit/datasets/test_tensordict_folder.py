@@ -1,4 +1,4 @@
-"""Folders of TensorDict and dumps of TorchRL's buffers are read in place, as what they hold."""
+"""Folders of TensorDict and dumps of TorchRL's buffers are read in place."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=text):
             TensorDictReader(tmp_path / "td")
     about.write_text(json.dumps({**said, "../../x": said["observation"]}))
-    with pytest.raises(SchemaError, match="which is no name of a field"):
+    with pytest.raises(SchemaError, match="which is not a valid field name"):
         TensorDictReader(tmp_path / "td")
     about.write_text("{")
     with pytest.raises(SchemaError, match="is neither a memory-map folder"):

@@ -1,4 +1,4 @@
-"""The V-D4RL reader: steps from one image to the next, and TorchRL's rows beside them."""
+"""The V-D4RL reader: steps from one image to the next, compared with TorchRL's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands aside until it is whole: it is there then, and nothing of it after an error."""
+"""Atomic builds: files and folders appear only when complete, and leave nothing after an error."""
 
 from __future__ import annotations
 

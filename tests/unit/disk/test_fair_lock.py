@@ -1,4 +1,4 @@
-"""The lock that is taken in turn: order, re-entry, and interrupts at any moment."""
+"""The fair lock: order, re-entry, and interrupts at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file layer: what it does, in which order, and how it fails."""
+"""The file layer: its operations, their order, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file systems a store is refused on: by name, from an injected table, and by trying them out."""
+"""File systems on which a store is refused: by name, from an injected table, and by probing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_a_table_nothing_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "kind"), [("nfs", "nfs4"), ("with space", "cifs"), ("twice", "fuse.sshfs")])
 def test_network_file_systems_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name / "run.exp"
-    with pytest.raises(StorageError, match=rf"{path} lies on {kind}.*local disk") as caught:
+    with pytest.raises(StorageError, match=rf"{path} is on {kind}.*local disk") as caught:
         ZarrStorage(path, 10, disk=Mounted(tmp_path))
     assert caught.value.kind == "unsafe_filesystem"
 
@@ -79,7 +79,7 @@ def test_a_store_that_was_moved_there_is_refused_too(
     path = tmp_path / "nfs" / "run.exp"
     ZarrStorage(path, 10, disk=Disk()).close()
     before = sorted(os.listdir(path))
-    with pytest.raises(StorageError, match="lies on nfs4"):
+    with pytest.raises(StorageError, match="is on nfs4"):
         ZarrStorage(path, disk=Mounted(tmp_path))
     assert sorted(os.listdir(path)) == before
     ZarrStorage(path, disk=Disk()).close()  # and is not locked

@@ -1,4 +1,4 @@
-"""Symbolic links: the store's own folder may be one, and nothing in it: an opening would write elsewhere."""
+"""Symbolic links: a store's folder may be one; links inside of it are refused."""
 
 from __future__ import annotations
 

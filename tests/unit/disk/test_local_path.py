@@ -1,4 +1,4 @@
-"""Paths as users give them: folders of this machine, and nothing else."""
+"""Paths given by users: local folders only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", [b"a", 3, None])
 def test_what_is_no_path(given: Any) -> None:
-    with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; give a str") as caught:
+    with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; pass a str") as caught:
         local_path(given)
     assert caught.value.kind == "path"
 

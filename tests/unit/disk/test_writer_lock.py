@@ -1,4 +1,4 @@
-"""LOCK: one writer per store, whose name the next one reads."""
+"""LOCK: one writer per store; a refused writer reads the name of the holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""episodes.log: entries come back as they were, and damage never passes for an entry."""
+"""episodes.log: entries are read as written, and damage is never mistaken for an entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of the rows of one lane: those that a batch of the same rows is cut into."""
+"""Runs of rows of one lane equal those into which a batch of the same rows is split."""
 
 from __future__ import annotations
 

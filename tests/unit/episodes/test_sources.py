@@ -1,4 +1,4 @@
-"""What streams and their lanes are called: no user's name is a lane's."""
+"""Names of sources and lanes: a user's name is never a lane's name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lanes_are_called_after_their_stream() -> None:
 
 @pytest.mark.parametrize("name", ["arm//1", "a//b//22", "", " a", "a\n", "a\t b"])
 def test_a_name_that_is_a_lanes_or_none_is_refused(name: str) -> None:
-    with pytest.raises(SchemaError, match=r"source .* (is how lanes are called|is no name)"):
+    with pytest.raises(SchemaError, match=r"source .* (is the name of a lane|is not a valid name)"):
         lane_names(name, "@1", 1)
 
 
@@ -75,6 +75,6 @@ def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:
 
 def test_memory_knows_the_same_names() -> None:
     rb = expstore.ReplayBuffer(storage=MemoryStorage(100), batch_size=4)
-    with pytest.raises(SchemaError, match="lanes"):
+    with pytest.raises(SchemaError, match="is the name of a lane"):
         rb.extend(batch(2), source="x//1")
     assert len(rb) == 0

@@ -1,4 +1,4 @@
-"""Episodes: every row's episode and step, held against a reference that goes row by row."""
+"""Episodes and steps of all rows match a reference that works row by row."""
 
 from __future__ import annotations
 
@@ -451,7 +451,7 @@ def test_a_truncated_episode_goes_on_only_while_rows_are_left() -> None:
 @pytest.mark.parametrize("source", ["", " a", "a ", "a\n", "a\0b", "\ud800", 5, b"a", ("a",)])
 def test_a_source_needs_a_name(source: Any) -> None:
     table = EpisodeTable()
-    with pytest.raises(SchemaError, match="source .* is no name.*text"):
+    with pytest.raises(SchemaError, match="source .* is not a valid name.*text"):
         table.assign(Steps(1), source=source)
     assert table.to_base() == EpisodeTable().to_base()
     assert table.assign(Steps(1), source="Größe 1/x").sources == [NewSource(1, "Größe 1/x", True, "")]

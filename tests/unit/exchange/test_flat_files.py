@@ -1,4 +1,4 @@
-"""Rows as HDF5 and NPZ files with D4RL's names, and back; and files of others."""
+"""Rows as HDF5 and NPZ files with D4RL's names and back, and files of other programs."""
 
 from __future__ import annotations
 
@@ -261,9 +261,9 @@ def test_names_can_be_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         assert (rb.schema["next", "reward"].dtype, rb.schema["next", "reward"].shape) == ("float64", (1,))
     for wrong, words in (
         (["label="], "'odd' has 2 rows"),
-        (["odd="], "'label' holds values of type |S1, which no field has"),
+        (["odd="], "'label' holds values of type |S1, which a field cannot have"),
         (["label=", "odd=", "ghost=x"], "there is no 'ghost' to map"),
-        (["label=", "odd=", "a=r"], "two of the names there stand for 'r'"),
+        (["label=", "odd=", "a=r"], "two of the file's names stand for 'r'"),
         (["label"], "not of the form THEIRS=OURS"),
         (["label=", "odd=", "a=b/c"], "cannot be a path"),
     ):
@@ -280,13 +280,13 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> N
     count = np.arange(6)
     bad: list[tuple[Path, type[Exception], str]] = [
         (tmp_path / "in/none", NotFoundError, "there is no file"),
-        (tmp_path / "in", NotFoundError, "is a folder, and a file is needed"),
+        (tmp_path / "in", NotFoundError, "is a folder; give the path of a file"),
         (
             save(tmp_path / f"in/lengths.{form}", {"a": count, "b": count[:3]}),
             SchemaError,
             "'b' has 3 rows, and 'a' has 6",
         ),
-        (save(tmp_path / f"in/none.{form}", {}), SchemaError, "nothing that can be a field"),
+        (save(tmp_path / f"in/none.{form}", {}), SchemaError, "no array that can be a field"),
         (
             save(tmp_path / f"in/text.{form}", {"a": np.array(["x"] * 6, "S1")}),
             SchemaError,
@@ -353,7 +353,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
 def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(TensorDict({"action": torch.zeros(3), "actions": torch.zeros(3)}, [3]))
-        with pytest.raises(SchemaError, match="two fields would be called 'actions'"):
+        with pytest.raises(SchemaError, match="two fields would both be named 'actions'"):
             FORMATS[form][0](rb, tmp_path / f"out.{form}")
     assert os.listdir(tmp_path) == ["run.exp"]
 

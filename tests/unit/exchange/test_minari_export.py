@@ -1,4 +1,4 @@
-"""Minari datasets: Minari's own reader finds in them what the store holds, and its own become stores."""
+"""Minari datasets: Minari reads what the store exported, and Minari's own datasets can be imported."""
 
 from __future__ import annotations
 
@@ -309,14 +309,14 @@ def test_bad_datasets_are_refused(tmp_path: Path) -> None:
         (bad("half", data=good[:5000]), StorageError, "cannot read .* as HDF5"),
         (bad("json", text="{"), StorageError, "cannot read .*metadata.json"),
         (bad("lance", text='{"data_format": "lance"}'), SchemaError, "kept as 'lance'"),
-        (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "holds no episodes"),
+        (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "contains no episodes"),
         (bad("short", shorter), SchemaError, r"episode_1 has \d+ 'actions' for \d+ rewards"),
         (bad("gone", remove("episode_1/actions")), SchemaError, "episode_1 has no 'actions'"),
         (bad("rewards", remove("episode_0/rewards")), SchemaError, "episode_0 has no 'rewards'"),
         (
             bad("empty", lambda file: [remove(name)(file) for name in list(file)]),
             SchemaError,
-            "holds no episodes",
+            "contains no episodes",
         ),
     ):
         with pytest.raises(kind, match=words):

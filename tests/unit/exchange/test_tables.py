@@ -1,4 +1,4 @@
-"""Rows as Parquet and Arrow files and back: what others read there is what the store holds, to the bit."""
+"""Rows as Parquet and Arrow files and back, bit by bit, also for other readers."""
 
 from __future__ import annotations
 
@@ -402,7 +402,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "no columns": (
         lambda f: write(f / "x.parquet", _id=[1, 2]),
         SchemaError,
-        "no columns that can be fields",
+        "no column can be a field",
     ),
     "own": (
         lambda f: write(f / "x.parquet", a=[1], _episode=["x"], _step=[1]),
@@ -435,7 +435,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, form: str
         out(rb, tmp_path / "few", episodes=[1, 2])
     name = f"episodes.{form}"
     (tmp_path / "all" / name).write_bytes((tmp_path / "few" / name).read_bytes())
-    with pytest.raises(SchemaError, match="rows of episode 3, of which the file of episodes knows nothing"):
+    with pytest.raises(SchemaError, match="rows of episode 3, which is missing in the file of episodes"):
         back(tmp_path / "all", tmp_path / "back.exp")
     assert sorted(os.listdir(tmp_path)) == ["all", "few", "in", "run.exp"]
 

@@ -1,4 +1,4 @@
-"""Rows without a fixed size as Parquet and Arrow files and back, and files of others with such columns."""
+"""Variable-length rows as Parquet and Arrow files and back, and such files of other programs."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_types_that_parquet_has_not_are_refused_by_name(tmp_path: Path) -> None:
     schema = Schema([Field(("n",), "int64", ()), Field(("far",), ARROW, (), type_text(kind))])
     storage = make(tmp_path / "run.exp", schema, [np.arange(2), pa.array([{}, None], kind)])
     rb = expstore.ReplayBuffer(storage=storage)
-    with pytest.raises(SchemaError, match="'far' is struct<>, for which Parquet has no form"):
+    with pytest.raises(SchemaError, match="'far' is struct<>, which Parquet cannot store"):
         export_parquet(rb, tmp_path / "out")
     assert os.listdir(tmp_path) == ["run.exp"]
     assert export_parquet(rb, tmp_path / "out", fields=["n"]).rows == 2
@@ -533,7 +533,7 @@ def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
     pq.write_table(table.set_column(at, table.schema.field(at), pa.array(image, table["image"].type)), path)
     with pytest.raises(SchemaError, match="'image': expected int64") as caught:
         import_parquet(tmp_path / "out", tmp_path / "back.exp")
-    assert "as its shape says" in str(caught.value.hint)
+    assert "shape does not match its number of values" in str(caught.value.hint)
     pq.write_table(table.set_column(at, "image", pa.array(["x"] * 30)), path)
     import_parquet(tmp_path / "out", tmp_path / "other.exp")
     with expstore.open(tmp_path / "other.exp", mode="r") as rb:
@@ -564,7 +564,7 @@ def test_types_that_no_field_has_are_refused_by_name(tmp_path: Path) -> None:
     ):
         with pa.ipc.new_file(tmp_path / f"{number}.arrow", pa.schema([("odd", column.type)])) as file:
             file.write_table(pa.table({"odd": column}))
-        with pytest.raises(SchemaError, match=f"'odd' is of type {column.type}, which no field has"):
+        with pytest.raises(SchemaError, match=f"'odd' is of type {column.type}, which a field cannot have"):
             import_arrow(tmp_path / f"{number}.arrow", tmp_path / "back.exp")
     assert sorted(os.listdir(tmp_path)) == ["0.arrow", "1.arrow"]
 
@@ -588,7 +588,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["import", source, str(tmp_path / "x.exp")]) == 0
     assert "note: 'tokens' has lists of any length" in capsys.readouterr().err
     for options, words in (
-        (["--storage", "zarr"], "a zarr storage keeps rows of a fixed size"),
+        (["--storage", "zarr"], "a zarr storage needs rows of fixed size"),
         (["--storage", "sqlite"], "use arrow or zarr"),
         (["--storage", "arrow", "--format", "npz"], "applies to arrow and parquet only"),
     ):
@@ -596,7 +596,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert words in capsys.readouterr().err
     assert run(["export", paths[0], str(tmp_path / "z"), "--npz"]) == 2
     said = capsys.readouterr().err
-    assert "field 'prompt' is string: exports to NPZ take rows of a fixed size" in said
+    assert "field 'prompt' is string: exports to NPZ need fields of fixed size" in said
     assert "Parquet and Arrow take all" in said
 
 

@@ -1,4 +1,4 @@
-"""Rows as a plain Zarr group: what other programs read there is what the store holds."""
+"""Rows as a plain Zarr group: other programs read the store's content."""
 
 from __future__ import annotations
 

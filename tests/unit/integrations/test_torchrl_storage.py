@@ -1,4 +1,4 @@
-"""TorchRL's own buffers over a store: rows, indices and batches as over its own storages, and they stay."""
+"""TorchRL's own buffers over a store: the same rows, indices and batches, and persistence."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_a_writer_that_was_set_later_is_aligned(storage: ExpStorage) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage)
     rb.extend(rows(10))
     rb.set_writer(theirs.TensorDictRoundRobinWriter())
-    with pytest.raises(expstore.StateError, match="at 0, and the next rows of the store come at 10"):
+    with pytest.raises(expstore.StateError, match="at 0, but the store's next rows are at 10"):
         rb.add(rows(1, 10)[0])
     assert len(rb) == 10
     storage.align(rb)
@@ -333,7 +333,7 @@ def test_changes_that_would_reach_copies_only_are_refused(storage: ExpStorage) -
         lambda: rb.set_at_(("next", "reward"), zeros[:2], torch.arange(2)),
         lambda: rb.update_(TensorDict({"next": {"reward": zeros}}, [10])),
     ):
-        with pytest.raises(expstore.StateError, match="hands out copies: the store is as it was"):
+        with pytest.raises(expstore.StateError, match="returns copies: the store was not changed"):
             change()
     assert (rb[:]["next", "reward"] == 1).all()
 
@@ -341,7 +341,7 @@ def test_changes_that_would_reach_copies_only_are_refused(storage: ExpStorage) -
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda: {"writer": theirs.TensorDictMaxValueWriter(rank_key="key")}, "places rows elsewhere"),
+        (lambda: {"writer": theirs.TensorDictMaxValueWriter(rank_key="key")}, "places rows at other indices"),
         (lambda: {"writer": theirs.RoundRobinWriter(compilable=True)}, "not compilable"),
         (lambda: {"sampler": ConsumingSampler()}, "expstore.ConsumingSampler"),
         (lambda: {"checkpointer": theirs.TensorStorageCheckpointer()}, "dumps.. writes snapshots"),
@@ -365,7 +365,7 @@ def test_a_data_set_may_be_read_only(storage: ExpStorage) -> None:
 def test_stores_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not int"):
         ExpStorage(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="capacity: settings go with a folder"):
+    with pytest.raises(TypeError, match="capacity: settings are only allowed with a folder"):
         ExpStorage(MemoryStorage(3), capacity=3)
     with pytest.raises(expstore.StateError, match="keeps objects"):
         ExpStorage(expstore.ListStorage(3))
@@ -381,7 +381,7 @@ def test_a_store_without_bound_is_not_emptied(store_path: Path) -> None:
         rb.empty()
         assert rb.extend(rows(10)).tolist() == list(range(10))
         assert rb.sample().shape == (4,)
-        with pytest.raises(expstore.StateError, match="no index comes again"):
+        with pytest.raises(expstore.StateError, match="never reuses indices"):
             rb.empty()
 
 
@@ -437,4 +437,4 @@ def test_without_torchrl_the_reason_is_given() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 1
-    assert "torchrl is not installed; expstore's own buffers need none" in done.stderr
+    assert "torchrl is not installed; expstore's own buffers do not need it" in done.stderr

@@ -1,7 +1,6 @@
-"""Buffers as hooks of a training loop: beside TorchRL's own, inside its Trainer, and without it.
+"""Buffers as hooks of a training loop: next to TorchRL's own, inside its Trainer, and without it.
 
-What is collected comes from an environment that shows lane, episode and step, so that each row says where it
-belongs.
+The environment's observations contain lane, episode and step, so that each row shows where it belongs.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ def test_what_means_nothing_is_refused_with_the_reason(store_path: Path) -> None
     rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10), batch_size=2)
     with pytest.raises(ValueError, match="memmap=True is not supported: stores on disk"):
         ReplayBufferTrainer(rb, memmap=True)
-    with pytest.raises(ValueError, match="nothing to fill up"):
+    with pytest.raises(ValueError, match="nothing to pad"):
         ReplayBufferTrainer(rb, flatten_tensordicts=True, max_dims=[5])
     with pytest.raises(ValueError, match="buffer's own batch_size, 2, not by batch_size=3"):
         ReplayBufferTrainer(rb, batch_size=3, iterate=True)
@@ -274,9 +273,9 @@ def test_priorities_need_a_buffer_that_says_which_rows_it_gave() -> None:
 
 def test_batches_that_do_not_fit_are_refused() -> None:
     hook = both(max_dims=[-1, 2])[0]
-    with pytest.raises(expstore.SchemaError, match=r"\[2, 3\], and max_dims=\[-1, 2\] has no room"):
+    with pytest.raises(expstore.SchemaError, match=r"\[2, 3\], and max_dims=\[-1, 2\] is smaller"):
         hook.extend(batch_of(2, 3))
-    with pytest.raises(expstore.SchemaError, match=r"max_dims=\[-1, 2\] has 2 sizes, the batch 1 dims"):
+    with pytest.raises(expstore.SchemaError, match=r"max_dims=\[-1, 2\] has 2 sizes, the batch has 1 dims"):
         hook.extend(batch_of(2, 3)[0])
     assert len(hook.replay_buffer) == 0
 
@@ -285,7 +284,9 @@ def test_buffers_of_others_are_refused() -> None:
     with pytest.raises(TypeError, match=r"got a torchrl\..*; torchrl.trainers.ReplayBufferTrainer takes"):
         ReplayBufferTrainer(their_data.ReplayBuffer(storage=their_data.LazyTensorStorage(10)))  # type: ignore[arg-type]
     for buffer in (None, "x", expstore.ReplayBuffer):
-        with pytest.raises(TypeError, match=r"must be a buffer of expstore, got .*; expstore.open\(\) makes"):
+        with pytest.raises(
+            TypeError, match=r"must be a buffer of expstore, got .*; expstore.open\(\) returns"
+        ):
             ReplayBufferTrainer(buffer)  # type: ignore[arg-type]
     for options in ({"batch_size": "x"}, {"max_dims": 3}, {"max_dims": ["x"]}):
         with pytest.raises(TypeError, match=next(iter(options))):
@@ -298,9 +299,9 @@ def test_what_is_no_batch_is_refused() -> None:
     )
     hook: Any = ReplayBufferTrainer(member)
     for batch in (None, [1]):
-        with pytest.raises(TypeError, match="a collector hands over a TensorDict, this is"):
+        with pytest.raises(TypeError, match="batch must be a TensorDict, got"):
             hook.extend(batch)
-        with pytest.raises(TypeError, match="priorities are taken out of a sample, this is"):
+        with pytest.raises(TypeError, match="priorities are read from a sample, a TensorDict, got"):
             hook.update_priority(batch)
     with pytest.raises(TypeError, match="registered with a torchrl Trainer, not with None"):
         hook.register(None)
@@ -308,7 +309,7 @@ def test_what_is_no_batch_is_refused() -> None:
 
 @pytest.mark.parametrize("state", [{"buffer": {}}, None, {"replay_buffer": None}])
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
-    with pytest.raises(expstore.StateError, match="no state of a ReplayBufferTrainer"):
+    with pytest.raises(expstore.StateError, match="not a state of a ReplayBufferTrainer"):
         both()[0].load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""Compressed buffers as Arrow has them: what pyarrow packs is unpacked, and damage is said."""
+"""Arrow's compressed buffers: those of pyarrow are decompressed, and damage is reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows come out of packed chunks as they went in, whichever way the compiled loop takes.
+"""The compiled loop decodes packed chunks exactly, on each of its code paths.
 
-Blocks of LZ4 are unpacked where and as far as needed, everything else as a whole; many frames by several
-threads.
+Blocks of LZ4 are decompressed in place and only as far as needed, everything else as a whole; many frames by
+several threads.
 """
 
 from __future__ import annotations

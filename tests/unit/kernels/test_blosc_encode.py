@@ -1,4 +1,4 @@
-"""The compiled loop packs chunks as numcodecs does, byte for byte, in any number of threads."""
+"""The compiled loop encodes chunks like numcodecs, byte for byte, with any number of threads."""
 
 from __future__ import annotations
 

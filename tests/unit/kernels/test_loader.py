@@ -1,4 +1,4 @@
-"""Compiled loops are there wherever they are used: a missing one would only make things slow."""
+"""Compiled loops are loaded wherever they are used; a missing one would only be slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of steps beside a plain dict: every row is found, in whatever order rows come and leave."""
+"""Runs of steps compared with a plain dict: every row is found, in any order of writes and deletions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum tree against plain sums: totals, places under a mass, growth, and no rounding carried along."""
+"""The sum tree compared with plain sums: totals, lookups, growth, and no accumulated rounding errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sound store of several shards, and copies of it that a test may damage."""
+"""An undamaged store of several shards, and copies of it that tests may damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify and repair cover the archive of a store: an opening needs it, and refuses if it is damaged."""
+"""Verify and repair include a store's archive; a damaged archive prevents opening."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_damaged_archive_is_named_and_repaired(ring: Path, tmp_path: Path) -> 
     done = repair(ring, drop_damaged=True)
     assert not done.left
     assert not done.lost  # of the store's own rows
-    assert any("rows given up: its ids 1 to" in act for act in done.acts)
+    assert any("rows dropped: its ids 1 to" in act for act in done.acts)
     assert verify(ring) == []
     with expstore.open(ring) as rb:
         assert len(rb) == 20

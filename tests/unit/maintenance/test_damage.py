@@ -1,4 +1,4 @@
-"""Files that are cut short or gone: no crash, no silent zeros; the file is named, the rest can be read."""
+"""Truncated and missing files: no crash, no silent zeros; the file is named, other rows can be read."""
 
 from __future__ import annotations
 

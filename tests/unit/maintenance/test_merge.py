@@ -1,4 +1,4 @@
-"""Several stores become one: rows, times, priorities and infos are theirs, and their sources stay apart."""
+"""Merged stores keep rows, times, priorities and annotations, and their sources stay separate."""
 
 from __future__ import annotations
 
@@ -185,10 +185,10 @@ def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
         "fewer": batch(3).exclude("number"),
     }
     said = {
-        "dtype": r"dtype.exp does not fit to .*a.exp: field number is .*int32.*, there .*int64",
-        "more": r"more.exp does not fit to .*a.exp: field extra is .*int64.*, there missing",
-        "fewer": r"fewer.exp does not fit to .*a.exp: field number is missing, there .*int64",
-        "key": r"key.exp does not fit to .*a.exp: reward_key is .*'number'.*, there .*'reward'",
+        "dtype": r"dtype.exp does not match .*a.exp: field number is .*int32.* here, .*int64.* there",
+        "more": r"more.exp does not match .*a.exp: field extra is .*int64.* here, missing there",
+        "fewer": r"fewer.exp does not match .*a.exp: field number is missing here, .*int64.* there",
+        "key": r"key.exp does not match .*a.exp: reward_key is .*'number'.* here, .*'reward'.* there",
     }
     with expstore.open(
         tmp_path / "key.exp", episodes=expstore.EpisodeKeys(traj="traj_ids", reward="number")
@@ -210,7 +210,7 @@ def test_what_is_missing_or_in_the_way(tmp_path: Path) -> None:
     out = tmp_path / "out.exp"
     with pytest.raises(ValueError, match="name at least one"):
         expstore.merge([], out=out)
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         expstore.merge([a, tmp_path / "../" / tmp_path.name / "a.exp"], out=out)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         expstore.merge([a, b], out=out, capacity=0)

@@ -1,4 +1,4 @@
-"""Damaged packed columns: reading says so and nothing else, verify names the rows, repair costs them."""
+"""Damaged packed columns: reading raises, verify names the rows, repair gives them up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair: what is derived costs nothing, what is lost is given up and nothing else, and killed it goes on."""
+"""Repair rebuilds derived files, gives up only lost rows, and can be repeated after a kill."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_costs_nothing(store: Path) -> None:
 
 def test_nothing_to_repair(store: Path) -> None:
     done = repair(store, drop_damaged=True)
-    assert (done.acts, done.lost, done.left) == (["index.duckdb built anew"], (), [])
+    assert (done.acts, done.lost, done.left) == (["index.duckdb rebuilt"], (), [])
     check_store(store, list(ALL))
 
 
@@ -436,10 +436,10 @@ def test_lost_entries_of_a_log_are_filled_up(lost: list[int]) -> None:
 def test_the_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(store / "columns/next/reward/c/0/0", 4 * 100, 5)
     assert run(["repair", str(store), "--dry-run", "--drop-damaged"]) == 0
-    assert "would be: 2,904 rows given up: ids 9097 to 12000" in capsys.readouterr().out
+    assert "would be: 2,904 rows dropped: ids 9097 to 12000" in capsys.readouterr().out
     assert run(["repair", str(store)]) == 1
     told = capsys.readouterr()
-    assert "left: payload: columns/next/reward" in told.out
+    assert "not repaired: payload: columns/next/reward" in told.out
     assert "--drop-damaged" in told.err
     assert run(["repair", str(store), "--drop-damaged", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == [[9097, 12_000]]
@@ -459,7 +459,7 @@ def test_a_version_is_not_repaired(store: Path, tmp_path: Path) -> None:
     found = verify(made.path)
     assert found
     manifest = (made.path / "expstore.json").read_bytes()
-    with pytest.raises(StateError, match="is a version"):
+    with pytest.raises(StateError, match="is a snapshot"):
         repair(made.path, drop_damaged=True)
     assert (made.path / "expstore.json").read_bytes() == manifest
     assert verify(made.path) == found

@@ -1,4 +1,4 @@
-"""A store of another capacity is the same store: rows, episodes, numbers and versions are as they were."""
+"""A resized store keeps rows, episodes, numbers and snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`expstore migrate`: what it says, what it does, and that the old index stays."""
+"""`expstore migrate`: its output, its effect, and the backup of the old index."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_dry_run_says_what_would_be_done(store: Path, newer: Path, cli: Cli) -
     code, out, _ = cli("migrate", store, "--dry-run")
     assert code == 0
     assert out.splitlines()[1:] == [
-        f"would be: index.duckdb: built anew with {NEXT}; the old one is kept as index.duckdb.old-1"
+        f"would be: index.duckdb: rebuilt with {NEXT}; the old one is kept as index.duckdb.old-1"
     ]
     assert read_files(store) == before
     code, out, _ = cli("migrate", store, "--dry-run", "--json")

@@ -1,4 +1,4 @@
-"""Verify: what is damaged is found and named, whatever bit it is; what is not damaged is not."""
+"""Verify finds and names damage of any bit, and reports nothing for undamaged stores."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_an_index_that_differs_is_found(store: Path) -> None:
         con.execute("UPDATE episode_rows SET length = length + 1 WHERE episode_id = 3")
     (finding,) = verify(store)
     assert (finding.kind, finding.path) == ("index", "index.duckdb")
-    assert "made anew" in finding.message
+    assert "`expstore repair` rebuilds it" in finding.message
     (store / "index.duckdb").write_bytes(b"nothing like it" * 1000)
     assert kinds(store) == ["index"]
     (store / "index.duckdb").unlink()

@@ -1,4 +1,4 @@
-"""The client against a real server: what a buffer does, done over a connection that may break."""
+"""The client against a real server: the buffer's operations over a connection that may break."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ def test_torchrls_collectors_of_several_processes_are_told_why_they_cannot_write
             with pytest.raises(RemoteError, match="sharing") as caught:
                 kind([Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
             assert caught.value.kind == "local_only"
-            assert "a collector of several processes" in caught.value.hint
+            assert "a multi-process collector" in caught.value.hint
         collector = Collector(Make(0)(), None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
         for _ in collector:
             pass

@@ -1,4 +1,4 @@
-"""Rows that are handed out so many times and then no more: the law, and that no stop forgets a count."""
+"""Rows that are returned a limited number of times: the limit, and counts that survive any stop."""
 
 from __future__ import annotations
 

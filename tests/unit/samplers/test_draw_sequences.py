@@ -1,4 +1,4 @@
-"""Samplers draw the rows in `tests/golden/draws`, also after a restart and with batches made ahead."""
+"""Samplers draw the rows in `tests/golden/draws`, also after a restart and with prefetching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`where=` and `weight=` of samplers: which rows are drawn, how often, and since when."""
+"""`where=` and `weight=` of samplers: which rows are drawn, how often, and from when on."""
 
 from __future__ import annotations
 
@@ -429,20 +429,20 @@ REFUSED = {
     "true ORDER BY 1": "more than one expression",
     "true) OR (true": "syntax error",
     "kind = 1 /*": "unterminated",
-    "-- nothing": "no SQL expression",
-    "": "no SQL expression",
+    "-- nothing": "not an SQL expression",
+    "": "not an SQL expression",
     "kind >": "syntax error",
-    "true\0": "a character without a meaning",
+    "true\0": "a NUL character",
     "*": "a star",
-    "random() < 0.5": "another answer another time",
-    "_time > now()": "another answer another time",
-    "_time > ago(INTERVAL 1 DAY)": "another answer another time",
+    "random() < 0.5": "can return different values for the same row",
+    "_time > now()": "can return different values for the same row",
+    "_time > ago(INTERVAL 1 DAY)": "can return different values for the same row",
     "unnest([true])": "a table",
     "_priority > 1": "PrioritizedSampler",
     "transitions._priority > 1": "PrioritizedSampler",
     "_sampled = 0": "ConsumingSampler",
-    "episode.live_rows > 3": "every row that leaves",
-    "episode.reward > 3": "no fact.*episode.return",
+    "episode.live_rows > 3": "every row that is evicted",
+    "episode.reward > 3": "not a column of episodes.*episode.return",
 }
 
 
@@ -801,7 +801,7 @@ def test_a_buffer_that_consumes_keeps_the_filter() -> None:
 
 @pytest.mark.parametrize("kind", [ConsumingSampler, SamplerWithoutReplacement])
 def test_a_weight_without_a_meaning_is_refused(kind: Callable[..., Sampler]) -> None:
-    with pytest.raises(ValueError, match="weight='kind' has no meaning in .*use where="):
+    with pytest.raises(ValueError, match="does not support weight='kind': .*use where="):
         kind(weight="kind")
 
 

@@ -1,4 +1,4 @@
-"""The names of samplers: one table for `expstore.open`, buffers and requests."""
+"""Names of samplers: one table for `expstore.open`, buffers and requests."""
 
 from __future__ import annotations
 

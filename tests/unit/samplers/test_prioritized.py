@@ -1,4 +1,4 @@
-"""Prioritized sampling: frequencies and weights after the law, through every way in which rows change."""
+"""Prioritized sampling: frequencies and weights, through all kinds of changes of rows."""
 
 from __future__ import annotations
 

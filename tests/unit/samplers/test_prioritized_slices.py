@@ -1,4 +1,4 @@
-"""Slices drawn by the priorities of their first rows, beside the law written out in NumPy."""
+"""Slices sampled by the priorities of their first rows, compared with NumPy."""
 
 from __future__ import annotations
 

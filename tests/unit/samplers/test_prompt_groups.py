@@ -1,4 +1,4 @@
-"""Whole groups: which, how many rows of each, by which strategy."""
+"""Sampling of whole prompt groups: which groups, how many rows of each, by which strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling new rows more often: ages, limits, gaps, and what is refused."""
+"""Sampling by recency: ages, limits, deleted rows, and errors."""
 
 from __future__ import annotations
 

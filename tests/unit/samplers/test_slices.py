@@ -1,4 +1,4 @@
-"""Slices of episodes: their lengths, where they begin, what batches say of their ends."""
+"""Slices of episodes: lengths, first steps, and flags at their ends."""
 
 from __future__ import annotations
 
@@ -280,15 +280,15 @@ def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) 
         ({"slice_len": 2, "span": -1}, ValueError, "span must be"),
         ({"slice_len": 2, "span": (1,)}, ValueError, "span must be"),
         ({"slice_len": 2, "span": 1.0}, ValueError, "span must be"),
-        ({"slice_len": 2.0}, TypeError, "slice_len must be a whole number, got 2.0"),
-        ({"num_slices": True}, TypeError, "num_slices must be a whole number"),
-        ({"slice_len": 2, "end_keys": "done"}, ValueError, "one alone is end_key="),
+        ({"slice_len": 2.0}, TypeError, "slice_len must be an integer, got 2.0"),
+        ({"num_slices": True}, TypeError, "num_slices must be an integer"),
+        ({"slice_len": 2, "end_keys": "done"}, ValueError, "pass a single key as end_key"),
         ({"slice_len": 2, "end_keys": []}, ValueError, "end_keys must be a list of keys"),
         ({"slice_len": 2, "by": "row"}, ValueError, "by must be 'trajectory' or 'start'"),
         ({"slice_len": 2, "compile": True}, ValueError, "SliceSampler does not support compile=True"),
         ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "SliceSampler does not support ends="),
         ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, RuntimeError, "exclusive"),
-        ({"slice_len": 2, "traj_key": "a", "trajectory_key": "a"}, ValueError, "give one of them"),
+        ({"slice_len": 2, "traj_key": "a", "trajectory_key": "a"}, ValueError, "pass one of them"),
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any], error: type[Exception], match: str) -> None:

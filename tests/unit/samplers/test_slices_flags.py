@@ -1,6 +1,6 @@
-"""What a batch of slices says beside its rows, against what TorchRL's samplers say of the same slices.
+"""Flags and info of a batch of slices equal those of TorchRL's samplers for the same slices.
 
-Both draw from the same rows of one lane until every slice has come; then each slice must look the same.
+Both sample the same rows of one lane until every slice has been drawn; then the slices are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How often slices come, against the laws that their samplers promise, in every shape of a store.
+"""Frequencies of slices match the distributions of their samplers, in every kind of store.
 
-Each check is a chi-square test over slices that sees a slice which is off by 5 % (`chances`). Which slices
-there are, and their chances, comes from the reference (`slice_model`).
+Each check is a chi-square test over slices that detects a slice that is off by 5 % (`chances`). The possible
+slices and their probabilities come from the reference (`slice_model`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Threads and followers draw slices while lanes go on and the ring turns: each slice is one.
+"""Threads and followers sample slices while lanes are written and the ring wraps: slices stay intact.
 
-What a row holds follows from its episode and its step, which are those of its lane's own count, so that a
-slice of two episodes, a step that is left out, or a torn row shows in what was drawn. The long form is
-`make torture`.
+The content of a row follows from its episode and step, which its lane counts itself. So a slice of two
+episodes, a missing step or a torn row is visible in the batch. The long form is `make torture`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Slices of what TorchRL's collectors hand over, and of workers that take turns, beside TorchRL's own.
+"""Slices of rows from TorchRL's collectors and interleaved workers, compared with TorchRL's.
 
-Each row says which step of which episode of which worker it is, so that it is known which slices there
-are: those of `LENGTH` steps of one episode that follow one another, wherever their rows came.
+Each row contains its worker, episode and step, so that the possible slices are known: `LENGTH` consecutive
+steps of one episode, wherever their rows are.
 """
 
 from __future__ import annotations

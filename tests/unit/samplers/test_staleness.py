@@ -1,4 +1,4 @@
-"""Sampling by staleness: versions follow the rows through every change, and draws follow from the rows."""
+"""Sampling by staleness: versions follow rows through all changes, and draws follow from the rows."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_wrong_weights_are_refused(weights: Any) -> None:
     rb = buffer(MemoryStorage(9), staleness_weight_fn=weights)
     rb.extend(rows([0, 1, 0]))
     sampler_of(rb).consumer_version = 1
-    with pytest.raises(ValueError, match="staleness_weight_fn must give 3 finite weights"):
+    with pytest.raises(ValueError, match="staleness_weight_fn must return 3 finite weights"):
         rb.sample()
 
 
@@ -132,7 +132,7 @@ def test_what_is_refused() -> None:
             rb.sample()
     rb = buffer(MemoryStorage(9), staleness_weight_fn=torch.zeros_like)
     rb.extend(rows([1, 1, 1]))
-    with pytest.raises(NotReadyError, match="all 3 rows weight 0"):
+    with pytest.raises(NotReadyError, match="weight 0 for all 3 rows"):
         rb.sample()
 
 

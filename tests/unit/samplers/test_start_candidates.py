@@ -1,4 +1,4 @@
-"""Slices that begin only at rows that match, beside the law written out row by row."""
+"""Slices that start only at matching rows, compared with a row-by-row reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New slices come once each, in order, through rings, lanes, kills and copies; then any."""
+"""New slices are returned once each, in order, through rings, lanes, kills and copies; then any slices."""
 
 from __future__ import annotations
 

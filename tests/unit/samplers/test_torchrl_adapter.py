@@ -1,4 +1,4 @@
-"""Samplers written for torchrl draw in our buffers; `replacement=False` makes the samplers without it."""
+"""Samplers written for torchrl work in our buffers; `replacement=False` selects samplers without it."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_an_empty_buffer_is_refused_before_it_is_asked() -> None:
     ("drawn", "error", "text"),
     [
         (torch.zeros(2), StateError, "returned Tensor, not a pair"),
-        ((torch.zeros(2), {}), StateError, "found by integers"),
+        ((torch.zeros(2), {}), StateError, "must be integers"),
         (([17], {}), NotFoundError, "no row with index 17"),
     ],
 )
@@ -268,14 +268,14 @@ def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -
 
 
 def test_what_is_no_sampler_is_refused() -> None:
-    with pytest.raises(TypeError, match="draws by a Sampler, not by int"):
+    with pytest.raises(TypeError, match="must be a name, or an object with a method sample; got int"):
         make(3)
     rb = make(None)
     with pytest.raises(
         TypeError, match="there is no sampler 'random'; .*the samplers are uniform, prioritized, "
     ):
         rb.set_sampler("random")
-    with pytest.raises(TypeError, match="expstore.samplers has its samplers"):
+    with pytest.raises(TypeError, match="use the sampler of the same name"):
         make(theirs.RandomSampler())
 
 

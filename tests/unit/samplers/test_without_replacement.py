@@ -1,4 +1,4 @@
-"""Sampling without replacement: each row once per pass, whatever happens in between."""
+"""Sampling without replacement: each row once per pass, through any operations."""
 
 from __future__ import annotations
 

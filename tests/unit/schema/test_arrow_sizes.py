@@ -1,4 +1,4 @@
-"""Sizes of rows by their offsets."""
+"""Sizes of rows computed from offsets."""
 
 from __future__ import annotations
 

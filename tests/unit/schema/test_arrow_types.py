@@ -1,4 +1,4 @@
-"""Types of fields without a fixed size: their text says what they are, and which columns fit."""
+"""Types of variable-length fields: their text, and which columns fit them."""
 
 from __future__ import annotations
 

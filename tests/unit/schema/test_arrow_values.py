@@ -1,4 +1,4 @@
-"""Python's values as columns: what comes back is what went in, or nothing is taken."""
+"""Python values as columns are returned unchanged, or refused."""
 
 from __future__ import annotations
 

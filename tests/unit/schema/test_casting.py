@@ -1,6 +1,6 @@
-"""Columns held against the types of fields: widened where nothing is lost, otherwise refused by name.
+"""Columns are widened to the types of fields without loss, or refused with the field's name.
 
-`test_arrowtypes` has more, of types.
+`test_arrow_types` has more tests of types.
 """
 
 from __future__ import annotations

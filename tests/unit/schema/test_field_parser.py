@@ -1,4 +1,4 @@
-"""Fields named by dtypes, shapes and Arrow types."""
+"""Fields given by dtypes, shapes and Arrow types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some rows of a column, whichever kind it is."""
+"""Selection of rows of any kind of column."""
 
 from __future__ import annotations
 

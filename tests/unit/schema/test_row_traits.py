@@ -1,4 +1,4 @@
-"""What a storage says of its rows decides which fields it takes."""
+"""The traits of a storage's rows determine the accepted fields."""
 
 from __future__ import annotations
 

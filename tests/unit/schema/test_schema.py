@@ -1,4 +1,4 @@
-"""The schema: which names and dtypes a store takes, and which batches fit it."""
+"""The schema: accepted names and dtypes, and matching batches."""
 
 from __future__ import annotations
 

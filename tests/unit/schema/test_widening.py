@@ -1,4 +1,4 @@
-"""Which values are values of another type, too."""
+"""Which Arrow types can be widened to which."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Composite and stacked specs do what TorchRL's do: both are made alike, and asked the same.
+"""Composite and stacked specs behave like TorchRL's.
 
-Run with the other tests. Trees of specs are drawn by Hypothesis. What differs on purpose has its own tests.
+Run with the other tests. Hypothesis draws trees of specs. Intended differences have separate tests.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def test_keys_can_be_asked_for_at_any_depth() -> None:
     assert list(spec.keys(True)) == ["a", "d"]
     with pytest.raises(KeyError):
         del spec["a", "b"]
-    with pytest.raises(KeyError, match="'d' is no composite"):
+    with pytest.raises(KeyError, match="'d' is not a composite"):
         spec["d", "e"]
     assert Composite(a=Composite()).is_empty(recurse=True)
     with pytest.raises(TypeError, match="give a spec"):

@@ -1,6 +1,6 @@
-"""gymnasium's spaces become specs of the same values, and come back; a collector has them kept.
+"""gymnasium spaces become specs of the same values and back; a collector stores them.
 
-Run with the other tests. Spaces are drawn by Hypothesis.
+Run with the other tests. Hypothesis draws the spaces.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_what_a_space_becomes() -> None:
         (spaces.Text(5), "text of any length"),
         (spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)), "graphs of any size"),
         (spaces.Sequence(spaces.Discrete(2)), "any length; pad them"),
-        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "of another shape each time"),
+        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "whose shape depends on the number"),
         (spaces.Dict(a=spaces.Text(5)), "text of any length"),
     ],
 )
@@ -155,14 +155,14 @@ def test_other_specs_become_the_space_of_their_arrays() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (None, "no spec is known"),
-        (NonTensor(), "no tensors"),
-        (Composite(a=None), "no spec is known"),
+        (None, "unknown spec"),
+        (NonTensor(), "not tensors"),
+        (Composite(a=None), "unknown spec"),
         (Bounded(0, 1, shape=(-1,)), "a dim of any size"),
         (Unbounded((1,), dtype=torch.bfloat16), "no bfloat16"),
         (Categorical(2, mask=torch.tensor([True, False])), "no masks"),
-        (torch.stack([Categorical(2), Categorical(3)]), "take those of its parts"),
-        (Choice([Categorical(2), Categorical(3)]), "take those of its parts"),
+        (torch.stack([Categorical(2), Categorical(3)]), "convert its parts"),
+        (Choice([Categorical(2), Categorical(3)]), "convert its parts"),
     ],
 )
 def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
@@ -171,7 +171,7 @@ def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
 
 
 def test_what_is_no_space_is_refused() -> None:
-    with pytest.raises(TypeError, match="no gymnasium space"):
+    with pytest.raises(TypeError, match="not a supported gymnasium space"):
         from_space(3)
 
 

@@ -1,4 +1,4 @@
-"""What specs take, and what they refuse: each at once, and with what was found.
+"""Inputs that specs accept and refuse; errors are raised at once and name what was found.
 
 Run with the other tests.
 """
@@ -123,14 +123,14 @@ def test_stacks_take_stacks() -> None:
 
 
 @pytest.mark.parametrize("n", [2.5, 0, -2, "x", None, math.nan])
-def test_choices_are_counted_in_whole_numbers(n: Any) -> None:
+def test_numbers_of_choices_must_be_positive_integers(n: Any) -> None:
     for make in (Categorical, OneHot, lambda n: MultiOneHot((2, n))):
-        with pytest.raises(ValueError, match="whole number from 1 on"):
+        with pytest.raises(ValueError, match="integer of at least 1"):
             make(n)
     if isinstance(n, (int, float)):
-        with pytest.raises(ValueError, match="MultiCategorical: nvec is .* whole number from 1 on"):
+        with pytest.raises(ValueError, match="MultiCategorical: nvec is .* integer of at least 1"):
             MultiCategorical([2, n])
-    with pytest.raises(ValueError, match="whole number from 1 on"):
+    with pytest.raises(ValueError, match="integer of at least 1"):
         Categorical(-1).set_provisional_n(n)
 
 
@@ -167,10 +167,10 @@ def test_environments_of_others_are_named() -> None:
 
 def test_a_text_that_is_none_says_where_one_comes_from() -> None:
     for wrong in ("x", "{}", "[]", '{"version": 1}', '{"version": 1, "spec": {"kind": "Nope"}}'):
-        with pytest.raises(CorruptionError, match="give what to_text has returned") as caught:
+        with pytest.raises(CorruptionError, match="pass the text that to_text returned") as caught:
             from_text(wrong)
         assert "verify" not in str(caught.value)
-    with pytest.raises(TypeError, match="what to_text has returned, a str; got a NoneType"):
+    with pytest.raises(TypeError, match="the str that to_text returned; got a NoneType"):
         from_text(None)  # type: ignore[arg-type]
     with pytest.raises(MigrationError, match="version 99.*install a newer"):
         from_text('{"version": 99}')

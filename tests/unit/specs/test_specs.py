@@ -1,7 +1,7 @@
-"""Specs say of values what TorchRL's say: both are made alike and asked the same.
+"""Specs behave like TorchRL's.
 
-Run with the other tests. Specs, values and changes are drawn by Hypothesis. What differs on purpose has a
-test of its own, at the end.
+Run with the other tests. Hypothesis draws specs, values and changes. Intended differences have separate tests
+at the end.
 """
 
 from __future__ import annotations
@@ -519,13 +519,13 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         (lambda: expstore.Bounded(0, 1, shape=(), dtype="float32"), TypeError, "dtype is one of torch's"),
         (lambda: expstore.Bounded(0, 1, shape=(-1, 2))[:1], IndexError, "its size is unknown"),
         (lambda: expstore.Bounded(0, 1, shape=(-1, 2)).unbind(0), ValueError, "Cannot unbind along dim 0"),
-        (lambda: expstore.OneHot(3, use_register=True), ValueError, "finds no value again"),
-        (lambda: expstore.MultiOneHot((3, 2), use_register=True), ValueError, "finds no value again"),
-        (lambda: expstore.OneHot(3).encode(-1), AssertionError, "of 0 to 2"),
+        (lambda: expstore.OneHot(3, use_register=True), ValueError, "cannot map numbers back"),
+        (lambda: expstore.MultiOneHot((3, 2), use_register=True), ValueError, "cannot map numbers back"),
+        (lambda: expstore.OneHot(3).encode(-1), AssertionError, "expected 0 to 2"),
         (lambda: expstore.OneHot(3, (2, 3)).flatten(0, 1), ValueError, "must remain unchanged"),
         (lambda: expstore.MultiOneHot((3, 2)).encode([0, 1, 1]), ValueError, "takes 2 numbers"),
         (lambda: expstore.Unbounded(colour="red"), TypeError, "unrecognised kwargs"),
-        (lambda: expstore.Unbounded(dtype=torch.complex64), TypeError, "take two of torch.float32"),
+        (lambda: expstore.Unbounded(dtype=torch.complex64), TypeError, "use two values of torch.float32"),
         (lambda: expstore.Choice([]), ValueError, "at least one"),
         (lambda: expstore.MultiCategorical((3,)).set_provisional_n(4), ValueError, "knows how many"),
         (
@@ -536,7 +536,7 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         (
             lambda: expstore.OneHot(2, (2, 2), mask=torch.eye(2).bool()).enumerate(use_mask=True),
             ValueError,
-            "one mask for all elements",
+            "the same mask for all elements",
         ),
     ],
 )
@@ -817,7 +817,7 @@ def test_objects_have_specs() -> None:
     assert spec == spec.clone() != expstore.NonTensor(shape=(2, 3), example_data="stop", feature_dims=1)
     assert expstore.NonTensor(shape=(3,), batched=True, example_data=1).rand().tolist() == [1, 1, 1]
     assert expstore.NonTensor(shape=()).to_numpy("same", safe=True) == "same"
-    with pytest.raises(TypeError, match="of objects"):
+    with pytest.raises(TypeError, match="describes objects"):
         spec.type_check(torch.ones(3))
 
 

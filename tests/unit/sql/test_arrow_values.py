@@ -1,4 +1,4 @@
-"""What DuckDB is shown of values that it has no type for."""
+"""Conversion of values that have no type in DuckDB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index: what it takes in, what SQL sees, and that its file may be lost at any time."""
+"""The index: its content, what SQL sees, and recovery from a lost file."""
 
 from __future__ import annotations
 

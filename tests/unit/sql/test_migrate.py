@@ -1,4 +1,4 @@
-"""Steps of the index's tables: found, applied once, never changed behind anybody's back."""
+"""Migrations of the index's tables: found, applied once, never changed afterwards."""
 
 from __future__ import annotations
 

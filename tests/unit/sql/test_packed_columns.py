@@ -1,4 +1,4 @@
-"""SQL over stores with packed fields: what a query does not need is not unpacked, and answers are as flat."""
+"""SQL over stores with packed fields unpacks only needed fields, and gives the same results as flat ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQL over scalars of a store of 200,000 images: no image is unpacked, and none of their pages is touched."""
+"""SQL over scalars of a store of 200,000 images unpacks no image and reads none of their pages."""
 
 from __future__ import annotations
 

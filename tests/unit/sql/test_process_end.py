@@ -1,4 +1,4 @@
-"""The end of programs that have asked in SQL: DuckDB (nanobind) reports on stderr what is not let go of."""
+"""Programs that used SQL end without leak reports of DuckDB (nanobind) on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores in folders whose names mean something to DuckDB, or are no text."""
+"""Stores in folders whose names are special to DuckDB, or are not valid text."""
 
 from __future__ import annotations
 

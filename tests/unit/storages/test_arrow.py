@@ -1,4 +1,4 @@
-"""The Arrow storage: segments through reopening, rings, followers, versions, loads, and what it refuses."""
+"""The Arrow storage: segments through reopening, rings, followers, snapshots, loads, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage is, as expstore.json has it."""
+"""The description of a storage in expstore.json."""
 
 from __future__ import annotations
 

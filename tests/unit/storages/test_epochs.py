@@ -1,4 +1,4 @@
-"""Numbers that move when what was derived from rows must be derived anew."""
+"""Epochs: counters that change when caches over rows must be rebuilt."""
 
 from __future__ import annotations
 

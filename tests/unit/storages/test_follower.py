@@ -1,4 +1,4 @@
-"""mode="r": a store that somebody else writes to, or nobody, read without a trace."""
+"""mode="r": reading a store, with or without a writer, without changing any file."""
 
 from __future__ import annotations
 

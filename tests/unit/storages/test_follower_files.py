@@ -1,4 +1,4 @@
-"""What followers hold open: after any number of openings and changes no more files than after the first."""
+"""Open files of followers: their number does not grow with openings and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Followers beside a writer: what they see, when, and what they never see."""
+"""Followers of a running writer: what they see, when, and what they never see."""
 
 from __future__ import annotations
 

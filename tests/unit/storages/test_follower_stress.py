@@ -1,7 +1,7 @@
-"""Two followers sample, index and query beside a writer that wraps its ring: no torn or mixed row.
+"""Two followers sample, index and query while a writer wraps its ring: no torn or mixed row.
 
-Rows are functions of their ids (`crowd`). The long form is `make torture`; how much the writer is slowed
-is for `benchmarks/followers.py` to say.
+Rows are functions of their ids (`crowd`). The long form is `make torture`; `benchmarks/followers.py` measures
+how much the writer slows down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds a storage hears of another content, as long as it lives."""
+"""Objects that hold a storage are notified of replaced content while they live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows by index: which rows a change means, and which of several values for one row counts."""
+"""Rows by index: which rows a change addresses, and which of several values for one row counts."""
 
 from __future__ import annotations
 

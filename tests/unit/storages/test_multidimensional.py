@@ -1,4 +1,4 @@
-"""Storages with more than one dim: every cell is a row, of an id, and of a place along each dim."""
+"""Storages with more than one dim: every cell is a row with an id and a position along each dim."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_batches_of_other_dims_change_nothing(make: Callable[..., Storage]) -> N
         storage.geometry.check_dims((4,))
     storage.geometry.check_dims((3,))
     put(storage, 3)
-    with pytest.raises(SchemaError, match=r"4 rows are no whole steps of dims \[3\]"):
+    with pytest.raises(SchemaError, match=r"4 rows are not a whole number of steps of dims \[3\]"):
         put(storage, 4)
     assert storage.last == 3
     for wrong in (0, -1):

@@ -1,4 +1,4 @@
-"""Other programs read a closed store: zarr-python, TensorStore and DuckDB's own client agree with it."""
+"""Other programs read a closed store: zarr-python, TensorStore and DuckDB's own client."""
 
 from __future__ import annotations
 

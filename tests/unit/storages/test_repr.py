@@ -1,4 +1,4 @@
-"""A storage says what it is: kind, path, rows, capacity."""
+"""The repr of a storage: kind, path, rows, capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a storage's rows: which ids can be read after each act."""
+"""The state of a storage's rows: which ids can be read after each operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage shows of its episodes to samplers, while rows come, leave and are looked up."""
+"""The index of runs that samplers use, while rows are written, deleted and looked up."""
 
 from __future__ import annotations
 

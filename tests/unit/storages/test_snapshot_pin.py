@@ -1,4 +1,4 @@
-"""Writers wait while rows that they would overwrite are being copied."""
+"""Writers wait while a snapshot copies rows that they would overwrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages: rows by id against a plain model, in RAM and on disk; rings, shards, changes, interruptions."""
+"""Storages compared with a plain model, in RAM and on disk; rings, shards, changes, interruptions."""
 
 from __future__ import annotations
 

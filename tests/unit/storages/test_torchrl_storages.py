@@ -1,4 +1,4 @@
-"""Storages under TorchRL's names: their arguments, where rows lie, and what becomes of their folders."""
+"""Storages under TorchRL's names: arguments, location of rows, and life of their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields without a fixed size: rows by id against a plain model, in every storage that keeps them."""
+"""Variable-length fields: rows by id compared with a plain model, in every storage that supports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite that ships with the library fails for wrong storages, by tests about their faults."""
+"""The public test suite fails for faulty storages, in the tests of their faults."""
 
 from __future__ import annotations
 

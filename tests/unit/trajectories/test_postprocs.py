@@ -1,4 +1,4 @@
-"""N-step rewards and spread rewards of rollouts: beside plain loops, and beside TorchRL's."""
+"""N-step rewards and spread rewards of rollouts, compared with plain loops and with TorchRL."""
 
 from __future__ import annotations
 

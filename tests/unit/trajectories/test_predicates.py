@@ -1,4 +1,4 @@
-"""Trajectories by condition: out of buffers, out of plain data, and what is read for it."""
+"""Trajectories by condition, from buffers and plain data, and which rows are read for it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_no_condition() -> None:
             act(traj.reward > 2.5)
         with pytest.raises(TypeError, match="built from traj or be a function"):
             act(3)
-    with pytest.raises(TypeError, match="join conditions with"):
+    with pytest.raises(TypeError, match="combine conditions with"):
         bool(traj.length > 3 and traj.length < 5)
     with pytest.raises(TypeError, match="any\\(\\) or .all\\(\\)"):
         _ = (traj.length > 3) & (traj.reward > 1)
@@ -142,7 +142,7 @@ def test_what_is_no_condition() -> None:
 
 
 @pytest.mark.parametrize("names", [True, False])
-@pytest.mark.filterwarnings("ignore:No field names")
+@pytest.mark.filterwarnings("ignore:No field identifies")
 def test_rows_are_parted_by_names_or_ends(names: bool) -> None:
     data = steps(*LENGTHS, traj_key=("collector", "traj_ids") if names else None)
     data["next", "done"][-1] = False

@@ -1,4 +1,4 @@
-"""Numbers of many trajectories at once equal those that torch computes of each, to the last bit."""
+"""Reductions of many trajectories at once equal torch's of each, to the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts split into trajectories, and trajectories found in rings: beside TorchRL's and plain loops."""
+"""Splitting rollouts and rings into trajectories, compared with TorchRL and plain loops."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_stacked_batches_are_split() -> None:
 
 
 def test_what_cannot_be_split_is_told() -> None:
-    with pytest.raises(SchemaError, match=r"no 'next\.done'.*trajectory_key"):
+    with pytest.raises(SchemaError, match=r"no field 'next\.done'.*trajectory_key"):
         split_trajectories(TensorDict({"x": torch.zeros(3)}, [3]))
     with pytest.raises(SchemaError, match="no steps"):
         split_trajectories(rollout([False])[:0])

@@ -1,4 +1,4 @@
-"""Transforms that look at other steps: what they see, when they act, and that it is seen in time."""
+"""Transforms that read other steps: which rows they see, when they run, and stale reads."""
 
 from __future__ import annotations
 
@@ -472,16 +472,16 @@ def test_ensembles_send_it_to_their_members() -> None:
 def test_rows_without_steps_are_refused() -> None:
     trees = ReplayBuffer(storage=MemoryStorage(20), transform=Around())
     trees.extend((torch.zeros(3), torch.ones(3)))
-    with pytest.raises(SchemaError, match="need fields with names"):
+    with pytest.raises(SchemaError, match="need named fields"):
         trees[:]
     pieces = ReplayBuffer(storage=MemoryStorage(20), transform=Around(), batch_size=2)
     pieces.extend(TensorDict({"x": torch.zeros(3, 4)}, [3, 4]))
-    with pytest.raises(SchemaError, match="has steps of its own"):
+    with pytest.raises(SchemaError, match="has several steps"):
         pieces.sample()
     objects = ReplayBuffer(storage=ListStorage(20), transform=Around(), batch_size=2)
     objects.extend([trajectory_rows(1, 3)[n] for n in range(3)])
     for read in (objects.sample, objects.query, lambda: objects[:]):
-        with pytest.raises(SchemaError, match="need fields with names"):
+        with pytest.raises(SchemaError, match="need named fields"):
             read()
 
 

@@ -1,4 +1,4 @@
-"""Chains of transforms: what acts when, in which order, and that torchrl's fit."""
+"""Chains of transforms: order and time of their calls, and torchrl's transforms in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random stretches of trajectories: which steps they have, with which chance, and draws that repeat."""
+"""Random crops of trajectories: steps, probabilities, and reproducible draws."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""n-step transitions, returns, frames and next states: beside plain Python, and beside torchrl's.
+"""n-step transitions, returns, frames and next states, compared with plain Python and torchrl.
 
-Stores that anything may have happened to are judged row by row by what their rows say of themselves; rows in
-one piece are given to torchrl's own transforms, too.
+Rows contain their episode and step, so stores with any history can be checked row by row; contiguous rows are
+also passed to torchrl's own transforms.
 """
 
 from __future__ import annotations

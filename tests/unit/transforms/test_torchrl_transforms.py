@@ -1,7 +1,7 @@
-"""TorchRL's transforms in buffers of expstore: each does what it does in TorchRL's own.
+"""TorchRL's transforms in buffers of expstore behave as in TorchRL's buffers.
 
-The tables below have every transform that TorchRL's documents show with a replay buffer, and more. Where one
-cannot be in a buffer at all, both say the same.
+The tables below have every transform that TorchRL's documents show with a replay buffer, and more. A
+transform that cannot be used in a buffer raises the same error in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows as record batches and back: every dtype and shape, slices, shared memory, columns of others."""
+"""Rows as record batches and back: every dtype and shape, slices, shared memory, other programs' columns."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", (
     ("columns", "trouble"),
     [
         ({"x": pa.list_(pa.float32(), 6)}, "column 'n' is missing"),
-        ({"x": pa.list_(pa.float32(), 6), "n": pa.int64(), "y": pa.int8()}, "column 'y' is no field"),
+        ({"x": pa.list_(pa.float32(), 6), "n": pa.int64(), "y": pa.int8()}, "column 'y' is not a field"),
         ({"x": pa.list_(pa.float32(), 5), "n": pa.int64()}, "column 'x' is"),
         ({"x": pa.list_(pa.float64(), 6), "n": pa.int64()}, "column 'x' is"),
         ({"x": pa.list_(pa.float32(), 6), "n": pa.int32()}, "column 'n' is"),
@@ -204,7 +204,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(SchemaError, match="'x' has rows without a value"):
         CODEC.decode(missing)
     narrow = Codec(Schema([Field(("b",), "bfloat16", ())]))
-    with pytest.raises(SchemaError, match="bfloat16 has not"):
+    with pytest.raises(SchemaError, match="bfloat16 cannot hold"):
         narrow.decode(pa.RecordBatch.from_pydict({"b": pa.array([0.1], pa.float32())}))
     with pytest.raises(SchemaError, match="batch size is"):
         CODEC.build(columns_of(TensorDict({"x": torch.zeros(4, 2, 3), "n": torch.arange(4)}, [4]))[1], (5,))

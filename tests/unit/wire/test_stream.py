@@ -1,4 +1,4 @@
-"""Arrow streams message by message: what is taken, what is refused, and streams that break off."""
+"""Arrow streams message by message: what is accepted, what is refused, and truncated streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_whole_streams_are_taken() -> None:
 def test_streams_that_end_early_are_refused_wherever_that_is() -> None:
     body = stream_of(BATCH, BATCH)
     for length in range(len(body)):
-        with pytest.raises(SchemaError, match="no Arrow IPC stream"):
+        with pytest.raises(SchemaError, match="not an Arrow IPC stream"):
             taken(body[:length])
     with pytest.raises(SchemaError, match="1 bytes follow"):
         taken(body + b"x")
@@ -137,7 +137,7 @@ def test_frames_lie_in_the_bytes_that_came() -> None:
     frames[0].memory[frames[0].body + begin :][:size].view("<i8")[0] = 77
     assert frames_in(body)[0].batch()["n"].to_pylist() == [77, 2, 3]
     for length in (0, 5, len(body) // 2, len(body) - 8, len(body) - 1):
-        with pytest.raises(SchemaError, match="no Arrow IPC stream"):
+        with pytest.raises(SchemaError, match="not an Arrow IPC stream"):
             frames_in(body[:length])
 
 

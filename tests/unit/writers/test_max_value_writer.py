@@ -1,4 +1,4 @@
-"""The writer that keeps the best rows: which ones stay, where, and through what comes between."""
+"""The writer that keeps the best rows: which rows are kept, in which slots, through any events."""
 
 from __future__ import annotations
 
@@ -491,7 +491,7 @@ def test_what_a_writer_cannot_rank(make: Make) -> None:
         rb.extend(TensorDict({"score": torch.zeros(2, dtype=torch.complex64)}, [2]))
     assert rb.schema is None
     rb.extend(rows([1.0, 2.0]))
-    with pytest.raises(ValueError, match="episode_info is for episodes"):
+    with pytest.raises(ValueError, match="episode_info is not supported"):
         rb.extend(rows([3.0]), episode_info={"a": 1})
     assert len(rb) == 2
 
@@ -524,9 +524,7 @@ def test_no_other_writer_destroys_the_best_rows(make: Make) -> None:
     assert rb.extend(rows([1.0, 2.0, 3.0, 0.0])).tolist() == [0, 1, 2, 0]
     assert rb.storage.ranking is None
     rb.set_writer(TensorDictMaxValueWriter("score"))
-    with pytest.raises(
-        StateError, match="keeps its rows in the order they came, and is to keep them by sum of"
-    ):
+    with pytest.raises(StateError, match="keeps the newest rows, but this writer keeps the best by sum of"):
         rb.extend(rows([99.0], 3))
     assert [number for _, number in whole(rb)] == [3, 1, 2]
 
@@ -542,7 +540,7 @@ def test_what_a_store_is_ranked_by_is_kept(tmp_path: Path) -> None:
         rb.extend(rows([1.0], 2))
     with expstore.open(path) as rb:
         assert isinstance(rb.writer, RoundRobinWriter)
-    with pytest.raises(ValueError, match="with mode='r' none come"):
+    with pytest.raises(ValueError, match="cannot be used with mode='r'"):
         expstore.open(path, mode="r", writer=RoundRobinWriter())
 
 

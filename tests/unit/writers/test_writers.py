@@ -1,4 +1,4 @@
-"""Writers: what takes rows, what takes none, and one in the place of another."""
+"""Writers: those that accept rows, those that refuse them, and replacing one by another."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_it_does_not_even_fix_the_fields() -> None:
 
 def test_only_a_writer_is_taken() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(4))
-    with pytest.raises(TypeError, match="rows are placed by a Writer, not by str"):
+    with pytest.raises(TypeError, match="the writer must be a Writer, got a str"):
         rb.set_writer("round robin")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The Atari DQN class: the samples of TorchRL's documentation with the import changed; each difference."""
+"""The Atari DQN class: the examples of TorchRL's documentation, and each difference."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_slices(root: Path, strict: str) -> None:
     how: dict[str, Any] = {strict: False}
     dataset = AtariDQNExperienceReplay("Pong/5", batch_size=400, num_slices=10, root=root, **how)
     assert len(dataset.sample()) < 400  # most episodes are shorter than 40 steps
-    with pytest.raises(ValueError, match="are the same"):
+    with pytest.raises(ValueError, match="mean the same"):
         AtariDQNExperienceReplay("Pong/5", strict_len=False, strict_length=False, root=root)
 
 
@@ -203,7 +203,7 @@ def test_a_run_without_files_says_where_they_come_from(tmp_path: Path) -> None:
 def test_the_path_of_another_game_is_refused(tmp_path: Path, named: str) -> None:
     folder, _ = logged(tmp_path / named)
     with pytest.raises(
-        expstore.SchemaError, match=r"Pong/1 is asked for, and the path .* names (Qbert|Pong/2)"
+        expstore.SchemaError, match=r"Pong/1 is requested, but the path .* names (Qbert|Pong/2)"
     ):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=folder)
     assert not list((tmp_path / "root").rglob("Pong/1"))
@@ -217,7 +217,7 @@ def test_some_checkpoints(tmp_path: Path, run: tuple[Path, list[Step]]) -> None:
     assert data[0]["metadata"]["add_count"].tolist() == [199, 599]
     data.close()
     AtariDQNExperienceReplay("Pong/5", root=tmp_path).close()
-    with pytest.raises(StateError, match="was made of the checkpoints 0,2, 1 are asked for"):
+    with pytest.raises(StateError, match="was made of the checkpoints 0,2, but 1 are requested"):
         AtariDQNExperienceReplay("Pong/5", root=tmp_path, checkpoints=[1])
 
 
@@ -229,7 +229,7 @@ def test_a_mirror(tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pyt
     assert 300 < len(data) < 400
     data.close()
     monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", None)
-    with pytest.raises(StateError, match="was made of 2 checkpoints, all are asked for"):
+    with pytest.raises(StateError, match="was made of 2 checkpoints, but all are requested"):
         AtariDQNExperienceReplay("Pong/5", root=tmp_path)
 
 

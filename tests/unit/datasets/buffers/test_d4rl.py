@@ -1,4 +1,4 @@
-"""D4RL's class: from a file, from a server, by its prefix; trajectories, scores, preprocessing."""
+"""The D4RL class: from a file, from a server, by prefix; trajectories, scores, preprocessing."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_one_process_at_a_time_fetches(tmp_path: Path, source: Path) -> None:
     with serving_files(tmp_path / "public") as server:
         lock = WriterLock(Disk(), folder / "LOCK")
         try:
-            with pytest.raises(LockedError, match=f"another process fetches {ID}"):
+            with pytest.raises(LockedError, match=f"another process is fetching {ID}"):
                 opened(tmp_path, mirror=server.url)
         finally:
             lock.release()

@@ -1,4 +1,4 @@
-"""LeRobot's class: from columns, from a folder, from a hub; tasks in words, slices, next observations."""
+"""The LeRobot class: from columns, a folder, a hub; task descriptions, slices, next observations."""
 
 from __future__ import annotations
 

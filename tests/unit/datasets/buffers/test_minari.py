@@ -1,4 +1,4 @@
-"""Minari's class: from Minari's own folder, from a hub, by name."""
+"""The Minari class: from Minari's own folder, from a hub, by name."""
 
 from __future__ import annotations
 

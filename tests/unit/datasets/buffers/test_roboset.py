@@ -1,4 +1,4 @@
-"""RoboSet's class: from a folder and from a hub."""
+"""The RoboSet class: from a folder and from a hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V-D4RL's class: from a folder and from a hub; images as tensors and resized."""
+"""The V-D4RL class: from a folder and from a hub; images as tensors and resized."""
 
 from __future__ import annotations
 

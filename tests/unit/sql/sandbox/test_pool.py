@@ -1,4 +1,4 @@
-"""SQL of strangers: what is answered, what is refused, and what becomes of those who mean harm."""
+"""Untrusted SQL: what is answered, what is refused, and how attacks end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block checksums: after any stop they say what the columns hold, and equal stamps mean equal bytes."""
+"""Block checksums match the columns after any stop, and equal stamps mean equal bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all kinds of column share, held for each: flat, packed, and of no fixed size."""
+"""The common behaviour of all kinds of column: flat, packed, and variable-length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that lie with the next ones of earlier rows: every life leaves both as they were, byte for byte."""
+"""Rows stored with the next observations of earlier rows are unchanged in every history, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows in memory over columns: recent ones, and ones that replace others."""
+"""The memtable: recent rows, and rows that replace others."""
 
 from __future__ import annotations
 

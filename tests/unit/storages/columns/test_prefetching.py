@@ -1,4 +1,4 @@
-"""Rows asked for before they are copied: nothing but the time of a copy may depend on it."""
+"""Prefetching of rows before they are copied changes only the time of a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Priorities in RAM and the pages that a column on disk lacks, against a column that only records."""
+"""Priorities in RAM and the pages to be written, with a column that only records."""
 
 from __future__ import annotations
 

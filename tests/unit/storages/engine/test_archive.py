@@ -1,4 +1,4 @@
-"""Rows that leave a ring go to its archive: each once, as they were, whatever happens in between."""
+"""Rows evicted from a ring go to its archive: each once, unchanged, through any events."""
 
 from __future__ import annotations
 

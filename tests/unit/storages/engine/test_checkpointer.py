@@ -1,4 +1,4 @@
-"""Checkpoints of a store of recording parts: their order, pins, failures, and what is said again."""
+"""Checkpoints of a store with recording parts: order, pins, failures, and repeated notifications."""
 
 from __future__ import annotations
 

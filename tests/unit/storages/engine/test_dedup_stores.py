@@ -1,4 +1,4 @@
-"""Stores whose observations lie with next ones: read, emptied, put into versions, damaged and repaired."""
+"""Stores with deduplicated observations: read, emptied, dumped, damaged and repaired."""
 
 from __future__ import annotations
 

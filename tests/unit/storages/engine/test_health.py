@@ -1,4 +1,4 @@
-"""What failures leave: a store that is poisoned, or whose journal must be read again."""
+"""Effects of failures: a store that must be reopened, or whose journal must be read again."""
 
 from __future__ import annotations
 

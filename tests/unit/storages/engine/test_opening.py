@@ -1,4 +1,4 @@
-"""An opening makes a whole new `OpenStore`, or leaves the one that there is, and no file open."""
+"""An opening creates a complete new `OpenStore`, or keeps the old one and leaves no file open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that nobody closes: forgotten buffers, the end of the program, SIGTERM. Each in a real process."""
+"""Stores that are not closed: dropped buffers, the end of the program, SIGTERM, in real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening again: after a close, a flush, a kill, and with or without the index, everything goes on."""
+"""Reopening after a close, a flush or a kill, with and without the index, continues the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the acts of a change, over fakes: the record, then the columns; and what a failure leaves."""
+"""Order of operations of a change, with fakes: record, then columns; and the state after a failure."""
 
 from __future__ import annotations
 

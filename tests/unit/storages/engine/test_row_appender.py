@@ -1,4 +1,4 @@
-"""Single rows by few acts: the same bytes as by `write`, and whole or absent wherever it is cut off."""
+"""The fast path for single rows: the same bytes as `write`, and complete or absent after a crash."""
 
 from __future__ import annotations
 

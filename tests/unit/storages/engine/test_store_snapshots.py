@@ -1,4 +1,4 @@
-"""The order of the acts of a replacement, over fakes: nothing of the former rows is lost before the end."""
+"""Order of operations when content is replaced, with fakes: old rows are kept until the end."""
 
 from __future__ import annotations
 

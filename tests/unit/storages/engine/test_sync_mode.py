@@ -1,6 +1,6 @@
-"""durability="sync": what returned is on the disk, for one fsync, and nobody sees a row before that.
+"""durability="sync": returned rows are on the disk after one fsync, and not visible before it.
 
-Power cuts with torn pages are in tests/crash; here files that were never synced are simply gone.
+Power cuts with torn pages are in tests/crash; here files that were never synced are simply removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs by themselves: what is packed comes out, damage and other lengths are said, bounds hold."""
+"""Codecs: round trips, detection of damage and wrong lengths, and size bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The STATE page: words that outlive the process, believed only where they belong."""
+"""The STATE page: words that survive the process, used only if they belong to the store."""
 
 from __future__ import annotations
 

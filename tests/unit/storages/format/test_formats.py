@@ -1,6 +1,6 @@
-"""Stores of every format from 1 on are opened, read, extended, verified; those of a newer format are refused.
+"""Stores of every format from 1 on are opened, read, extended, verified; newer formats are refused.
 
-They lie in tests/fixtures/formats; the README beside that says how one is added when the format moves.
+The stores are in tests/fixtures/formats; the README there says how to add one when the format changes.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_a_step_leads_an_older_format_to_the_next(
     assert format_of(Disk(), path) == number  # whoever only reads writes nothing
     said = upgrade(path, dry_run=True)
     assert (said.format_found, said.format_known) == (number, FORMAT + 1)
-    assert said.acts[0] == f"expstore.json: written again in format {FORMAT + 1}"
+    assert said.acts[0] == f"expstore.json: rewritten in format {FORMAT + 1}"
     # The index of the store is of the first step, and is made anew.
     assert [act.split(":")[0] for act in said.acts[1:]] == ["index.duckdb"]
     assert format_of(Disk(), path) == number

@@ -1,4 +1,4 @@
-"""The journal: what was appended comes back in order, and a torn or damaged end is never taken for more."""
+"""The journal: records are read in order, and torn or damaged ends are never read as records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the layout of a store: by `expstore.open`, and by what is done to packed fields."""
+"""Options of a store's layout: in `expstore.open`, and their effect on packed fields."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "other.exp", capacity=10) as rb:
         rb.extend(rows(5))
         rb.set_writer(TensorDictMaxValueWriter("action"))
-        with pytest.raises(StateError, match="in the order they came"):
+        with pytest.raises(StateError, match="keeps the newest rows"):
             rb.extend(rows(30))
         assert len(rb) == 5
         rb.empty()

@@ -1,4 +1,4 @@
-"""expstore.json: what is written is read, and damage or a newer format never passes."""
+"""expstore.json: it is read as written, and damage or a newer format is refused."""
 
 from __future__ import annotations
 

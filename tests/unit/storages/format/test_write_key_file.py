@@ -1,4 +1,4 @@
-"""The file of idempotency keys: read again it says the same, and whatever is lost is said."""
+"""The file of idempotency keys is read as written, and losses are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fold over records: after each act of a writer it says what the writer's memory says."""
+"""The fold over records equals the writer's memory after each operation."""
 
 from __future__ import annotations
 

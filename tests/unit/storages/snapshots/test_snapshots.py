@@ -1,4 +1,4 @@
-"""Snapshots: versions are complete, share what has not changed, and are put back whole or not at all."""
+"""Snapshots are complete, share unchanged files, and are restored completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`state_dict` of storages whose rows go with the process: all of the content, shared with nobody."""
+"""`state_dict` of storages in RAM: the whole content, as copies."""
 
 from __future__ import annotations
 

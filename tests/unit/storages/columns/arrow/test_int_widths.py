@@ -1,4 +1,4 @@
-"""Integers in as few bytes as they need: types, values through cast and compiled loop, damaged heads."""
+"""Integers in as few bytes as needed: types, values through cast and compiled loop, damaged headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of packed fields: shards are the store's own files, rows those of one moment, for every reader."""
+"""Snapshots of packed fields share the store's shards, and have the rows of one moment for every reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader of packed columns loads the compiled loop once it reads much, and not before."""
+"""A reader of packed columns loads the compiled loop only when it reads much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed columns by themselves: every life leaves the rows that were published, whatever ends it."""
+"""Packed columns alone: committed rows remain readable, however the process ends."""
 
 from __future__ import annotations
 

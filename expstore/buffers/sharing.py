@@ -1,0 +1,161 @@
+"""Whether other processes may write through a buffer: `share`, and what their calls do.
+
+A buffer owns one `Sharing`. In the process that opened the store it has a `WritingServer`; in a forked child
+and in a pickled copy it gives the store handle a `WritingProxy`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from expstore.buffers.episodes import Episodes
+from expstore.buffers.ingest import Ingest
+from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.buffers.updates import RowUpdates
+from expstore.buffers.write_options import WriteOptions
+from expstore.buffers.writing_proxy import WritingProxy
+from expstore.buffers.writing_server import WritingServer
+from expstore.core.values import Array, IntArray
+from expstore.data.batch import Batch
+from expstore.episodes.sessions import SessionKey
+from expstore.errors import StateError
+from expstore.schema.schema import Schema
+from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, resume
+
+__all__ = ["Sharing"]
+
+
+class Sharing(StorePart):
+    """Let other processes of this machine write through a buffer.
+
+    Threads: any number may use it. Processes: a forked or pickled copy of a shared buffer writes through the
+    process that shares it. Crashes: a worker's call that returned was committed.
+
+    Args:
+        store: The store of the buffer.
+        ingest: Appends rows.
+        updates: Sets priorities.
+    """
+
+    def __init__(self, store: StoreHandle, ingest: Ingest, updates: RowUpdates) -> None:
+        self._store = store
+        self._owner = _Owner(store, ingest, updates)
+        self._server: WritingServer | None = None
+        self._starting = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether other processes may write."""
+        return self._server is not None or self._store.proxy is not None
+
+    def start(self) -> None:
+        """Let other processes write from now on; a second call does nothing.
+
+        Raises:
+            StateError: The rows are in RAM, the store cannot be written here, or the system cannot share.
+        """
+        with self._starting:
+            if self.is_on:
+                return
+            storage = self._store.check_open()
+            if self._store.is_in_memory:
+                raise StateError(
+                    "other processes cannot write to this buffer: its rows are in this process's memory",
+                    hint="keep them on disk: expstore.open(path); or take Collector(..., replay_buffer=rb), "
+                    "which runs in this process",
+                )
+            storage.writer()
+            self._server = WritingServer(self._owner)
+
+    def stop(self) -> None:
+        """Let no other process write any more; open episodes of the others are cut."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def leave_parent(self) -> None:
+        """Write through the parent from now on: this is a forked child."""
+        server, self._server = self._server, None
+        self._starting = threading.Lock()
+        if server is not None:
+            server.leave_parent()
+            self._store.use_proxy(WritingProxy(server.address))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the parts, and where a copy can write to."""
+        proxy = self._store.proxy
+        address = None if proxy is None else proxy.address
+        if self._server is not None:
+            address = self._server.address
+        return {"store": self._store, "owner": self._owner, "address": address}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned; the copy writes through the process that shares the store."""
+        self._store, self._owner = state["store"], state["owner"]
+        self._server, self._starting = None, threading.Lock()
+        if state["address"] is not None:
+            self._store.use_proxy(WritingProxy(state["address"]))
+
+
+class _WorkerGoneError(Exception):
+    """The worker that waits for its turn has died: its rows are not written."""
+
+
+class _Owner:
+    """Do the calls of workers; see `writing_server.Owner`."""
+
+    def __init__(self, store: StoreHandle, ingest: Ingest, updates: RowUpdates) -> None:
+        self._store, self._ingest, self._updates = store, ingest, updates
+
+    def schema(self) -> Schema | None:
+        """Return the fields; None: no rows have come yet."""
+        return self._store.storage.schema
+
+    def may_wait(self) -> bool:
+        """Return whether an append may wait for a thread that samples."""
+        return self._ingest.is_limited
+
+    def append(self, batch: Batch, options: WriteOptions, *, is_gone: Callable[[], bool]) -> IntArray:
+        """Append rows; return their indices, or ids. Shape `(n,)`."""
+
+        def check() -> None:
+            if is_gone():
+                raise _WorkerGoneError
+
+        return self._ingest.append_batch(batch, options, check)
+
+    def fix_fields(self, batch: Batch) -> None:
+        """Fix the fields by those of one row, which is not written."""
+        self._ingest.fix_fields_of(batch)
+
+    def set_priorities(self, numbers: IntArray, values: Array, *, by_id: bool) -> int:
+        """Set priorities; return how many were set."""
+        return self._updates.set_priorities(numbers, values, by_id=by_id)
+
+    def annotate(self, episode_id: int, changes: str) -> str:
+        """Note facts about an episode, as JSON text; return all facts about it."""
+        facts = json.loads(changes) if changes else {}
+        return json.dumps(Episodes(self._store).annotate(episode_id, **facts))
+
+    def end(self, session: SessionKey, source: str | None, *, unnamed: bool) -> None:
+        """End open episodes of a session."""
+        if unnamed:
+            end_unnamed(self._store.storage, session)
+        else:
+            end_episodes(self._store.storage, source, session=session)
+
+    def resume(self, session: SessionKey, source: str, *, check: bool) -> IntArray:
+        """Let a session adopt the episodes of an ended one; return their ids. Shape `(n,)`."""
+        return resume(self._store.storage, source, session=session, check=check)
+
+    def flush(self) -> None:
+        """Sync the store to the disk."""
+        self._store.storage.writer().sync()
+
+    def end_session(self, session: SessionKey) -> None:
+        """End a session: its open episodes become `cut`."""
+        if self._store.storage.can_write:
+            end_sessions(self._store.storage, [session])

@@ -1,0 +1,684 @@
+"""Stable-Baselines3's replay buffers over a store: `expstore.sb3`.
+
+Built on the buffers; needs stable-baselines3. The classes have the constructors and methods of its own, so
+that an algorithm takes them as `replay_buffer_class`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from expstore._open import open as open_store
+from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Array, IntArray
+from expstore.errors import NotReadyError, StateError
+from expstore.samplers.prioritized import PrioritizedSampler
+
+try:
+    from gymnasium import spaces
+    from stable_baselines3.common import buffers
+    from stable_baselines3.common.preprocessing import get_action_dim, get_obs_shape
+    from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+    from stable_baselines3.common.utils import get_device
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+    from stable_baselines3.her import GoalSelectionStrategy
+    from stable_baselines3.her import HerReplayBuffer as SB3HerReplayBuffer
+    from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
+except ModuleNotFoundError as exc:
+    raise ModuleNotFoundError(
+        "expstore.sb3 has replay buffers for stable-baselines3, which is not installed: "
+        "pip install 'expstore[sb3]'",
+        name=exc.name,
+    ) from exc
+
+__all__ = [
+    "DictReplayBuffer",
+    "HerReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedReplayBufferSamples",
+    "ReplayBuffer",
+]
+
+#: What `infos` call an end by a time limit.
+_TIMEOUT = "TimeLimit.truncated"
+#: Arrays of stable-baselines3's buffers that a store has in another form.
+_ARRAYS = {
+    "observations": "rb[:]['observation']",
+    "next_observations": "rb[:]['next', 'observation']",
+    "actions": "rb[:]['action']",
+    "rewards": "rb[:]['next', 'reward']",
+    "dones": "rb[:]['next', 'done']",
+    "timeouts": "rb[:]['next', 'truncated']",
+}
+
+
+class PrioritizedReplayBufferSamples(NamedTuple):
+    """A batch of `PrioritizedReplayBuffer`. The first five are as in stable-baselines3's samples.
+
+    Args:
+        observations: Shape `(n, *observation)`, or a dict of such tensors.
+        actions: Shape `(n, action dim)`.
+        next_observations: As `observations`.
+        dones: 1 after a step that ended its episode, except by a time limit. Shape `(n, 1)`, float32.
+        rewards: Shape `(n, 1)`, float32.
+        weights: Importance weights by which the loss of each row is multiplied. Shape `(n, 1)`, float32.
+        ids: The rows' ids in the store, for `update_priorities`. Shape `(n,)`, int64.
+    """
+
+    observations: Any
+    actions: torch.Tensor
+    next_observations: Any
+    dones: torch.Tensor
+    rewards: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+class ReplayBuffer(buffers.ReplayBuffer):
+    """A replay buffer of stable-baselines3 whose rows are in a store on disk.
+
+    The rows, episodes and the seed of all draws outlive the process: a program that is started again with the
+    same path continues with the rows that are there. `rb` is expstore's own buffer over the same store, for
+    SQL, episodes and versions. A row is an episode's next step if its observation is the former next one;
+    otherwise it begins another episode, as after `learn` has reset the environments.
+
+    Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps path and uuid of the store, not its
+    rows. What is loaded opens the store when it is first used; in a process that has it open, it shares the
+    open store. `model.save` and `load` keep the arguments, so that the loaded model opens the store, too:
+    close the buffer of the other model before.
+
+    Threads: as expstore's buffers. Processes: one has the store open for writing. Crashes: what `add` has
+    stored survives the process; with `flush_steps=n` the last n - 1 steps may be lost. Rows of the last
+    second may be lost in a power cut.
+
+    Args:
+        buffer_size: The most rows; the capacity of a new store is the next lower multiple of `n_envs`.
+        observation_space: A space of gymnasium.
+        action_space: A space of gymnasium.
+        device: Device of the samples.
+        n_envs: How many environments step together. Each is a source of its own.
+        optimize_memory_usage: Must be False.
+        handle_timeout_termination: Whether `dones` of samples are 0 after a step that a time limit ended.
+        path: Folder of the store, which is made if it is not there.
+        flush_steps: So many calls of `add` are stored together; `sample` stores what was added before.
+        source: Name of the stream of steps, as in SQL.
+        options: Arguments of `expstore.open`, such as `seed`, `layout` or `durability`.
+
+    Raises:
+        ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
+        LockedError: The store is open for writing elsewhere, as by another model of this process.
+        StateError: The store has another capacity.
+
+    Example:
+        >>> kwargs = {"path": "run.exp"}
+        >>> model = DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs)
+        >>> model.learn(10_000)
+        >>> model.replay_buffer.rb.sql("SELECT count(*) FROM episodes")
+    """
+
+    obs_shape: Any  # a tuple; a dict of tuples where observations are dicts
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        path: str | Path,
+        flush_steps: int = 1,
+        source: str = "env",
+        _goals: _Goals | None = None,
+        **options: Any,
+    ) -> None:
+        if optimize_memory_usage:
+            raise ValueError(
+                "optimize_memory_usage=True keeps next observations only once, which a store does by itself "
+                "for packed images; leave it out"
+            )
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.observation_space, self.action_space = observation_space, action_space
+        self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
+        self.device, self.n_envs = get_device(device), n_envs
+        self.optimize_memory_usage = False
+        self.handle_timeout_termination = handle_timeout_termination
+        folder, capacity = Path(path).expanduser().absolute(), self.buffer_size * n_envs
+        self._store = _Store(folder, capacity, options, _goals)
+        self._steps = _Steps(self._store, n_envs, flush_steps, source)
+        self._steps.start()
+
+    @property
+    def rb(self) -> TensorDictReplayBuffer:
+        """The open buffer of the store, which holds all steps that were added."""
+        self._steps.flush()
+        return self._store.buffer
+
+    @property
+    def path(self) -> Path:
+        """Folder of the store."""
+        return self._store.path
+
+    @property
+    def full(self) -> bool:  # type: ignore[override]  # an attribute there, which nothing else sets
+        """Whether new rows replace the oldest ones."""
+        return len(self.rb) >= self.buffer_size * self.n_envs
+
+    @property
+    def pos(self) -> int:  # type: ignore[override]
+        """The number of the step that comes next, modulo `buffer_size`."""
+        return int(self.rb.write_count) // self.n_envs % self.buffer_size
+
+    def size(self) -> int:
+        """Return how many steps of all environments can be sampled."""
+        return len(self.rb) // self.n_envs
+
+    def reset(self) -> None:
+        """Delete all rows; the store's ids continue."""
+        self.rb.empty()
+
+    def close(self) -> None:
+        """Store what was added, and close the store; a second call does nothing. Open episodes are cut."""
+        self._steps.close()
+        self._store.close()
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Store one step of every environment.
+
+        Args:
+            obs: Observations, or a dict of them. Shape `(n_envs, *observation)`.
+            next_obs: The observations that followed; after an end the last ones of the episode.
+            action: Shape `(n_envs, action dim)`.
+            reward: Shape `(n_envs,)`.
+            done: Whether the episode ended. Shape `(n_envs,)`.
+            infos: One dict per environment, of which "TimeLimit.truncated" is read.
+
+        Raises:
+            SchemaError: The values do not fit the fields of the store; nothing was stored.
+            StorageError: The disk failed.
+        """
+        timeouts = [bool(info.get(_TIMEOUT, False)) for info in infos]
+        self._steps.add(
+            self._reshape(obs),
+            np.asarray(action).reshape(self.n_envs, self.action_dim),
+            reward,
+            self._reshape(next_obs),
+            done,
+            timeouts,
+        )
+
+    def _reshape(self, observation: Any) -> Any:
+        """Return observations with the shapes of samples: those of discrete spaces get a dim."""
+        if isinstance(self.obs_shape, dict):
+            return {
+                key: np.asarray(observation[key]).reshape(self.n_envs, *shape)
+                for key, shape in self.obs_shape.items()
+            }
+        return np.asarray(observation).reshape(self.n_envs, *self.obs_shape)
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw rows of all environments, with replacement.
+
+        Args:
+            batch_size: How many.
+            env: Normalizes observations and rewards; None: they are as stored.
+
+        Returns:
+            `ReplayBufferSamples`, or `DictReplayBufferSamples` where observations are dicts, on `device`.
+
+        Raises:
+            NotReadyError: There are no rows.
+        """
+        return self._samples(self._draw(batch_size), env)
+
+    def _draw(self, batch_size: int) -> dict[str, Any]:
+        rb = self.rb
+        if not len(rb):
+            raise NotReadyError("there are no rows to sample", hint="add steps first")
+        rows: dict[str, Any] = rb.sample(batch_size, as_numpy=True)
+        return rows
+
+    def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
+        observations, actions, following, dones, rewards = self._parts(rows, env)
+        if isinstance(observations, dict):
+            return DictReplayBufferSamples(observations, actions, following, dones, rewards)
+        return ReplayBufferSamples(observations, actions, following, dones, rewards)
+
+    def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any]:
+        """Return observations, actions, next observations, dones and rewards, on the device."""
+        following = rows["next"]
+        ended = following["terminated" if self.handle_timeout_termination else "done"]
+        return (
+            self._to_device(self._normalize_obs(rows["observation"], env)),
+            self._to_device(rows["action"]),
+            self._to_device(self._normalize_obs(following["observation"], env)),
+            self._to_device(ended.reshape(-1, 1).astype(np.float32)),
+            self._to_device(self._normalize_reward(following["reward"].reshape(-1, 1), env)),
+        )
+
+    def _to_device(self, values: Any) -> Any:
+        """Return arrays as tensors; they are the batch's own, so none is copied on the CPU."""
+        if isinstance(values, Mapping):
+            return {key: self._to_device(part) for key, part in values.items()}
+        return torch.as_tensor(values, device=self.device)
+
+    def _get_samples(self, batch_inds: IntArray, env: VecNormalize | None = None) -> Any:
+        """Return the rows of steps, of one environment each, which is drawn as stable-baselines3 does.
+
+        Args:
+            batch_inds: Numbers of steps, from the oldest on. Shape `(n,)`.
+            env: As in `sample`.
+        """
+        lanes = np.random.randint(0, self.n_envs, len(batch_inds))
+        rows = self.rb[torch.from_numpy(np.asarray(batch_inds) * self.n_envs + lanes)]
+        return self._samples(_to_arrays(rows), env)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where an array of stable-baselines3's buffers is found.
+
+        Raises:
+            AttributeError: Always.
+        """
+        hint = f"; the store has it as {_ARRAYS[name]}" if name in _ARRAYS else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs to open the store when it is first used: path and uuid, not the rows."""
+        self._steps.flush()
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        self.__dict__.update(state)
+
+
+class DictReplayBuffer(ReplayBuffer, buffers.DictReplayBuffer):
+    """As `ReplayBuffer`, for observations that are dicts.
+
+    Each entry of the space is a field of its own, such as `observation.position`.
+    """
+
+    def __init__(self, buffer_size: int, observation_space: spaces.Dict, *given: Any, **options: Any) -> None:
+        if not isinstance(observation_space, spaces.Dict):
+            raise TypeError(
+                f"DictReplayBuffer is for Dict observation spaces, got {observation_space}; use ReplayBuffer"
+            )
+        super().__init__(buffer_size, observation_space, *given, **options)
+
+
+class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
+    """As `DictReplayBuffer`; a part of each batch gets goals that its episodes reached later.
+
+    Of n rows, the first `int(her_ratio * n)` get the goal that another step of their episode achieved, and
+    the reward that the environment's `compute_reward` gives for it. Unlike stable-baselines3's buffer, rows
+    of an episode that has not ended are sampled, too, with goals from its steps so far; and goals follow from
+    the store's seed.
+
+    Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
+
+    Args:
+        buffer_size: As `ReplayBuffer`, and so are the other arguments but these.
+        env: Its `compute_reward` gives the rewards of new goals; `set_env` after unpickling.
+        n_sampled_goal: How many rows with new goals are sampled for each row with its own.
+        goal_selection_strategy: "future", "final" or "episode": which steps give new goals.
+        copy_info_dict: Must be False: infos are not stored.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Dict,
+        action_space: spaces.Space[Any],
+        env: VecEnv | None,
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: GoalSelectionStrategy | str = "future",
+        copy_info_dict: bool = False,
+        **options: Any,
+    ) -> None:
+        if copy_info_dict:
+            raise ValueError(
+                "copy_info_dict=True passes infos to compute_reward, and infos are not stored; leave it out"
+            )
+        strategy = goal_selection_strategy
+        if isinstance(strategy, str):
+            known = KEY_TO_GOAL_STRATEGY
+            if strategy.lower() not in known:
+                raise ValueError(
+                    f"goal_selection_strategy is {strategy!r}; it is one of {', '.join(map(repr, known))}"
+                )
+            strategy = known[strategy.lower()]
+        self.copy_info_dict = False
+        self.goal_selection_strategy = strategy
+        self.n_sampled_goal = n_sampled_goal
+        self.her_ratio = 1 - 1.0 / (n_sampled_goal + 1)
+        self._goals = _Goals(env, self.her_ratio, strategy)
+        super().__init__(
+            buffer_size, observation_space, action_space, device, n_envs, optimize_memory_usage,
+            handle_timeout_termination, _goals=self._goals, **options,
+        )  # fmt: skip
+
+    @property
+    def env(self) -> VecEnv | None:  # type: ignore[override]
+        """The environment that computes rewards; None: `set_env` was not called after unpickling."""
+        return self._goals.env
+
+    def set_env(self, env: VecEnv) -> None:
+        """Set the environment that computes rewards, after unpickling.
+
+        Raises:
+            ValueError: There is one already.
+        """
+        if self._goals.env is not None:
+            raise ValueError("Trying to set env of already initialized environment.")
+        self._goals.env = env
+
+    def truncate_last_trajectory(self) -> None:
+        """Cut the episodes that are open, so that the next steps begin others."""
+        self._steps.cut()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs to open the store; the environment is left out."""
+        return ReplayBuffer.__getstate__(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned; call `set_env` before sampling."""
+        ReplayBuffer.__setstate__(self, state)
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """As `ReplayBuffer`, sampled in proportion to priorities, which an algorithm of yours sets.
+
+    Algorithms of stable-baselines3 set none: override `train` to multiply the loss by `weights` and to call
+    `update_priorities`.
+
+    Schaul et al. 2016, "Prioritized Experience Replay", arXiv:1511.05952.
+
+    Args:
+        given: As `ReplayBuffer`.
+        alpha: How much priorities count.
+        beta: How much of the bias the weights undo.
+        options: As `ReplayBuffer`.
+
+    Example:
+        >>> batch = model.replay_buffer.sample(64)
+        >>> error = td_error(batch)
+        >>> loss = (batch.weights * error**2).mean()
+        >>> model.replay_buffer.update_priorities(batch.ids, error.abs())
+    """
+
+    def __init__(self, *given: Any, alpha: float = 0.6, beta: float = 0.4, **options: Any) -> None:
+        sampler = PrioritizedSampler(alpha=alpha, beta=beta)
+        super().__init__(*given, sampler=sampler, **options)
+
+    def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
+        weights = self._to_device(rows["priority_weight"].reshape(-1, 1).astype(np.float32))
+        return PrioritizedReplayBufferSamples(*self._parts(rows, env), weights, torch.from_numpy(rows["id"]))
+
+    def update_priorities(self, ids: torch.Tensor, priorities: torch.Tensor | Array) -> int:
+        """Set the priorities of rows that are still in the store; return how many that were.
+
+        Args:
+            ids: As in a batch. Shape `(n,)`, int64.
+            priorities: Not negative, such as absolute TD errors. Shape `(n,)` or `(n, 1)`.
+
+        Raises:
+            PriorityError: One is negative, NaN or infinite; none was set.
+        """
+        values = torch.as_tensor(priorities).detach().cpu().reshape(-1)
+        return self._store.buffer.update_priority(priority=values, id=ids)
+
+
+def _to_arrays(rows: TensorDictBase) -> dict[str, Any]:
+    """Return rows as a nested dict of arrays."""
+    found: dict[str, Any] = rows.to_dict()
+    return {key: _leaf(value) for key, value in found.items()}
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _leaf(part) for key, part in value.items()}
+    return value.numpy()
+
+
+class _Store:
+    """The store of a buffer: opened when it is first used.
+
+    Args:
+        path: The folder.
+        capacity: Of a new store, rows.
+        options: Arguments of `expstore.open`.
+        goals: Gives rows of batches new goals; None: nothing does.
+    """
+
+    def __init__(self, path: Path, capacity: int, options: dict[str, Any], goals: _Goals | None) -> None:
+        self.path = path
+        self._capacity, self._options, self._goals = capacity, options, goals
+        self._saved: str | None = None  # uuid of the store when the buffer was pickled
+        self._closed = False
+        self._opened: _Opened | None = None
+        self._buffer: TensorDictReplayBuffer | None = None
+
+    @property
+    def buffer(self) -> TensorDictReplayBuffer:
+        """The buffer that draws.
+
+        Raises:
+            StateError: It is closed, or another store is in the folder than when it was pickled.
+        """
+        if self._buffer is None or (self._opened is not None and self._opened.closed):
+            self._open()
+        return self._buffer  # type: ignore[return-value]
+
+    def _open(self) -> None:
+        if self._closed or self._opened is not None:
+            raise StateError(f"the buffer of {self.path} is closed", hint="make or load another one")
+        # A copy of a buffer of this process, as `load_replay_buffer` makes it, shares its open store: `learn`
+        # leaves references to the former buffer that only the garbage collector finds.
+        shared = None if self._saved is None else _open_stores.get(self.path)
+        opened = shared if shared is not None and not shared.closed else self._open_anew()
+        if self._saved not in (None, opened.uuid):
+            if opened is not shared:
+                opened.close()
+            raise StateError(
+                f"{self.path} holds store {opened.uuid}, and the buffer was saved over store {self._saved}",
+                hint="bring the store back that was in this folder",
+            )
+        self._opened = opened
+        self._buffer = opened.rb if self._goals is None else self._goals.draw_from(opened.rb)
+
+    def _open_anew(self) -> _Opened:
+        opened = _Opened(open_store(self.path, capacity=self._capacity, **self._options))
+        _open_stores[self.path] = opened
+        return opened
+
+    def close(self) -> None:
+        """Close the store, also for copies that share it."""
+        self._closed = True
+        if self._opened is not None:
+            self._opened.close()
+        self._buffer = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = self._saved if self._opened is None else self._opened.uuid
+        return self.__dict__ | {"_saved": saved, "_opened": None, "_buffer": None, "_closed": False}
+
+
+class _Opened:
+    """An open store, which several copies of a buffer may share."""
+
+    def __init__(self, rb: TensorDictReplayBuffer) -> None:
+        self.rb = rb
+        self.uuid = str(rb.stats()["uuid"])
+        self.closed = False
+
+    def close(self) -> None:
+        """Close the store; a second call does nothing."""
+        self.closed = True
+        self.rb.close()
+
+
+#: The stores that buffers of this process have open, by path.
+_open_stores: weakref.WeakValueDictionary[Path, _Opened] = weakref.WeakValueDictionary()
+
+
+class _Goals:
+    """New goals of a part of the rows of each batch.
+
+    It knows nothing of the buffer, so that a buffer that is dropped closes its store at once.
+
+    Args:
+        env: Computes rewards.
+        ratio: Which part of a batch gets new goals.
+        strategy: Where goals come from.
+    """
+
+    def __init__(self, env: VecEnv | None, ratio: float, strategy: GoalSelectionStrategy) -> None:
+        self.env = env
+        self._ratio, self._strategy = ratio, strategy
+
+    def draw_from(self, opened: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
+        """Return a buffer over an open store whose batches get new goals."""
+        return HERReplayBuffer(
+            self._rewards,
+            storage=opened.storage,
+            with_ids=True,
+            her_ratio=self._ratio,
+            strategy=HindsightStrategy[self._strategy.name],
+            goal_key=("observation", "desired_goal"),
+            achieved_goal_key=("next", "observation", "achieved_goal"),
+        )
+
+    def _rewards(self, rows: TensorDictBase) -> torch.Tensor:
+        """Return the rewards of rows that have new goals. Shape `(n,)`, float32."""
+        if self.env is None:
+            raise StateError(
+                "the environment that computes rewards is not known", hint="call set_env() after loading"
+            )
+        achieved = rows["next", "observation", "achieved_goal"].numpy()
+        desired = rows["observation", "desired_goal"].numpy()
+        (rewards,) = self.env.env_method("compute_reward", achieved, desired, [{}] * len(rows), indices=[0])
+        return torch.from_numpy(np.asarray(rewards, np.float32))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"env": None}
+
+
+class _Steps:
+    """The stream of steps into a store.
+
+    Args:
+        store: The store.
+        n_envs: How many environments step together.
+        flush_steps: So many steps are stored together.
+        source: Name of the stream.
+    """
+
+    def __init__(self, store: _Store, n_envs: int, flush_steps: int, source: str) -> None:
+        if not isinstance(flush_steps, int) or flush_steps < 1:
+            raise ValueError(f"flush_steps must be an integer of at least 1, got {flush_steps!r}")
+        self._store, self._n_envs = store, n_envs
+        self._flush_steps, self._source = flush_steps, source
+        self._recorder: Any = None
+        self._following: bytes | None = None  # what the next observations must be to continue the episodes
+        self._ended = np.zeros(n_envs, np.bool_)
+
+    def start(self) -> None:
+        """Open the store."""
+        lanes = None if self._n_envs == 1 else self._n_envs
+        self._recorder = self._store.buffer.record(self._source, lanes=lanes, flush_steps=self._flush_steps)
+
+    def add(
+        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, timeouts: list[bool]
+    ) -> None:
+        """Record a step of every environment; see `ReplayBuffer.add`."""
+        if self._recorder is None:
+            self.start()
+        if self._n_envs == 1:
+            self._add_one(obs, action, reward, next_obs, bool(done[0]), timeouts[0])
+        else:
+            self._add_lanes(obs, action, reward, next_obs, np.asarray(done, np.bool_), timeouts)
+
+    def _add_one(
+        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: bool, timeout: bool
+    ) -> None:
+        if self._following is not None and _bytes_of(obs) != self._following:
+            self._recorder.reset()
+        terminated, truncated = done and not timeout, done and timeout
+        self._following = None
+        self._recorder.step(_first(obs), action[0], float(reward[0]), _first(next_obs), terminated, truncated)
+        if not done:
+            self._following = _bytes_of(next_obs)
+
+    def _add_lanes(
+        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, timeouts: list[bool]
+    ) -> None:
+        if self._following is not None and _bytes_of(_keep(obs, ~self._ended)) != self._following:
+            self._recorder.reset()
+        timed_out = np.asarray(timeouts, np.bool_)
+        self._following = None
+        self._recorder.step(obs, action, reward, next_obs, done & ~timed_out, done & timed_out)
+        self._ended = done
+        self._following = _bytes_of(_keep(next_obs, ~done))
+
+    def flush(self) -> None:
+        """Store what was added."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def cut(self) -> None:
+        """Cut the episodes that are open."""
+        self._following = None
+        if self._recorder is not None:
+            self._recorder.reset()
+
+    def close(self) -> None:
+        """Store what was added, and cut the episodes that are open."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_recorder": None, "_following": None}
+
+
+def _first(observation: Any) -> Any:
+    """Return the observation of the first environment."""
+    if isinstance(observation, dict):
+        return {key: value[0] for key, value in observation.items()}
+    return observation[0]
+
+
+def _keep(observation: Any, lanes: Array) -> Any:
+    """Return the observations of some environments. `lanes` has shape `(n_envs,)`, bool."""
+    if isinstance(observation, dict):
+        return {key: value[lanes] for key, value in observation.items()}
+    return observation[lanes]
+
+
+def _bytes_of(observation: Any) -> bytes:
+    """Return the bytes of observations, which are equal for equal ones, also of NaN."""
+    if isinstance(observation, dict):
+        return b"".join(value.tobytes() for value in observation.values())
+    found: bytes = observation.tobytes()
+    return found

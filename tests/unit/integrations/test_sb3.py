@@ -1,0 +1,527 @@
+"""Stable-Baselines3's buffers over a store, compared with its own classes given the same steps."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
+
+from stable_baselines3 import DQN, SAC, HerReplayBuffer
+from stable_baselines3.common import buffers
+from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+import expstore
+from expstore import sb3
+
+spaces = gym.spaces
+IMAGE = spaces.Box(0, 255, (4, 8, 8), np.uint8)
+VECTOR = spaces.Box(-1, 1, (3,), np.float32)
+OBSERVATIONS: dict[str, spaces.Space[Any]] = {
+    "vector": VECTOR,
+    "image": IMAGE,
+    "discrete": spaces.Discrete(7),
+    "binary": spaces.MultiBinary(5),
+    "dict": spaces.Dict({"image": IMAGE, "speed": spaces.Box(-1, 1, (2,), np.float32)}),
+    "dict-discrete": spaces.Dict({"cell": spaces.Discrete(5), "speed": VECTOR}),
+}
+ACTIONS: dict[str, spaces.Space[Any]] = {
+    "discrete": spaces.Discrete(3),
+    "float64": spaces.Box(-1, 1, (2,), np.float64),
+    "multi": spaces.MultiDiscrete([3, 4]),
+}
+
+
+def stack(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: np.stack([value[key] for value in values]) for key in values[0]}
+    return np.stack(values)
+
+
+def steps_of(
+    observation: spaces.Space[Any], action: spaces.Space[Any], n_envs: int, count: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what algorithms give to `add`; episodes of lane k have 3 + k steps, every other one timed out."""
+    observation.seed(1)
+    action.seed(2)
+    seen = stack([observation.sample() for _ in range(n_envs)])
+    for number in range(count):
+        after = stack([observation.sample() for _ in range(n_envs)])
+        done = np.array([number % (3 + lane) == 2 + lane for lane in range(n_envs)])
+        infos = [
+            {"TimeLimit.truncated": bool(end and number // (3 + lane) % 2)} for lane, end in enumerate(done)
+        ]
+        actions = np.stack([action.sample() for _ in range(n_envs)])
+        if actions.dtype == np.float64:
+            actions = actions.astype(np.float32)  # as the policies return them
+        yield seen, after, actions, np.full(n_envs, float(number), np.float32), done, infos
+        seen = after
+
+
+def pair(
+    path: Path, observation: spaces.Space[Any], action: spaces.Space[Any], *, size: int = 40, **options: Any
+) -> tuple[Any, Any]:
+    """Return a buffer over a store, and stable-baselines3's."""
+    is_dict = isinstance(observation, spaces.Dict)
+    ours = sb3.DictReplayBuffer if is_dict else sb3.ReplayBuffer
+    theirs = buffers.DictReplayBuffer if is_dict else buffers.ReplayBuffer
+    return (
+        ours(size, observation, action, "cpu", path=path, seed=1, **options),
+        theirs(size, observation, action, "cpu", **options),
+    )
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    for name, mine, other in zip(theirs._fields, ours, theirs, strict=True):
+        if isinstance(other, dict):
+            assert mine.keys() == other.keys()
+            for key in other:
+                torch.testing.assert_close(mine[key], other[key], rtol=0, atol=0, msg=f"{name}.{key}")
+        elif other is None:
+            assert mine is None
+        else:
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize(
+    ("observation", "action"),
+    [(name, "discrete") for name in OBSERVATIONS] + [("vector", "float64"), ("vector", "multi")],
+)
+def test_rows_are_those_of_stable_baselines3(
+    store_path: Path, observation: str, action: str, n_envs: int
+) -> None:
+    ours, theirs = pair(store_path, OBSERVATIONS[observation], ACTIONS[action], n_envs=n_envs)
+    for step in steps_of(OBSERVATIONS[observation], ACTIONS[action], n_envs, 11):
+        ours.add(*step)
+        theirs.add(*step)
+        assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
+    numbers = np.array([0, 3, 7, 10, 10, 2])
+    np.random.seed(4)
+    wanted = theirs._get_samples(numbers)
+    np.random.seed(4)
+    assert_same(ours._get_samples(numbers), wanted)
+    sampled, other = ours.sample(16), theirs.sample(16)
+    for mine, same in zip(sampled[:5], other[:5], strict=True):
+        for key in same if isinstance(same, dict) else [None]:
+            a, b = (mine, same) if key is None else (mine[key], same[key])
+            assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+    ours.close()
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_a_full_buffer_replaces_the_oldest_steps(store_path: Path, n_envs: int) -> None:
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], size=10, n_envs=n_envs)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], n_envs, 13):
+        ours.add(*step)
+        theirs.add(*step)
+        assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
+    assert set(ours.sample(200).rewards.flatten().tolist()) == set(theirs.rewards.flatten().tolist())
+    ours.reset()
+    theirs.reset()
+    assert (ours.size(), ours.full) == (theirs.size(), theirs.full) == (0, False)
+    with pytest.raises(expstore.NotReadyError, match="no rows"):
+        ours.sample(1)
+    ours.close()
+
+
+def test_a_size_that_the_environments_do_not_divide_is_rounded_down(store_path: Path) -> None:
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], size=10, n_envs=3)
+    assert ours.buffer_size == theirs.buffer_size == 3
+    assert ours.rb.storage.capacity == 9
+    ours.close()
+
+
+def test_extend_adds_step_by_step(store_path: Path) -> None:
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"])
+    steps = [*steps_of(VECTOR, ACTIONS["discrete"], 1, 5)]
+    ours.extend(*zip(*steps, strict=True))
+    theirs.extend(*zip(*steps, strict=True))
+    assert_same(ours._get_samples(np.arange(5)), theirs._get_samples(np.arange(5)))
+    ours.close()
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_an_end_by_a_time_limit_is_no_end_where_that_is_handled(store_path: Path, handled: bool) -> None:
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], handle_timeout_termination=handled)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 12):
+        ours.add(*step)
+        theirs.add(*step)
+    assert_same(ours._get_samples(np.arange(12)), theirs._get_samples(np.arange(12)))
+    ends = ours.rb.sql("SELECT status, count(*) FROM episodes GROUP BY 1 ORDER BY 1").fetchall()
+    assert ends == [("terminated", 2), ("truncated", 2)]  # in the store they are what they were
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", ["vector", "dict"])
+def test_observations_and_rewards_are_normalized_when_sampled(store_path: Path, kind: str) -> None:
+    class Env(gym.Env[Any, Any]):
+        observation_space, action_space = OBSERVATIONS[kind], ACTIONS["discrete"]
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            return self.observation_space.sample(), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            return self.observation_space.sample(), 3.0, False, False, {}
+
+    keys = ["speed"] if kind == "dict" else None
+    env = VecNormalize(DummyVecEnv([Env]), norm_obs_keys=keys)
+    env.reset()
+    for _ in range(20):
+        env.step(np.array([0]))
+    ours, theirs = pair(store_path, OBSERVATIONS[kind], ACTIONS["discrete"])
+    for step in steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], 1, 6):
+        ours.add(*step)
+        theirs.add(*step)
+    assert_same(ours._get_samples(np.arange(6), env), theirs._get_samples(np.arange(6), env))
+    assert ours.sample(4, env).rewards.dtype == torch.float32
+    ours.close()
+
+
+def test_to_torch_and_swap_and_flatten_are_those_of_stable_baselines3(store_path: Path) -> None:
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"])
+    values = np.arange(12.0).reshape(2, 3, 2)
+    torch.testing.assert_close(ours.to_torch(values), theirs.to_torch(values))
+    np.testing.assert_array_equal(ours.swap_and_flatten(values), theirs.swap_and_flatten(values))
+    ours.close()
+
+
+# -- episodes ------------------------------------------------------------------------------------------
+
+
+def lengths(rb: Any) -> list[tuple[str, int]]:
+    return rb.sql("SELECT status, length FROM episodes ORDER BY episode_id").fetchall()
+
+
+@pytest.mark.parametrize("kind", ["vector", "dict"])
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_an_observation_that_does_not_follow_begins_an_episode(
+    store_path: Path, kind: str, n_envs: int
+) -> None:
+    """As when `learn` is called again: it resets the environments without a word to the buffer."""
+    ours, _ = pair(store_path, OBSERVATIONS[kind], ACTIONS["discrete"], n_envs=n_envs)
+    for _ in range(2):
+        for step in [*steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], n_envs, 2)]:
+            ours.add(*step)
+    assert lengths(ours.rb) == [("cut", 2)] * n_envs + [("open", 2)] * n_envs
+    ours.close()
+
+
+def test_nan_observations_follow_one_another(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    nan, action = np.full((1, 3), np.nan, np.float32), np.zeros((1, 1), np.int64)
+    for _ in range(3):
+        ours.add(nan, nan, action, np.zeros(1), np.zeros(1, bool), [{}])
+    assert lengths(ours.rb) == [("open", 3)]
+    ours.close()
+
+
+def test_steps_that_are_held_back_are_sampled_and_counted(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.close()
+    ours = sb3.ReplayBuffer(40, VECTOR, ACTIONS["discrete"], "cpu", path=store_path, flush_steps=16)
+    steps = [*steps_of(VECTOR, ACTIONS["discrete"], 1, 9)]
+    for number, step in enumerate(steps):
+        ours.add(*step)
+        assert len(ours._store.buffer) == 0
+        if number == 7:
+            break
+    assert ours.size() == 8
+    ours.add(*steps[8])
+    assert set(ours.sample(300).rewards.flatten().tolist()) == {float(n) for n in range(9)}
+    ours.close()
+
+
+# -- saving --------------------------------------------------------------------------------------------
+
+
+def test_pickling_keeps_the_store_and_not_its_rows(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 7):
+        ours.add(*step)
+    saved = pickle.dumps(ours)
+    assert len(saved) < 3000
+    shared = pickle.loads(saved)
+    assert shared.size() == 7
+    assert shared.rb is ours.rb
+    ours.close()
+    for closed in (ours, shared):
+        with pytest.raises(expstore.StateError, match="is closed"):
+            closed.size()
+    copy = pickle.loads(saved)
+    assert (copy.size(), copy.pos, copy.buffer_size) == (7, 7, 40)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 3):
+        copy.add(*step)
+    assert copy.size() == 10
+    copy.close()
+
+
+def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
+    ours = sb3.ReplayBuffer(40, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
+    saved = pickle.dumps(ours)
+    ours.close()
+    expstore.open(store_path, mode="w", capacity=40).close()
+    with pytest.raises(expstore.StateError, match="was saved over store"):
+        pickle.loads(saved).size()
+    expstore.open(store_path, capacity=40).close()  # it was not left open
+
+
+def model_of(path: Path, **options: Any) -> DQN:
+    return DQN(
+        "MlpPolicy",
+        gym.make("CartPole-v1"),
+        buffer_size=500,
+        learning_starts=20,
+        train_freq=4,
+        seed=0,
+        policy_kwargs={"net_arch": [8]},
+        replay_buffer_class=sb3.ReplayBuffer,
+        replay_buffer_kwargs={"path": str(path), **options},
+    )
+
+
+def test_a_model_saves_and_loads_its_replay_buffer(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path, flush_steps=16)
+    model.learn(100)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert model.replay_buffer is not None
+    assert model.replay_buffer.size() == 100
+    model.learn(52, reset_num_timesteps=False)
+    assert model.replay_buffer.size() == 152
+    assert "cut" in {status for status, _ in lengths(model.replay_buffer.rb)}
+    model.replay_buffer.close()
+
+
+def test_a_loaded_model_continues_in_the_store(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path)
+    model.learn(100)
+    model.save(tmp_path / "model.zip")
+    model.replay_buffer.close()
+    loaded = DQN.load(tmp_path / "model.zip", env=gym.make("CartPole-v1"))
+    assert loaded.replay_buffer.size() == 100
+    loaded.learn(32, reset_num_timesteps=False)
+    assert loaded.replay_buffer.size() == 132
+    loaded.replay_buffer.close()
+
+
+def test_sac_learns_with_several_environments(store_path: Path) -> None:
+    env = DummyVecEnv([lambda: gym.make("Pendulum-v1")] * 3)
+    options = {"path": store_path, "flush_steps": 4}
+    model = SAC(
+        "MlpPolicy", env, buffer_size=300, learning_starts=30, policy_kwargs={"net_arch": [8]}, seed=0,
+        replay_buffer_class=sb3.ReplayBuffer, replay_buffer_kwargs=options,
+    )  # fmt: skip
+    model.learn(90)
+    rb = model.replay_buffer.rb
+    assert lengths(rb) == [("open", 30)] * 3
+    assert len(set(rb.sql("SELECT source FROM episodes").fetchall())) == 3
+    model.replay_buffer.close()
+
+
+# -- hindsight goals -----------------------------------------------------------------------------------
+
+
+def her_buffer(path: Path, **options: Any) -> tuple[Any, Any]:
+    env = DummyVecEnv([lambda: BitFlippingEnv(n_bits=4, continuous=True, max_steps=4)])
+    made = sb3.HerReplayBuffer(
+        200, env.observation_space, env.action_space, env, "cpu", path=path, seed=3, **options
+    )
+    return made, env
+
+
+def fill(buffer: Any, env: Any, steps: int) -> None:
+    rng = np.random.default_rng(0)
+    seen = env.reset()
+    for _ in range(steps):
+        action = rng.uniform(-1, 1, (1, 4)).astype(np.float32)
+        after, reward, done, infos = env.step(action)
+        final = {k: v.copy() for k, v in after.items()}
+        if done[0]:
+            final = {k: v[None] for k, v in infos[0]["terminal_observation"].items()}
+        buffer.add(seen, final, action, reward, done, infos)
+        seen = after
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_new_goals_were_achieved_in_the_same_episode(store_path: Path, strategy: str) -> None:
+    ours, env = her_buffer(store_path, goal_selection_strategy=strategy, n_sampled_goal=3)
+    fill(ours, env, 40)
+    rows = ours.rb[:]
+    located = ours.rb.sql("SELECT _id, _episode, _step FROM transitions ORDER BY _id").fetchall()
+    where = {id: (episode, step) for id, episode, step in located}
+    number_of = {id: number for number, (id, _, _) in enumerate(located)}
+    reached = rows["next", "observation", "achieved_goal"].tolist()
+    achieved = {where[id]: reached[number] for id, number in number_of.items()}
+    drawn = ours._draw(64)
+    for number, id in enumerate(drawn["id"].tolist()):
+        episode, step = where[id]
+        goal = drawn["observation"]["desired_goal"][number].tolist()
+        assert drawn["next"]["observation"]["desired_goal"][number].tolist() == goal
+        if number >= 48:  # int(her_ratio * 64)
+            assert goal == rows["observation", "desired_goal"][number_of[id]].tolist()
+            continue
+        others = {key: value for key, value in achieved.items() if key[0] == episode}
+        last = max(key[1] for key in others)
+        possible = {"future": range(step, last + 1), "final": [last], "episode": range(last + 1)}[strategy]
+        assert goal in [others[episode, other] for other in possible]
+        reward = env.env_method(
+            "compute_reward", drawn["next"]["observation"]["achieved_goal"][number][None],
+            np.array([goal]), [{}], indices=[0],
+        )[0]  # fmt: skip
+        assert drawn["next"]["reward"][number] == reward
+    ours.close()
+
+
+def test_samples_have_the_form_of_stable_baselines3(store_path: Path) -> None:
+    ours, env = her_buffer(store_path)
+    theirs = HerReplayBuffer(200, env.observation_space, env.action_space, env, "cpu")
+    fill(ours, env, 24)
+    fill(theirs, env, 24)
+    assert ours.her_ratio == theirs.her_ratio
+    mine, other = ours.sample(10), theirs.sample(10)
+    assert type(mine) is type(other)
+    for name, one in zip(other._fields, other, strict=True):
+        same = getattr(mine, name)
+        pairs = [(same[key], one[key]) for key in one] if isinstance(one, dict) else [(same, one)]
+        assert all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs if b is not None), name
+    ours.close()
+
+
+def test_the_environment_is_set_anew_after_unpickling(store_path: Path) -> None:
+    ours, env = her_buffer(store_path)
+    fill(ours, env, 8)
+    with pytest.raises(ValueError, match="already initialized"):
+        ours.set_env(env)
+    saved = pickle.dumps(ours)
+    ours.close()
+    copy = pickle.loads(saved)
+    assert copy.env is None
+    with pytest.raises(expstore.StateError, match="set_env"):
+        copy.sample(8)
+    copy.set_env(env)
+    assert copy.sample(8).rewards.shape == (8, 1)
+    copy.close()
+
+
+def test_the_last_trajectory_can_be_cut(store_path: Path) -> None:
+    ours, env = her_buffer(store_path)
+    fill(ours, env, 6)
+    ours.truncate_last_trajectory()
+    assert [status for status, _ in lengths(ours.rb)] == ["truncated", "cut"]
+    ours.close()
+
+
+def test_sac_learns_with_hindsight_goals(store_path: Path, tmp_path: Path) -> None:
+    def model() -> SAC:
+        return SAC(
+            "MultiInputPolicy", BitFlippingEnv(n_bits=3, continuous=True, max_steps=3), buffer_size=300,
+            learning_starts=20, policy_kwargs={"net_arch": [8]}, seed=0,
+            replay_buffer_class=sb3.HerReplayBuffer, replay_buffer_kwargs={"path": store_path},
+        )  # fmt: skip
+
+    first = model()
+    first.learn(60)
+    first.save_replay_buffer(tmp_path / "buffer.pkl")
+    first.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=True)
+    first.learn(30, reset_num_timesteps=False)
+    assert first.replay_buffer.size() == 90
+    first.replay_buffer.close()
+
+
+# -- priorities ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_sampled_by_priority(store_path: Path) -> None:
+    ours = sb3.PrioritizedReplayBuffer(40, VECTOR, ACTIONS["discrete"], "cpu", path=store_path, seed=1)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 8):
+        ours.add(*step)
+    batch = ours.sample(8)
+    assert batch.weights.shape == (8, 1)
+    assert (batch.weights == 1).all()
+    ids = torch.arange(1, 9)
+    assert ours.update_priorities(ids, torch.eye(8)[3] * 1e6) == 8
+    batch = ours.sample(64)
+    assert set(batch.ids.tolist()) == {4}
+    assert set(batch.rewards.flatten().tolist()) == {3.0}
+    with pytest.raises(expstore.PriorityError):
+        ours.update_priorities(ids, -np.ones(8))
+    ours.close()
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+
+def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable[[Path], Any]:
+    return lambda path: make(*given, path=path, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], optimize_memory_usage=True),
+            ValueError,
+            "optimize_memory_usage=True keeps",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], flush_steps=0),
+            ValueError,
+            "flush_steps must be an integer of at least 1",
+        ),
+        (
+            with_path(sb3.DictReplayBuffer, 9, VECTOR, ACTIONS["discrete"]),
+            TypeError,
+            "is for Dict observation spaces",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, copy_info_dict=True),
+            ValueError,
+            "infos are not stored",
+        ),
+        (
+            with_path(
+                sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, goal_selection_strategy="next"
+            ),
+            ValueError,
+            "is 'next'; it is one of 'future'",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], sampler="prioritised"),
+            expstore.ArgumentError,
+            "prioritized",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_make_no_store(
+    store_path: Path, make: Callable[[Path], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make(store_path)
+    assert not store_path.exists()
+
+
+def test_arrays_that_a_store_does_not_have_are_named(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    with pytest.raises(AttributeError, match=re.escape("the store has it as rb[:]['next', 'reward']")):
+        ours.rewards  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'spam'"):
+        ours.spam  # noqa: B018
+    ours.close()
+
+
+def test_another_capacity_is_refused(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.close()
+    with pytest.raises(expstore.StateError, match="40"):
+        sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
