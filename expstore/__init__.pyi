@@ -30,7 +30,7 @@ from expstore.buffers.sample_units import Sequence as Sequence
 from expstore.buffers.sample_units import Transition as Transition
 from expstore.buffers.tensordict import TensorDictReplayBuffer as TensorDictReplayBuffer
 from expstore.buffers.updates import ConditionalUpdateResult as ConditionalUpdateResult
-from expstore.collectors.gymnasium import Collector as Collector
+from expstore.collectors.collector import Collector as Collector
 from expstore.core.rate_limiters import MinSize as MinSize
 from expstore.core.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.core.retention_policy import Retain as Retain

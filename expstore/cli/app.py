@@ -38,7 +38,7 @@ from expstore.errors import (
 
 if TYPE_CHECKING:
     from expstore.buffers.replay_buffer import ReplayBuffer
-    from expstore.collectors.gymnasium import AnyVectorEnv
+    from expstore.collectors.environments import AnyVectorEnv
     from expstore.storages.format.layout import LayoutName
 
 __all__ = ["main", "run"]
@@ -309,7 +309,7 @@ def _collect(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from expstore.collectors.gymnasium import Collector
+    from expstore.collectors import Collector
 
     if seed is not None and rb.write_count:
         # With the same seed the same episodes would be collected again.

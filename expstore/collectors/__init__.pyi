@@ -1,2 +1,3 @@
-from expstore.collectors.gymnasium import Collector as Collector
-from expstore.collectors.gymnasium import TransitionSink as TransitionSink
+from expstore.collectors.collector import Collector as Collector
+from expstore.collectors.lanes import LaneCollector as LaneCollector
+from expstore.collectors.lanes import TransitionSink as TransitionSink

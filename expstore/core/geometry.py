@@ -32,7 +32,7 @@ def check_ndim(ndim: int) -> int:
     """Return the number of dims of a storage.
 
     Raises:
-        ValueError: It is less than 1.
+        ValueError: `ndim` is less than 1.
     """
     if ndim < 1:
         raise ValueError(f"ndim must be at least 1, got {ndim}")

@@ -341,7 +341,7 @@ class Disk:
         """Open a file, or a folder for reading; with `create`, make it if it is missing.
 
         Raises:
-            StorageError: It cannot be opened, or is a link or something else.
+            StorageError: The path cannot be opened, or is neither a file nor a folder.
         """
         flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:

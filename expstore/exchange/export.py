@@ -119,7 +119,7 @@ def open_export(
 
     Raises:
         SchemaError: A field does not exist, or the format cannot store it.
-        ExpStoreError: An error of `rows.opened` or `Rows.choose`.
+        ExpStoreError: An error of `rows.open_source` or `Rows.choose`.
     """
     path = local_path(target)
     with open_source(source, version) as storage:

@@ -210,7 +210,7 @@ def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
         parts = (*parts, Ellipsis)
     parts = (*parts, *[slice(None)] * whole)
     parts = _align_to_dims(shape, parts)
-    return Move(lambda tensor, _: tensor[_on_device(parts, tensor.device)], looks=True)
+    return Move(lambda tensor, _: tensor[_move_to_device(parts, tensor.device)], looks=True)
 
 
 def _part(part: Any) -> Any:
@@ -250,6 +250,6 @@ def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(found)
 
 
-def _on_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+def _move_to_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Return the parts with tensors moved to the device of the indexed tensor."""
     return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in parts)

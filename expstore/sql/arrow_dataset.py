@@ -123,7 +123,7 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
                     raise self._refuse(exc) from None
                 arrays = [self._take_rows(name, first + part) for name in packed]
                 pace.count(part.size, arrays)
-                yield _with_columns(batch.take(pa.array(part)), packed, arrays)
+                yield _add_columns(batch.take(pa.array(part)), packed, arrays)
             first += len(batch)
 
     def _take_rows(self, name: str, numbers: IntArray) -> pa.Array:
@@ -213,7 +213,7 @@ def _filter(batch: pa.RecordBatch, filter: Any) -> list[pa.RecordBatch]:
     return found
 
 
-def _with_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+def _add_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
     return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
 
 

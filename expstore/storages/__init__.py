@@ -1,6 +1,6 @@
-"""Where rows are kept: in RAM, in Zarr columns and Arrow segments on disk, also under TorchRL's names.
+"""Storages: rows in RAM, or on disk in Zarr columns and Arrow segments; also under TorchRL's names.
 
-Buffers take one of these; the classes load when first used.
+A buffer uses one of these. The classes are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows on disk some of whose fields have no fixed size: strings, lists, tensors of any length, structs, None.
+"""Rows on disk with variable-length fields: strings, lists, tensors of any length, structs, None.
 
-The storage behind `expstore.open(layout="arrow")`. Fields of fixed size are Zarr columns; the others lie in
-Arrow segments, which the same journal publishes. What it does is in `expstore.storages.engine.store`; this is
-a constructor.
+The storage behind `expstore.open(layout="arrow")`. Fixed-size fields are Zarr columns; the variable-length
+fields are stored in Arrow segments, and the same journal commits both. The implementation is in
+`expstore.storages.engine.store`; this class is a constructor.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ Compression = Literal["narrow", "lz4", "zstd"]
 
 
 class ArrowStorage(Store):
-    """Keep rows of any length in a folder, for as long as the experiment lives.
+    """Store rows of any length in a folder.
 
-    Fields of fixed size are as in a `ZarrStorage`. Rows of the others are appended and never changed; those
-    that leave a ring free their disk space by whole segments, of about 64 MiB. `segments/` holds Arrow IPC
-    streams, which other programs can read at any time.
+    Fixed-size fields are stored as in a `ZarrStorage`. Rows of variable-length fields are appended and never
+    changed; when rows leave a ring, their disk space is freed by whole segments of about 64 MiB. `segments/`
+    contains Arrow IPC streams, which other programs can read at any time.
 
     Crashes, threads, processes: as `ZarrStorage`.
 
     Args:
-        path: The store's folder; made if it is missing.
+        path: The store's folder; created if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        compression: Of fields without a fixed size: "narrow", "lz4" or "zstd", as in `expstore.Layout`; None:
-            as stored, none for a new store.
-        settings: Everything else; see `expstore.open`.
-        ndim: As `ZarrStorage`.
-        layout: As `ZarrStorage`, of the fields of fixed size.
-        fields: As `ZarrStorage`.
-        disk: Where files are touched.
-        segment_bytes: As `ZarrStorage`: of the journal's segments.
+        compression: Compression of variable-length fields: "narrow", "lz4" or "zstd", as in
+            `expstore.Layout`; None: as stored, no compression for a new store.
+        settings: All other options; see `expstore.open`.
+        ndim: How many dims of a batch are rows; the first is time; None: as stored, 1 for a new store.
+        layout: Layout of fixed-size fields, as `columns` of `expstore.Layout`; None: as stored, "flat" for a
+            new store.
+        fields: Options of single fields, as in `expstore.Layout`, as dicts.
+        disk: Access to files.
+        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB if records contain their rows.
 
     Raises:
-        LockedError: Another buffer has it open.
+        LockedError: Another buffer has the store open.
         StateError: A setting contradicts the store.
         CorruptionError: The store is damaged.
         SchemaError: There is no such compression, layout, codec or option.

@@ -46,8 +46,8 @@ Hook = Callable[[Any], Any]
 class Storage(ReadView):
     """Store rows under ever-growing ids.
 
-    A storage of your own implements the abstract methods, and may override the methods under "what a storage
-    may say of itself".
+    A storage of your own implements the abstract methods, and may override the methods under "what subclasses
+    may override".
 
     Threads: one writes at a time (`lock`), any number read without a lock. Processes: one writer. Crashes:
     the subclass defines what survives; a batch is stored completely or not at all.
@@ -57,8 +57,9 @@ class Storage(ReadView):
         ndim: How many dims of a batch are rows: 1, or more with time as the first. With more than 1, the
             capacity is rounded up to a multiple of the rows of one step when the first rows are written.
         seed: Key of all draws.
-        flatten: Whether all dims of a batch are rows, each of a stream of its own, as in stores on disk.
-        description: The description of the storage, instead of the four arguments before.
+        flatten: Whether all dims of a batch are rows, and each index of the other dims is a separate stream,
+            as in stores on disk.
+        description: The description of the storage, instead of the preceding four arguments.
         disk: The disk on which files are accessed.
         path: The store's folder; None: rows are in RAM.
         index_path: The file of the SQL index; None: in memory.
@@ -88,7 +89,7 @@ class Storage(ReadView):
         self.changes: ChangeLog = ChangeLog()
         #: Makes writers wait while rows are copied for a snapshot.
         self.snapshot_pin = SnapshotPin(self.locks.order, self.counters)
-        self._counting = False  # whether counts are kept from the first row on
+        self._counting = False  # whether rows are counted from the first row on
 
     # -- appending ---------------------------------------------------------------------------------
 
@@ -100,8 +101,8 @@ class Storage(ReadView):
         Args:
             schema: The fields.
             keys: The fields that mark trajectories, ends and rewards.
-            dims: Sizes of a batch's dims beyond the first, if they are rows too.
-            row_class: The tensorclass of the rows; None: they are no tensorclass.
+            dims: Sizes of a batch's dims after the first, if they are rows too.
+            row_class: The tensorclass of the rows; None: rows are not of a tensorclass.
 
         Raises:
             SchemaError: The fields do not match the specs, or this storage cannot store one of them.
@@ -155,7 +156,7 @@ class Storage(ReadView):
                 self._retire(through)
 
     def _reserve(self, rows: Rows) -> int:
-        """Release the slots that rows are about to take, before anything is written to the slots.
+        """Update the state for slots that rows are about to take, before anything is written to the slots.
 
         Returns:
             How many of the first rows get no slot: the surplus rows of a batch longer than the ring.
@@ -184,12 +185,12 @@ class Storage(ReadView):
         """Replace fields of readable rows; episodes do not change.
 
         Args:
-            ids: Which rows, each at most once. Shape `(n,)`.
+            ids: Ids of the rows, each at most once. Shape `(n,)`.
             places: Positions of the fields in the schema.
             columns: Their new values. Shapes `(n, *row shape)`.
 
         Raises:
-            NotFoundError: A row has left the store; nothing was changed.
+            NotFoundError: A row is no longer in the store; nothing was changed.
             SchemaError: Rows of such a field cannot be changed.
         """
         with self.lock:
@@ -197,7 +198,7 @@ class Storage(ReadView):
             if ids.size == 0:
                 return
             if not self._state.window.holds(ids).all():
-                raise NotFoundError("cannot change rows that have left the store")
+                raise NotFoundError("cannot change rows that are no longer in the store")
             self._change(ids, places, columns, replaces=False)
 
     def replace(self, ids: IntArray, columns: Sequence[Array]) -> None:
@@ -236,14 +237,14 @@ class Storage(ReadView):
             self.changes.end(slots)
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
-        """Set priorities; skip rows that have left. Returns how many were set.
+        """Set priorities; skip rows that are no longer in the store. Returns how many were set.
 
         Args:
-            ids: Row ids; for an id given twice the last value is used. Shape `(n,)`.
+            ids: Row ids; if an id occurs twice, its last value is used. Shape `(n,)`.
             values: Finite and not negative. Shape `(n,)`.
 
         Raises:
-            PriorityError: A value is negative, NaN or infinite; none was set.
+            PriorityError: A value is negative, NaN or infinite; no priority was set.
         """
         values = check_priorities(values)
         with self.lock:
@@ -282,14 +283,14 @@ class Storage(ReadView):
             self._state.clear(last, self._next_position())
 
     def _retire(self, through: int) -> None:
-        """Remove the rows with ids <= `through` for good."""
+        """Remove the rows with ids <= `through` permanently."""
         with self.locks.episodes:
             self.epochs.note_deleted()
             self._state.retire(through)
             self._state.note_content(self._next_position())
 
     def _next_position(self) -> tuple[int, int]:
-        """Return the position of the next record, for the SQL index. Here, changes are counted."""
+        """Return the position of the next record, for the SQL index. This class counts changes instead."""
         return (1, self._state.content[1] + 1)
 
     def annotate(self, change: LogEntry | End | Resume) -> None:
@@ -308,7 +309,7 @@ class Storage(ReadView):
                 try:
                     self._annotate(change)
                 except BaseException:
-                    # Before the lock is released: no checkpoint may cover what memory lacks.
+                    # Before the lock is released: a checkpoint must not cover a record that memory lacks.
                     self._note_interruption()
                     raise
 
@@ -322,7 +323,7 @@ class Storage(ReadView):
         """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
-            ids: Which rows. Shape `(n,)`.
+            ids: Ids of the rows. Shape `(n,)`.
             places: Positions of the fields to read; None: all.
 
         Returns:
@@ -341,7 +342,7 @@ class Storage(ReadView):
         """Return whether no slot of these ids has been overwritten by a later row or given to other rows."""
         state, depth = self._state, self.geometry.depth
         if depth is None:
-            # The space of rows that leave a store without a capacity is freed.
+            # A store without a capacity frees the space of deleted rows.
             deleted, retired = state.window.deleted, state.retired
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (deleted and deleted.holds(ids).any())
@@ -372,16 +373,16 @@ class Storage(ReadView):
         """Do nothing for a state without rows: the rows are in the folder.
 
         Raises:
-            StateError: The state holds rows.
+            StateError: The state contains rows.
         """
         if "rows" in state_dict:
             raise StateError(
-                f"a {self.kind} storage keeps its rows itself, and this state holds some",
+                f"a {self.kind} storage loads no rows from a state dict, but this one contains rows",
                 hint="load it into a LazyMemmapStorage, or use dumps() and loads()",
             )
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Raise an error: `state_dict` holds no rows here.
+        """Raise an error: `state_dict` contains no rows here.
 
         Raises:
             StateError: Always.
@@ -389,7 +390,7 @@ class Storage(ReadView):
         raise self._no_hooks()
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Raise an error: `state_dict` holds no rows here.
+        """Raise an error: `state_dict` contains no rows here.
 
         Raises:
             StateError: Always.
@@ -398,8 +399,8 @@ class Storage(ReadView):
 
     def _no_hooks(self) -> StateError:
         return StateError(
-            f"a {self.kind} storage keeps its rows itself: state_dict() has none that a hook could change",
-            hint="change them before extend(), or when they have been read",
+            f"state_dict() of a {self.kind} storage has no rows that a hook could change",
+            hint="change rows before extend(), or after reading them",
         )
 
     def __getstate__(self) -> Any:
@@ -419,7 +420,7 @@ class Storage(ReadView):
         """Return the storage itself.
 
         Raises:
-            StateError: It is closed.
+            StateError: The storage is closed.
         """
         if self._closed:
             raise build_closed_error()
@@ -430,7 +431,7 @@ class Storage(ReadView):
         """Whether the storage is open for writing and has not failed."""
         return not self._closed
 
-    # -- what a storage may say of itself ------------------------------------------------------------
+    # -- what subclasses may override ---------------------------------------------------------------
 
     @property
     def fields(self) -> FieldChanges | None:
@@ -439,11 +440,11 @@ class Storage(ReadView):
 
     @property
     def retention(self) -> Retention | None:
-        """Deletes episodes; None: rows leave by age, or not at all."""
+        """Deletes episodes; None: this kind of storage evicts rows by age, or keeps all rows."""
         return None
 
     def row_appender(self, schema: Schema, rows: int = 1) -> RowAppending | None:
-        """Return an appender that writes a few rows of one stream faster than `write`; None: no such way.
+        """Return an appender that writes a few rows of one stream faster than `write`, or None.
 
         Args:
             schema: The fields of the rows.
@@ -457,19 +458,19 @@ class Storage(ReadView):
         return SnapshotAccess(self, self._check_hooks)
 
     def _check_hooks(self) -> None:
-        """Raise SnapshotError if a save hook returns other rows than it is given; there are no hooks here."""
+        """Raise SnapshotError if a save hook returns other rows than it gets; this class has no hooks."""
 
     def _hook_content(self, content: Any) -> Any:
-        """Return what load hooks make of the content of a snapshot; there are no hooks here."""
+        """Return the content of a snapshot after the load hooks were applied; this class has no hooks."""
         return content
 
     @property
     def settings(self) -> RowSettings:
-        """Settings of the rows: their ranking, their specs, and whether uses are counted."""
+        """Settings of the rows: their ranking, their specs, and whether samples are counted."""
         return RowSettings(self, self._describe, self._count_sampled)
 
     def _count_sampled(self) -> None:
-        """Count from now on how often rows are sampled. The caller holds the lock."""
+        """Begin to count how often rows are sampled. The caller holds the lock."""
         self._counting = True
         if self._state.sampled is None and self.schema is not None:
             self._begin_sampled()
@@ -488,15 +489,15 @@ class Storage(ReadView):
         return ring.with_slots(round_up(spare, ring.lanes), 0)
 
     def _note_unsaved(self) -> None:
-        """Note that priorities were set, so that they are saved soon."""
+        """Record that priorities were set, so that they are saved soon."""
 
     def _note_horizon(self, horizon: int) -> None:
         """Record the newest id whose slot may be written to from now on."""
 
     def _note_interruption(self) -> None:
-        """Note that an operation was interrupted: memory may lag behind the disk."""
+        """Record that an operation was interrupted: memory may lag behind the disk."""
 
-    # -- what a storage supplies ---------------------------------------------------------------------
+    # -- what a subclass implements -------------------------------------------------------------------
 
     @abstractmethod
     def _create(self, schema: Schema, keys: Keys) -> None:
@@ -513,7 +514,7 @@ class Storage(ReadView):
         """Change the values of rows, after `snapshot_pin.wait()` and inside `_note_changes`.
 
         Args:
-            ids: Which rows, each at most once. Shape `(n,)`.
+            ids: Ids of the rows, each at most once. Shape `(n,)`.
             places: Positions of the columns, as in `views`.
             columns: The values. Shapes `(n, *row shape)`.
             replaces: Whether these are new rows, with values for all columns.

@@ -1,4 +1,4 @@
-"""A batch of rows with their ids, as storages take it.
+"""A batch of rows with their ids, as storages write it.
 
 Created by writers and passed to `Storage.write`. A plain data container.
 """
@@ -21,10 +21,10 @@ class Rows:
     """A batch with the ids that a writer has assigned.
 
     Args:
-        first_id: Id of its first row; the others follow.
+        first_id: Id of its first row; the other rows have consecutive ids.
         count: Number of rows.
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-        assignment: Ids, episodes and steps.
+        assignment: Ids, episodes and steps of the rows.
         time: Microseconds since 1970.
         info: Annotation of all their episodes, as JSON text.
         key: The idempotency key under which the rows are written; None: no key.
@@ -52,12 +52,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where the bytes of a batch are before its commit record is appended.
+    """The location of a batch's bytes before its commit record is appended.
 
     Args:
-        crc: crc32c of all columns but the priorities; 0 in a storage without checksums.
-        inline: The bytes that the record itself contains; b"": none.
-        in_columns: Whether the columns hold the rows. If not, the record and the memtable do.
+        crc: crc32c of all columns except the priorities; 0 in a storage without checksums.
+        inline: The bytes that the record itself contains; b"" if they are elsewhere.
+        in_columns: Whether the columns contain the rows. Otherwise the record and the memtable do.
     """
 
     crc: int = 0
@@ -66,5 +66,5 @@ class Payload:
 
 
 def now_us() -> int:
-    """Return the time, microseconds since 1970."""
+    """Return the current time in microseconds since 1970."""
     return time.time_ns() // 1000

@@ -1,6 +1,7 @@
-"""What some storages can do apart from reading and writing rows: objects, or None where they cannot.
+"""Capabilities that not every storage has: interfaces of objects, or None for a storage without them.
 
-`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them. Nothing here does anything.
+`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them. This module has no
+implementation.
 """
 
 from __future__ import annotations
@@ -18,70 +19,71 @@ __all__ = ["FieldChanges", "GivenUp", "Retention", "RowAppending"]
 
 
 class FieldChanges(Protocol):
-    """Add and drop the fields of a storage: each call does all of it, or nothing.
+    """Add and drop fields of a storage: each call takes effect completely, or not at all.
 
-    Threads: one field is added or dropped at a time; others write and read meanwhile, and wait for its end.
+    Threads: one field is added or dropped at a time. Other threads write and read meanwhile, and wait at the
+    end of the change.
     """
 
     def add(self, new_field: NewField) -> None:
-        """Have one more field.
+        """Add a field.
 
         Args:
-            new_field: Which one, and the values of the rows that are there.
+            new_field: The field, and its values for existing rows.
 
         Raises:
             SchemaError: Rows cannot have such a field.
-            StateError: Nothing can be written here, or the storage has another content by now.
+            StateError: The storage cannot be written, or its content was replaced meanwhile.
             StorageError: The disk failed; nothing was changed.
         """
 
     def drop(self, key: Key, specs: str) -> None:
-        """Have one field less.
+        """Drop a field.
 
         Args:
-            key: Which one.
-            specs: What values fields may have from then on, as `expstore.schema.spec_text` writes it.
+            key: The field.
+            specs: The specs of the remaining fields, as `expstore.schema.spec_text` writes them.
 
         Raises:
             SchemaError: There is no such field, or rows cannot be without it.
-            StateError: Nothing can be written here; or rows are ranked by the field.
+            StateError: The storage cannot be written, or rows are ranked by the field.
             StorageError: The disk failed; the store must be opened again.
         """
 
 
 class RowAppending(Protocol):
-    """Append rows of one stream, so many at a time.
+    """Append a fixed number of rows of one stream at a time.
 
-    Threads: one at a time uses it; others may use the storage.
+    Threads: one at a time uses the object; others may use the storage.
     """
 
     #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
     fields: Array
 
     def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
-        """Append the rows in `fields`; return the id of the first one, 0 if they are not taken.
+        """Append the rows in `fields`; return the id of the first row, or 0 if they were not appended.
 
-        Rows that are not taken leave nothing behind.
+        If rows are not appended, nothing has changed; the caller then uses `Storage.write`.
 
         Args:
             source: Name of the stream, in the storage's own session; None: the unnamed one.
-            runs: How the rows lie in episodes, with rewards in the precision of their field.
-            linked: Whether the observation of a row must be the next observation of the row before it in its
-                episode. There is a single row then.
+            runs: The rows' episodes and steps, with rewards in the precision of their field.
+            linked: Whether the row's observation must equal the next observation of the preceding row in its
+                episode. Only for a single row.
 
         Raises:
-            StateError: Nothing can be written here.
-            StorageError: The disk failed; nothing is published.
+            StateError: The storage cannot be written.
+            StorageError: The disk failed; no row becomes readable.
         """
 
 
 class GivenUp(NamedTuple):
-    """Say what has left.
+    """What was deleted.
 
     Args:
-        episodes: How many.
-        rows: How many.
-        bytes: How much space the columns take less than before.
+        episodes: Number of episodes.
+        rows: Number of rows.
+        bytes: Number of bytes that the columns are smaller than before.
     """
 
     episodes: int = 0
@@ -92,37 +94,38 @@ class GivenUp(NamedTuple):
 class Retention(Protocol):
     """Delete whole episodes of a store.
 
-    Threads: others write and read meanwhile. Crashes: rows are gone when a call returns, or a record says so.
+    Threads: others write and read meanwhile. Crashes: when a call returns, the rows are deleted or a record
+    of the deletion is stored.
     """
 
     @property
     def policy(self) -> Retain | None:
-        """Which rows are to stay; None: all of them."""
+        """The policy that says which rows to keep; None: all rows."""
 
     def keep_policy(self, policy: Mapping[str, Any]) -> None:
-        """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
+        """Store the policy that says which rows to keep, as `expstore.core.retention_policy` writes it.
 
         Raises:
-            StateError: Rows leave by age here; or the store is closed, or cannot be written.
+            StateError: The store has a capacity and evicts rows by age, is closed, or cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
 
     def rows_of(self, episodes: IntArray) -> IdSet:
-        """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
+        """Return the ids of the readable rows of episodes that have ended. The caller holds the lock."""
 
     def bytes_per_row(self) -> float:
-        """Return how much space a row takes in the columns, on average."""
+        """Return the average space of a row in the columns, in bytes."""
 
     def columns_bytes(self) -> int:
-        """Return how much space the columns take."""
+        """Return the space of the columns, in bytes."""
 
     def delete(self, episodes: IntArray) -> GivenUp:
-        """Delete all rows of episodes that have ended, for good; their facts stay.
+        """Delete all rows of episodes that have ended, permanently; facts about the episodes remain.
 
         Args:
-            episodes: Their ids. Shape `(n,)`.
+            episodes: Ids of the episodes. Shape `(n,)`.
 
         Raises:
-            StateError: Rows leave by age here; or the store is closed, or cannot be written.
-            StorageError: The disk failed. What it says of the rows is what the next opening finds.
+            StateError: The store has a capacity and evicts rows by age, is closed, or cannot be written.
+            StorageError: The disk failed. The next opening decides whether the rows are deleted.
         """

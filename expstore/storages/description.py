@@ -1,4 +1,4 @@
-"""What a storage is, apart from its rows: its fields, its ring, and how rows are drawn and kept.
+"""The description of a storage, without its rows: fields, ring, seed, ranking and specs.
 
 Used by every storage. On disk it comes from expstore.json.
 """
@@ -21,17 +21,17 @@ __all__ = ["Description"]
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Say what a storage is. It is replaced as a whole, by one assignment.
+    """The description of a storage. Immutable; a change replaces the whole object by one assignment.
 
     Args:
         geometry: How ids, slots and indices correspond.
-        schema: The fields; None: no rows have come yet.
-        keys: Which fields say what a row is to its episode.
+        schema: The fields; None: no rows were written yet.
+        keys: The fields that mark trajectories, ends and rewards.
         seed: Key of all draws.
-        flatten: Whether all dims of a batch are rows of streams of their own.
-        ranking: By what rows are ranked, of which only the best stay; None: the newest stay.
-        specs: What values fields may have, as `expstore.schema.spec_text` writes it; "": nothing is known.
-        uuid: The store's; zeros in RAM.
+        flatten: Whether all dims of a batch are rows, and each index of the other dims is a separate stream.
+        ranking: The criterion by which only the best rows are kept; None: the newest rows are kept.
+        specs: The specs of the fields, as `expstore.schema.spec_text` writes them; "": there are no specs.
+        uuid: The store's uuid; zeros in RAM.
     """
 
     geometry: RingGeometry = field(default_factory=lambda: RingGeometry(None, 1))
@@ -45,7 +45,7 @@ class Description:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Description:
-        """Return what expstore.json says."""
+        """Return the description in expstore.json."""
         schema = manifest.schema
         return cls(
             geometry=manifest.geometry,
@@ -59,5 +59,5 @@ class Description:
         )
 
     def with_fields(self, schema: Schema, keys: Keys | None = None) -> Description:
-        """Return the same with other fields; without `keys` these are found by their usual names."""
+        """Return a copy with other fields; without `keys`, the keys are found by their usual names."""
         return replace(self, schema=schema, keys=keys or find_keys(schema))

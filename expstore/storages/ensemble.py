@@ -1,6 +1,6 @@
 """Several storages that are read together, with a transform for the rows of each.
 
-Part of an ensemble of buffers, which reads through it. It writes nothing and draws nothing.
+Part of an ensemble of buffers, which reads through it. Nothing is written or drawn here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["StorageEnsemble"]
 class StorageEnsemble(Members):
     """The storages of an ensemble of buffers.
 
-    `[number]` is one of them, `[numbers]` some as an ensemble, `[numbers, index]` the rows at an index in
-    each, in a list. Threads, processes and crashes as the storages.
+    `[number]` is one storage, `[numbers]` an ensemble of some of them, `[numbers, index]` a list of the rows
+    at an index in each. Threads, processes and crashes: as the storages.
 
     Args:
         storages: One per member.
@@ -55,5 +55,5 @@ class StorageEnsemble(Members):
 
     @property
     def max_size(self) -> int:
-        """How many rows all storages can hold together."""
+        """The number of rows that all storages can hold together."""
         return sum(storage.max_size for storage in self._members)

@@ -1,6 +1,6 @@
 """Look up the rows of an episode by the episode's id.
 
-Used by buffers and by the index. It reads no field, and changes nothing.
+Used by buffers and by the index. It reads no fields and changes nothing.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def check_episode(episode_id: int) -> int:
     try:
         return operator.index(episode_id)
     except TypeError:
-        raise TypeError(f"an episode id is an integer, not {type(episode_id).__name__}") from None
+        raise TypeError(f"an episode id must be an integer, got {type(episode_id).__name__}") from None

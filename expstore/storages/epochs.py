@@ -13,7 +13,7 @@ __all__ = ["Epochs", "ViewVersion"]
 
 
 class ViewVersion(NamedTuple):
-    """Which rows and fields a storage has: equal versions have the same rows and fields.
+    """A version of a storage's rows and fields: equal versions have the same rows and fields.
 
     Appended rows, and rows that leave a ring by age, change only the window.
 
@@ -21,7 +21,7 @@ class ViewVersion(NamedTuple):
         content: See `Epochs.content`.
         deleted: See `Epochs.deleted`.
         fields: See `Epochs.fields`.
-        changes: Incremented when a change of rows in place begins and when it ends; odd meanwhile.
+        changes: Incremented when a change of rows in place begins and when it ends; odd during a change.
     """
 
     content: int
@@ -59,17 +59,17 @@ class Epochs:
         self.fields = 0
 
     def note_deleted(self) -> None:
-        """Note that rows were removed other than by age."""
+        """Record that rows were removed other than by age."""
         self.deleted += 1
 
     def note_content(self) -> None:
-        """Note that ids may name other rows from now on."""
+        """Record that ids may name other rows from now on."""
         self.content += 1
         self.deleted += 1
 
     @contextmanager
     def note_field_change(self, changes: bool = True) -> Iterator[None]:
-        """Note that the positions of fields change in this block, if `changes` is set."""
+        """Record that the positions of fields change in this block, if `changes` is set."""
         self.fields += changes
         try:
             yield

@@ -1,6 +1,6 @@
 """Choose the class that opens a store for writing, by the kind of storage in its expstore.json.
 
-Used by callers that have only a path. This module opens no file itself, except to read expstore.json.
+Used by callers that only have a path. This module itself opens no file except expstore.json.
 """
 
 from __future__ import annotations

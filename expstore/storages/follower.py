@@ -52,10 +52,10 @@ _Found = TypeVar("_Found")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """Where rows are read from. The object is replaced as a whole.
+    """The place from which rows are read. The object is replaced as a whole.
 
     Args:
-        live: Whether a writer is at work. Then STATE says which rows can be read.
+        live: Whether a writer is running. Then STATE says which rows can be read.
         seen: The values of STATE that must not change: (generation, layout), or all values if no writer is
             known; None: there is no STATE.
         columns: The columns, opened for reading; None: there are no fields yet.
@@ -68,7 +68,7 @@ class _Source:
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
 
     def holds(self, view: StateView | None) -> bool:
-        """Return whether STATE has not changed since this object was made."""
+        """Return whether STATE has not changed since this object was created."""
         if view is None or self.seen is None:
             return view is self.seen
         return view[: len(self.seen)] == self.seen
@@ -122,7 +122,7 @@ class Origin:
 
     Args:
         path: The store's folder.
-        seed: The reader's own seed; None: it has none.
+        seed: The reader's own seed; None: the store's.
         reason: Why the store cannot be written to here, for error messages.
         forked: Whether the process is a fork, in which libraries that use threads do not work.
         copied: Whether the storage is one of several copies, which must not repeat each other's draws.
@@ -170,8 +170,8 @@ class Origin:
 class FollowedChanges:
     """Report which slots another process changed in place.
 
-    They are read from the control page of the living writer. Without a writer nothing changes, and the number
-    moves each time the store is opened again.
+    The changes are read from the control page of a running writer. Without a writer no row changes, and
+    `number` is incremented each time the store is opened again.
 
     Threads: any number read; the follower writes, under its lock.
     """
@@ -183,18 +183,18 @@ class FollowedChanges:
         self._watch: Watch | None = None
 
     def follow(self, watch: Watch | None) -> None:
-        """Read another writer's page from now on, or no page if `watch` is None."""
+        """Read the control page of another writer from now on, or none if `watch` is None."""
         self._openings += 1
         self._watch = watch
 
     @property
     def number(self) -> int:
-        """A number that changes when a change begins and when it ends; odd meanwhile."""
+        """Incremented when a change begins and when it ends; odd during a change."""
         watch = self._watch
         return 2 * self._openings if watch is None else watch.change
 
     def since(self, before: int) -> IntArray | None:
-        """Return the slots changed since `number` was this even number, `(n,)`; None if they are unknown."""
+        """Return the slots changed since `number` had this even value, `(n,)`; None if they are unknown."""
         watch = self._watch
         return None if watch is None else watch.find_changed(before)
 
@@ -202,10 +202,10 @@ class FollowedChanges:
 class FollowerStorage(ReadView):
     """Read a store that another process may be writing to.
 
-    While a writer works, new rows become readable once they are in the columns: when the `extend` that
-    wrote them returns, or within 0.1 s if batches are small (up to 64 rows of 16 KiB together). Crashes: a
-    follower has nothing to lose. Threads: any number read. Processes: any number follow a store and outlive
-    its writers.
+    While a writer runs, new rows become readable once they are in the columns: when the `extend` that wrote
+    them returns, or within 0.1 s if batches are small (up to 64 rows of 16 KiB together). Crashes: a follower
+    writes nothing, so it loses nothing. Threads: any number read. Processes: any number follow a store and
+    outlive its writers.
 
     Args:
         path: The store's folder.
@@ -217,8 +217,8 @@ class FollowerStorage(ReadView):
     Raises:
         NotFoundError: There is no store.
         StateError: A setting contradicts the store.
-        CorruptionError: The journal or expstore.json is damaged. A damaged column raises when it is read; the
-            others can be read.
+        CorruptionError: The journal or expstore.json is damaged. A damaged column raises the error when it is
+            read; other columns can be read.
     """
 
     follows = True
@@ -257,7 +257,7 @@ class FollowerStorage(ReadView):
     # -- finding the writer and the rows -----------------------------------------------------------
 
     def _look_again(self) -> None:
-        """Find out again who writes, and which rows can be read."""
+        """Determine the writer and the readable rows again."""
         with self.lock:
             self._retry(self._look)
 
@@ -283,7 +283,7 @@ class FollowerStorage(ReadView):
         )
         fits = watch.fits(manifest.uuid, manifest.generation)
         if not former.live and view is not None and former.seen and view[:2] == former.seen[:2]:
-            self._unseen = True  # it looked dead, perhaps because it is in a container, but it still writes
+            self._unseen = True  # the writer seemed dead, perhaps because it is in a container, but it writes
         live = (
             fits
             and view is not None
@@ -298,12 +298,12 @@ class FollowerStorage(ReadView):
         try:
             if found is None and view is not None and source.columns is not None:
                 source.columns.look(self._slots_of(view.last))
-                if view.last > view.retired:  # else no row is readable, and ids may be unwritten
+                if view.last > view.retired:  # otherwise no row is readable, and ids may be unwritten
                     source.columns.look_to(view.last)
             if source.columns is not None and self._origin.forked:
                 source.columns.do_without_threads()
             if not source.holds(watch.look()):
-                raise StorageError(f"{self.path} kept changing while it was looked at", hint="try again")
+                raise StorageError(f"{self.path} kept changing while it was being opened", hint="try again")
         except BaseException:
             source.close()
             raise
@@ -351,7 +351,7 @@ class FollowerStorage(ReadView):
         return last if self.geometry.slots is None else min(last, self.geometry.slots)
 
     def follow(self, *, priorities: bool = False) -> None:
-        """Update episodes to the readable rows, and notice whether the writer has stopped.
+        """Update episodes to the readable rows, and detect whether the writer has stopped.
 
         Rows become readable without this call, rows of small batches within 0.1 s; this method does not wait
         for them.
@@ -434,7 +434,7 @@ class FollowerStorage(ReadView):
     # -- readable rows -----------------------------------------------------------------------------
 
     def _current(self) -> _Source:
-        """Return where rows are read from; look again if STATE has changed."""
+        """Return the place from which rows are read; determine it again if STATE has changed."""
         for _ in range(_LOOKS):
             if self._source.holds(self._watch.look()):
                 break
@@ -458,7 +458,7 @@ class FollowerStorage(ReadView):
         return self._window_of(view, min(view.last, tail.state.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:
-        if last > max(self._known, view.retired):  # ids that were never written are not searched for
+        if last > max(self._known, view.retired):  # exclude ids that were never written
             self._look_further(last)
         low = view.retired
         if self.capacity is not None:
@@ -480,12 +480,12 @@ class FollowerStorage(ReadView):
 
     @property
     def given_up(self) -> int:
-        """The newest id that was removed for another reason than age."""
+        """The newest id that was removed other than by age."""
         view = self._watch.look() if self._source.live else None
         return self._state.retired if view is None else view.retired
 
     def open_archive(self) -> FollowerStorage | None:
-        """Return a follower of the archive, which holds rows that have left the store; None: no archive.
+        """Return a follower of the archive, which contains rows evicted from the store; None: no archive.
 
         Raises:
             NotFoundError: The archive has been moved.
@@ -521,14 +521,14 @@ class FollowerStorage(ReadView):
         """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
-            ids: Which rows. Shape `(n,)`.
+            ids: Ids of the rows. Shape `(n,)`.
             places: Positions of the fields to read; None: all.
 
         Returns:
             One array per field. Shapes `(n, *row shape)`.
 
         Raises:
-            StateError: The writer has been changing these very rows for a second.
+            StateError: The writer has been changing these rows for a second.
             CorruptionError: The rows are in a damaged file.
         """
         slots = self.geometry.slot_of(ids)
@@ -548,7 +548,7 @@ class FollowerStorage(ReadView):
             time.sleep(_PAUSE_SECONDS)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
         source = self._source
         if source.columns is None:
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
@@ -557,7 +557,7 @@ class FollowerStorage(ReadView):
         return source.overlay.take(group, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return the bytes of some rows in the fields without a fixed size. Shapes `(n,)`."""
+        """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""
         columns = self._source.columns
         if columns is None:
             return np.zeros(ids.size, np.int64)
@@ -565,7 +565,7 @@ class FollowerStorage(ReadView):
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Fields of which not all rows can be viewed."""
+        """Fields that cannot be viewed for all rows."""
         columns = self._source.columns
         return frozenset() if columns is None else columns.unviewed_places
 
@@ -586,13 +586,13 @@ class FollowerStorage(ReadView):
 
     @property
     def owner(self) -> Owner | None:
-        """The process that writes to the store; None: it has no writer."""
+        """The process that writes to the store; None: no process does."""
         return read_owner(self.disk, self.path / LOCK) if self._source.live else None
 
     # -- the writer's side ---------------------------------------------------------------------------
 
     def writer(self) -> NoReturn:
-        """Raise an error: this object only reads.
+        """Raise an error: this object is read-only.
 
         Raises:
             StateError: Always; the message says who may write.
@@ -642,7 +642,8 @@ def _priorities(columns: ReadColumns, overlay: Overlay, slots: int) -> Array:
     """Return the priorities by slot, without copying them if possible."""
     column = columns.row_fields[-1]
     if not column.damaged and not overlay:
-        # The column is mapped only where rows are: there it has no holes, and shows what the writer sets.
+        # The column is mapped only up to the last row: that part has no holes, and shows the values that the
+        # writer sets.
         return column.part(0, column.ready)
     values = np.ones(max(column.ready, slots), np.float32)
     for number in range(-(-column.ready // column.rows)):

@@ -1,6 +1,6 @@
-"""Who holds a storage, and must hear of another content.
+"""The buffers that use a storage, which are notified when its content is replaced.
 
-Used by storages. It holds them weakly.
+Used by storages. The references to the buffers are weak.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ __all__ = ["Holder", "Holders"]
 
 
 class Holder(Protocol):
-    """What holds a storage, and remembers how its rows are made."""
+    """An object that uses a storage and caches data about its rows."""
 
     def _note_renewal(self, storage: Any) -> None:
-        """Note that a storage has another content."""
+        """Drop cached data: the content of the storage was replaced."""
 
 
 class Holders:
-    """Tell the buffers over a storage of every content that takes the place of the former one.
+    """Notify the buffers that use a storage when its content is replaced.
 
-    Threads: the storage's lock is held. Holders are kept weakly, so that a forgotten buffer is collected.
+    The storage's lock is held during calls. References to buffers are weak, so that a dropped buffer can be
+    garbage-collected.
     """
 
     __slots__ = ("_known",)
@@ -30,10 +31,10 @@ class Holders:
         self._known: weakref.WeakSet[Holder] = weakref.WeakSet()
 
     def add(self, holder: Holder) -> None:
-        """Tell an object of every content that takes this one's place."""
+        """Notify an object from now on."""
         self._known.add(holder)
 
     def tell(self, storage: Any) -> None:
-        """Tell all of them that a storage has another content."""
+        """Notify all objects that the content of the storage was replaced."""
         for holder in list(self._known):
             holder._note_renewal(storage)

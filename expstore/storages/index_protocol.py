@@ -1,6 +1,6 @@
-"""The link from a storage to its index, and what the storage needs of the index.
+"""The link from a storage to its SQL index, and the interface of the index.
 
-The index is in a package above the storages, which know it only as an object that they are given.
+The index is in a package above the storages, which know it only as an object that is passed to them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["CatalogLike", "IndexLink"]
 
 
 class CatalogLike(Protocol):
-    """What a storage needs of its index."""
+    """The interface of a storage's SQL index."""
 
     def keep_up(self) -> None:
-        """Index the changes that the index lacks; do nothing once the index is closed for good."""
+        """Update the index; do nothing after it was closed for good."""
 
     def busy(self) -> bool:
         """Return whether many changes wait to be indexed."""
@@ -32,9 +32,10 @@ class CatalogLike(Protocol):
 
 
 class IndexLink:
-    """Hold a storage's index weakly, because the index holds the storage.
+    """A weak reference from a storage to its index, because the index refers to the storage.
 
-    A buffer without references is then freed at once, and its index with it.
+    Without it, a buffer and its index would only be freed by the garbage collector, not with the last
+    reference.
 
     Args:
         path: The file of the index; None: in memory.
@@ -47,7 +48,7 @@ class IndexLink:
         self._catalog: Callable[[], CatalogLike | None] = _none
 
     def use(self, catalog: CatalogLike) -> None:
-        """Send changes to this index, before the journal drops them."""
+        """Use this index: it is updated before the journal drops records."""
         self._catalog = weakref.ref(catalog)
 
     @property

@@ -51,7 +51,7 @@ __all__ = [
     "rows_of",
 ]
 
-PATIENCE = 3  # reads that may find overwritten rows before the writer is asked to wait
+PATIENCE = 3  # reads that may find overwritten rows before the writer is blocked
 OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
@@ -74,11 +74,11 @@ def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[i
 
     Args:
         storage: The storage with the rows.
-        index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
+        index: An index as for a tensor of all rows: integers, slices, arrays, masks, or tuples of them.
         dim: Which dim of that tensor is time: it is swapped with the first.
 
     Returns:
-        Flat ids, and the shape that they have together; `()` for one row without a dim.
+        Flat ids, and the shape of the selection; `()` for a single row.
 
     Raises:
         NotFoundError: There is no such row.
@@ -134,9 +134,9 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
         ids = _sort_ids(storage)[numbers.astype(bool)]
         return ids, ids.shape
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise TypeError(f"rows are found by integers, not {numbers.dtype}")
+        raise TypeError(f"an index of rows must be integers, got {numbers.dtype}")
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
-    # Where rows were deleted without newer ones in their place, the newest is still number -1.
+    # Where rows were deleted and not replaced by newer ones, the newest row is still number -1.
     end = storage.last if storage.capacity is None else storage.window.size
     return storage.geometry.ids_at(np.where(numbers < 0, numbers + end, numbers), storage.window), shape
 
@@ -152,7 +152,7 @@ def read_rows(
 
     Args:
         storage: The storage with the rows.
-        locate: Returns their ids; called again if rows were overwritten meanwhile.
+        locate: Returns the ids of the rows; called again if rows were overwritten meanwhile.
         places: Positions of the fields to read; None: all.
         read: Copies rows and returns whether all of them are whole; None: `storage.read` and `intact`.
 
@@ -208,7 +208,7 @@ def get(storage: ReadView, index: Any, dim: int = 0) -> Any:
 
     Args:
         storage: The storage with the rows.
-        index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
+        index: An index as for a tensor of all rows: integers, slices, arrays, masks, or tuples of them.
         dim: Which dim of that tensor is time: it is swapped with the first.
     """
     from expstore.data.containers import form_of
@@ -241,7 +241,7 @@ def contains(storage: ReadView, item: Any) -> Any:
 
     numbers = np.asarray(_plain(item))
     if numbers.dtype.kind not in "iu":
-        raise TypeError(f"rows are found by integers, not {type(item).__name__}")
+        raise TypeError(f"an index of rows must be integers, got {type(item).__name__}")
     there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
     there[storage.geometry.index_of(storage.window.ids())] = True
     size = len(storage)
@@ -320,7 +320,7 @@ def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
     """Return how many rows a batch has along its first dims.
 
     Args:
-        data: As `extend` takes it: a TensorDict, a tensor, a tree of tensors.
+        data: Any value that `extend` accepts: a TensorDict, a tensor, a tree of tensors.
         ndim: How many dims are rows.
 
     Raises:
@@ -399,18 +399,18 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
 
 
 def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
-    """Replace rows by a batch. The storage's lock is held.
+    """Replace rows by a batch. The caller holds the storage's lock.
 
     Args:
         storage: The storage with the rows.
-        ids: Which rows; if an id is given twice, its last row is used. Shape `(n,)`.
+        ids: Ids of the rows; if an id occurs twice, its last row is used. Shape `(n,)`.
         batch: One row for each id. A field that was added later and is not in the batch is not changed.
 
     Raises:
         SchemaError: The number of rows differs from the number of ids, or the rows do not fit the schema.
     """
     if batch.count != ids.size:
-        raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")
+        raise SchemaError(f"cannot replace {ids.size} rows by {batch.count} rows")
     from expstore.data.containers import check_form
 
     schema = storage.require_schema()

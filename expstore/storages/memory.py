@@ -1,6 +1,6 @@
-"""Rows in RAM: the reference of the tests, and a buffer for small runs.
+"""Rows in RAM: the reference implementation for tests, and a storage for small runs.
 
-Rows, episodes and SQL are as in a store on disk; nothing survives the process.
+Rows, episodes and SQL work as in a store on disk; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ __all__ = ["MemoryStorage"]
 class MemoryStorage(PortableStorage):
     """Store rows in RAM.
 
-    Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
-    `"object"` hold any Python object, by reference. A store with such a field, or with rows of no fixed
-    size, cannot be dumped.
+    Threads: as `Storage`. A forked child has its own copy; nothing survives the process. Fields of dtype
+    `"object"` contain any Python object, by reference. A store with such a field, or with variable-length
+    rows, cannot be dumped.
 
     Args:
         capacity: Most readable rows; None: unbounded.
         seed: Key of all draws.
-        ndim: How many dims of a batch are rows, time being the first; see `Storage`.
-        flatten: Whether all dims of a batch are rows, each of a stream of its own, as in stores on disk.
+        ndim: How many dims of a batch are rows; the first is time; see `Storage`.
+        flatten: Whether all dims of a batch are rows, and each index of the other dims is a separate stream,
+            as in stores on disk.
+
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
     """
@@ -109,7 +111,7 @@ class MemoryStorage(PortableStorage):
             with self.lock:
                 self.writer()
                 if self.schema is not known:
-                    raise StateError("the storage has other fields by now", hint="add the field again")
+                    raise StateError("the storage's fields have changed", hint="add the field again")
                 column.reach(len(self._columns[0]))
                 filler.finish()
                 place = len(known.fields)
@@ -128,7 +130,7 @@ class MemoryStorage(PortableStorage):
     def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
         with self.epochs.note_field_change():
             self._columns = columns
-            # Which fields say what a row is to its episode stays as it is.
+            # The fields that mark trajectories, ends and rewards stay the same.
             self._describe(replace(self.description, schema=schema, specs=specs))
             self.epochs.note_deleted()
 
@@ -140,7 +142,7 @@ class MemoryStorage(PortableStorage):
         self._commit(rows)
 
     def _put(self, rows: Rows, skipped: int) -> None:
-        """Write the values of all rows but the first `skipped`."""
+        """Write the values of all rows after the first `skipped`."""
         first, count = rows.first_id + skipped, rows.count - skipped
         if self.geometry.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
@@ -198,7 +200,7 @@ class MemoryStorage(PortableStorage):
                 self.epochs.note_content()
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:
-        """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
+        """Return the columns, the priorities and the episodes of a snapshot in the form used here."""
         manifest, table = arrival.manifest, EpisodeTable(session=self.episodes.session.id)
         table.load_base(arrival.base(self._state.content)["episodes"])
         if manifest.schema is None:
@@ -240,13 +242,13 @@ class MemoryStorage(PortableStorage):
                 _put(kept[place], slots, values)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         self._prefetcher.ask(slots, wanted, self._narrow_columns)
         return [self._take_rows(place, slots) for place in wanted]
 
     def _narrow_columns(self, places: Sequence[int]) -> list[Array]:
-        """Return those of the columns whose rows are copied one by one."""
+        """Return the narrow columns among those at some positions: their rows are copied one by one."""
         columns = (self._columns[place] for place in places)
         arrays = [column for column in columns if isinstance(column, np.ndarray)]
         return [rows for rows in arrays if rows.strides[0] < WIDE_ROW and not rows.dtype.hasobject]
@@ -258,7 +260,7 @@ class MemoryStorage(PortableStorage):
         if slots.size * column.strides[0] < LEAST_BYTES or column.dtype.hasobject:
             return column.take(slots, axis=0)
         out = self._recycled[place].empty((slots.size, *column.shape[1:]), column.dtype)
-        return column.take(slots, axis=0, out=out, mode="clip")  # else NumPy copies twice
+        return column.take(slots, axis=0, out=out, mode="clip")  # otherwise NumPy copies twice
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
@@ -300,10 +302,10 @@ def _part(column: Array | Cells, slot: int, count: int) -> Any:
 
 
 class _Fields:
-    """Add and drop the fields of a storage in RAM.
+    """Add and drop fields of a storage in RAM.
 
     Args:
-        storage: Whose fields.
+        storage: The storage.
     """
 
     __slots__ = ("_storage",)
@@ -312,50 +314,50 @@ class _Fields:
         self._storage = storage
 
     def add(self, new_field: NewField) -> None:
-        """Have one more field: all of it, or nothing."""
+        """Add a field, completely or not at all."""
         self._storage._add_field(new_field)
 
     def drop(self, key: Key, specs: str) -> None:
-        """Have one field less: all of it goes, or nothing."""
+        """Drop a field, completely or not at all."""
         self._storage._drop_field(key, specs)
 
 
 class _Snapshots(ContentAccess):
-    """Give the content of a storage in RAM, and replace it: all of it, or nothing."""
+    """Read the content of a storage in RAM, and replace it completely or not at all."""
 
     __slots__ = ()
     _storage: MemoryStorage
 
     def adopt(self, content: ContentLike) -> None:
-        """Replace the content by another one."""
+        """Replace the content."""
         self._storage._replace_content(content)
 
 
 class _Column:
-    """A field that comes: `backfill.Place` for it.
+    """The column of a field that is being added; implements `backfill.Place`.
 
     Args:
-        storage: Where it is to be.
-        rows: By slot. Shape `(slots, *row shape)`.
+        storage: The storage to which the field is added.
+        rows: The values by slot. Shape `(slots, *row shape)`.
     """
 
     def __init__(self, storage: MemoryStorage, rows: Array) -> None:
         self._storage, self.rows = storage, rows
 
     def reach(self, slots: int) -> None:
-        """Have room for at least so many rows."""
+        """Make room for at least this number of rows."""
         if len(self.rows) < slots:
             more = np.zeros((slots - len(self.rows), *self.rows.shape[1:]), self.rows.dtype)
             self.rows = np.concatenate([self.rows, more])
 
     def lay(self, first_id: int, values: Array) -> None:
-        """Take the values of a run of rows."""
+        """Set the values of a run of rows."""
         for slot, offset, n in self._storage.geometry.runs(first_id, len(values)):
             self.reach(slot + n)
             self.rows[slot : slot + n] = values[offset : offset + n]
 
     def lay_rows(self, ids: IntArray, values: Array) -> None:
-        """Take the values of single rows."""
+        """Set the values of single rows."""
         self.rows[self._storage.geometry.slot_of(ids)] = values
 
 

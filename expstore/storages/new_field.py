@@ -1,6 +1,6 @@
-"""A field that is added to a storage which has rows already.
+"""A field that is added to a storage with existing rows.
 
-Used by storages and `expstore.storages.engine.backfill`. It computes nothing by itself.
+Used by storages and `expstore.storages.engine.backfill`. A plain data container.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from expstore.schema.schema import Field
 
 __all__ = ["Compute", "NewField", "Progress"]
 
-#: Returns those of some rows that are still there, and their values: ids of shape `(n,)`, ascending.
+#: Gets ids of rows; returns the ids of those that still exist, ascending, and their values. Shapes `(n,)` and
+#: `(n, *row shape)`.
 Compute = Callable[[IntArray], tuple[IntArray, Array]]
-#: Is told how many rows have their value, and of how many.
+#: Called with the number of rows that have their value, and the number of all rows.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewField:
-    """Say which field comes.
+    """A field to be added.
 
     Args:
         entry: The field.
-        default: What later rows have that come without it; None: they must not.
-        fill: What all rows have that are there; None: `compute` says it. Of the field's row shape.
-        compute: What each of them has. Shape `(n, *row shape)`.
-        rows: How many rows at a time `compute` is asked of at most.
-        specs: What values fields may have from then on, as `expstore.schema.spec_text` has it.
-        progress: Is told how far it has come.
+        default: The value of later rows that are written without the field; None: they must have it.
+        fill: The value of all existing rows, of the field's row shape; None: `compute` returns their values.
+        compute: Computes the values of existing rows.
+        rows: The most rows that are passed to `compute` at a time.
+        specs: The specs of all fields including this one, as `expstore.schema.spec_text` writes them.
+        progress: Called with the progress.
     """
 
     entry: Field

@@ -1,6 +1,6 @@
 """Read access to a store: the same for its writer, for a process that only reads, and for rows in RAM.
 
-Samplers, SQL, transforms and exports are given a `ReadView`. `expstore.storages.base.Storage` adds writing.
+Samplers, SQL, transforms and exports get a `ReadView`. `expstore.storages.base.Storage` adds writing.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _SOME_ROWS = 64
 class ReadView(ABC):
     """Read rows by id, and know which ids are readable.
 
-    Readable are the last `capacity` committed ids, or all of them. Rows are copied without a lock, and
-    validated afterwards (`intact`): a row that was overwritten meanwhile may be torn.
+    The last `capacity` committed ids are readable, or all of them. Rows are copied without a lock, and
+    checked afterwards (`intact`): a row that was overwritten meanwhile may be torn.
 
     Threads: any number read without a lock; take `lock` for a consistent state. Processes: one process writes
-    to a store, any number read it. Crashes: a view loses nothing.
+    to a store, any number read it. Crashes: a view writes nothing, so it loses nothing.
 
     Args:
         description: The description of the storage.
@@ -66,9 +66,9 @@ class ReadView(ABC):
     """
 
     kind = "abstract"
-    #: Whether another process writes the rows, which no lock of this object stops.
+    #: Whether another process writes the rows; the locks of this object do not block it.
     follows = False
-    #: Which rows are allowed, and how they are assembled.
+    #: Which rows are allowed, and how batches are built from them.
     row_traits = RowTraits()
     #: The device on which rows are returned, though they are stored in host memory; None: CPU.
     device: torch.device | None = None
@@ -85,7 +85,7 @@ class ReadView(ABC):
     keys: Keys
     #: How rows are ranked, if only the best are kept; None: the newest are kept.
     ranking: Ranking | None
-    #: Which rows were changed in place.
+    #: The record of slots that were changed in place.
     changes: Changes
     #: The number of the next batch, and the other state that a restart needs to draw the same batches.
     draws: DrawState
@@ -111,14 +111,14 @@ class ReadView(ABC):
         self.epochs = Epochs()
         #: The readable steps of episodes.
         self.runs = Runs(self)
-        #: Objects that are told when the content is replaced.
+        #: Objects that are notified when the content is replaced.
         self.holders = Holders()
         #: The link to the SQL index.
         self.index = IndexLink(index_path)
         self._closed = False
 
     def _describe(self, description: Description) -> None:
-        """Adopt a description."""
+        """Set the description."""
         self.description = description
         self.geometry, self.schema = description.geometry, description.schema
         self.keys, self.ranking = description.keys, description.ranking
@@ -139,7 +139,7 @@ class ReadView(ABC):
 
     @property
     def ndim(self) -> int:
-        """How many dims of a batch are rows; TorchRL's word."""
+        """How many dims of a batch are rows; TorchRL's name for it."""
         return self.geometry.ndim
 
     @property
@@ -194,7 +194,7 @@ class ReadView(ABC):
         return self._state.window.rows
 
     def __repr__(self) -> str:
-        """Say kind, path, rows and capacity."""
+        """Return kind, path, rows and capacity as text."""
         path = getattr(self, "path", None)
         parts = [] if path is None else [repr(str(path))]
         parts.append("closed" if self._closed else f"{len(self)} rows")
@@ -204,12 +204,12 @@ class ReadView(ABC):
 
     @property
     def given_up(self) -> int:
-        """The newest id that was removed for another reason than age."""
+        """The newest id that was removed other than by age."""
         return self._state.retired
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """The number of rows that were ever written."""
         return self._state.write_count
 
     @property
@@ -237,7 +237,7 @@ class ReadView(ABC):
         """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
-            ids: Which rows. Shape `(n,)`.
+            ids: Ids of the rows. Shape `(n,)`.
             places: Positions of the fields to read; None: all.
 
         Returns:
@@ -246,12 +246,12 @@ class ReadView(ABC):
 
     @abstractmethod
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows the slots hold; use `read` for ids.
+        """Copy rows out by slot, whichever rows are in the slots; use `read` for ids.
 
         Args:
             slots: Shape `(n,)`.
-            places: Positions of the columns; those of `ROW_FIELDS` follow the schema's. None: all of the
-                schema.
+            places: Positions of the columns; those of `ROW_FIELDS` follow the schema's. None: all fields of
+                the schema.
 
         Returns:
             One array per column. Shapes `(n, *row shape)`.
@@ -274,10 +274,10 @@ class ReadView(ABC):
         return frozenset()
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return the bytes of some rows in the fields without a fixed size.
+        """Return the bytes of rows in variable-length fields.
 
         Args:
-            ids: Which rows; 0 bytes for a row that has left. Shape `(n,)`.
+            ids: Ids of the rows; a row that is no longer in the store counts 0 bytes. Shape `(n,)`.
 
         Returns:
             Shape `(n,)`, int64.
@@ -290,17 +290,17 @@ class ReadView(ABC):
                 sizes[some] += row_sizes(column)
         return sizes
 
-    # -- rows as TorchRL's lists have them -----------------------------------------------------------
+    # -- rows by index, as in TorchRL's storages -----------------------------------------------------
 
     def get(self, index: Any) -> Any:
         """Read rows by index, in their original container: TensorDicts, tensors, trees of tensors, objects.
 
         Args:
-            index: An integer for one row (of time, where `ndim` is larger than 1); a slice, integers, or a
-                mask for several.
+            index: An integer for one row (one step of time if `ndim` is larger than 1); a slice, integers, or
+                a mask for several rows.
 
         Returns:
-            One row, or as many as the index selects; objects in a list.
+            One row, or as many rows as the index selects; objects in a list.
 
         Raises:
             NotFoundError: There is no such row.
@@ -351,20 +351,20 @@ class ReadView(ABC):
         return False
 
     def drain(self) -> None:
-        """Write the rows that only a journal has to the columns, if this object writes them."""
+        """Write rows that are only in the journal to the columns, if this object is the store's writer."""
 
     def follow(self, *, priorities: bool = False) -> None:
-        """Take over what another process has written; does nothing in the writer.
+        """Read the changes that another process has made; does nothing in the writer.
 
         Args:
             priorities: Whether to assume that priorities were set, too.
         """
 
     def open_archive(self) -> ReadView | None:
-        """Return the storage of rows that have left; None: there is no archive."""
+        """Return the storage with the rows evicted from this one; None: there is no archive."""
         return None
 
-    # -- life ----------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -404,7 +404,7 @@ def read_stable(storage: ReadView, act: Callable[[], _Found]) -> _Found:
 
     Args:
         storage: The storage whose fields are read.
-        act: Changes nothing, or the same each time.
+        act: The function. Calling it again must be harmless.
     """
     while True:
         before = storage.epochs.fields

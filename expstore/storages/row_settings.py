@@ -1,6 +1,6 @@
-"""What a storage keeps of its rows besides their values: what ranks them, their specs, and their counts.
+"""Settings of a storage's rows besides their values: their ranking, their specs, and sample counts.
 
-`ReadView.settings` returns it.
+`ReadView.settings` returns them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReadSettings:
     """Read the settings of rows. Threads and processes: as the storage.
 
     Args:
-        view: Whose settings.
+        view: The storage.
     """
 
     __slots__ = ("_view",)
@@ -37,20 +37,20 @@ class ReadSettings:
         self._view = view
 
     def specs(self) -> str:
-        """Return the text of the specs as it is now; "": nothing is known of the values."""
+        """Return the current text of the specs; "" if there are no specs."""
         return self._view.description.specs
 
 
 class RowSettings(ReadSettings):
     """Change the settings of rows.
 
-    Threads: each change takes the storage's lock. Crashes: of a store on disk a change that returned
-    survives the machine.
+    Threads: each change takes the storage's lock. Crashes: in a store on disk, a change is durable when the
+    call returns.
 
     Args:
-        storage: Whose settings.
+        storage: The storage.
         describe: Replaces the description of the storage in memory.
-        count: Starts counting how often rows are handed out, from the first row on.
+        count: Begins to count how often rows are sampled, from the first row on.
     """
 
     __slots__ = ("_count", "_describe", "_storage")
@@ -65,17 +65,17 @@ class RowSettings(ReadSettings):
         """Check that rows may have these fields.
 
         Raises:
-            SchemaError: They are not those of the specs, or this storage cannot keep one of them.
+            SchemaError: The fields do not match the specs, or this storage cannot store one of them.
         """
         storage = self._storage
         storage.row_traits.check(schema, storage.kind)
         check_specs(storage.description.specs, schema)
 
     def rank_by(self, ranking: Ranking | None) -> None:
-        """Set what ranks rows, of which only the best are to stay; None: the newest stay.
+        """Set the criterion by which only the best rows are kept; None: the newest rows are kept.
 
         Raises:
-            StateError: Nothing can be written here.
+            StateError: The storage cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
         with self._storage.lock:
@@ -86,11 +86,11 @@ class RowSettings(ReadSettings):
         """Replace the specs of the fields.
 
         Args:
-            specs: Their text; "": nothing is known of the values.
+            specs: The text of the specs; "" for no specs.
 
         Raises:
             SchemaError: The rows have other fields.
-            StateError: Nothing can be written here.
+            StateError: The storage cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
         storage = self._storage
@@ -103,10 +103,10 @@ class RowSettings(ReadSettings):
             self._replace(replace(storage.description, specs=specs))
 
     def count_sampled(self) -> Sampled | None:
-        """Count from now on how often each row is handed out; return the counts, None before the first rows.
+        """Count from now on how often each row is sampled; return the counts, None before the first rows.
 
         Raises:
-            StateError: Nothing can be written here.
+            StateError: The storage cannot be written.
             StorageError: The disk failed.
         """
         storage = self._storage
@@ -114,8 +114,8 @@ class RowSettings(ReadSettings):
             storage.writer()
             if storage.ranking is not None:
                 raise StateError(
-                    "rows are not counted where better ones take their places, and would inherit the counts",
-                    hint="draw the best rows with another sampler",
+                    "a store that keeps the best rows cannot count samples: new rows would inherit counts",
+                    hint="use a sampler that does not count samples",
                 )
             self._count()
             return storage.state.sampled
@@ -125,14 +125,14 @@ class RowSettings(ReadSettings):
         self._describe(description)
 
     def _save(self, description: Description) -> None:
-        """Keep the description beyond this process; in RAM nothing is kept."""
+        """Store the description beyond this process; in RAM nothing is stored."""
 
 
 def _check_whole(specs: str, kind: str) -> None:
-    """Raise SchemaError if specs name fields: a row is one object, and has none."""
+    """Raise SchemaError if specs name fields: in this storage a row is one object without fields."""
     fields = [key_name(key) for key in leaves_of(specs) if key != DATA]
     if fields:
         raise SchemaError(
-            f"the specs name {fields[0]!r}, and rows of a {kind} are objects without fields",
-            hint="rows with fields are kept by LazyTensorStorage, MemoryStorage, or expstore.open()",
+            f"the specs name the field {fields[0]!r}, but rows of a {kind} are objects without fields",
+            hint="use LazyTensorStorage, MemoryStorage or expstore.open() for rows with fields",
         )

@@ -1,6 +1,6 @@
-"""The rows of a storage at one moment, and everything known about them except their values.
+"""The state of a storage's rows: everything known about them except their values.
 
-Used by every storage. It touches no file, and takes no lock.
+Used by every storage. It uses no files and takes no lock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Recovered(Protocol):
 
     @property
     def retired(self) -> int:
-        """The newest id that was removed for another reason than age."""
+        """The newest id that was removed other than by age."""
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """The number of rows that were ever written."""
 
     @property
     def content(self) -> tuple[int, int]:
@@ -100,14 +100,14 @@ class RowState:
     Args:
         window: The ids that can be read.
         horizon: The newest id whose slot may have been written to.
-        retired: The newest id that was removed for another reason than age.
-        write_count: How many rows were ever written.
+        retired: The newest id that was removed other than by age.
+        write_count: The number of rows that were ever written.
         episodes: The episodes of the rows.
         log: Entries of ended episodes.
         priorities: Priorities by slot.
         write_keys: The idempotency keys under which rows were written.
-        sampled: How often each row was sampled; None: uses are not counted.
-        draws: The next draw. An opening after an interruption keeps the object.
+        sampled: How often each row was sampled; None: samples are not counted.
+        draws: The state of the draws. An opening after an interruption keeps the object.
         content: Position of the newest record that concerns rows: generation and LSN.
         index_floor: A SQL index that is older than this position must be rebuilt.
     """
@@ -137,7 +137,7 @@ class RowState:
         self.priorities.note_largest(found.max_priority)
 
     def reserve(self, last: int) -> None:
-        """Note that slots up to the one of id `last` are about to be written."""
+        """Record that slots up to the one of id `last` are about to be written."""
         self.horizon = last
 
     def commit(self, last: int, count: int, capacity: int | None, position: tuple[int, int]) -> None:
@@ -166,7 +166,7 @@ class RowState:
         self.window = replace(self.window, low=max(self.window.low, self.retired))
 
     def delete(self, window: Window) -> None:
-        """Remove rows inside the window; `window` holds the remaining ids."""
+        """Delete rows between the ends of the window; `window` has the remaining ids."""
         self.retired = max(self.retired, window.low)
         self.window = window
 
@@ -226,11 +226,11 @@ class RowState:
         self.note_content(position)
 
     def note_key(self, rows: Rows, key: WriteKey) -> None:
-        """Note the idempotency key of rows that were committed."""
+        """Record the idempotency key of rows that were committed."""
         self.write_keys.note(key, rows.first_id, rows.count, rows.time)
 
     def count_sampled(self, sampled: Sampled) -> None:
-        """Count from now on how often each row is sampled."""
+        """Begin to count how often each row is sampled."""
         self.sampled = sampled
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What a storage knows of episodes as samplers need it: which steps can be read, and where they lie.
+"""An index of a storage's runs: ranges of readable, consecutive steps of one episode.
 
-Samplers that look beyond single rows ask the storage for it; it follows the storage's episodes as they grow
-and its rows as they leave. It keeps no rows, and never asks DuckDB.
+Used by samplers that need more than single rows. The index follows the storage: `Runs.look` adds new steps
+and removes steps that can no longer be read. It contains no rows, and does not use DuckDB.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Runs", "Taken", "as_names"]
 
-#: So many looks are remembered for those who ask what has changed.
+#: Number of updates for which `changed_since` knows the changed runs.
 _REMEMBERED = 64
-#: Looks of a follower that may find all rows gone of which it knows episodes.
+#: Attempts of a follower to find readable rows whose episodes are known.
 _TRIES = 10
 
 
 class Taken(NamedTuple):
-    """What a look has to take in.
+    """The input of an update of the index.
 
     Args:
-        of: Whose fragments they are.
-        window: The rows that are shown.
-        touched: Those that came or grew since the last look. Shape `(5, n)`. None: all did.
-        whole: All of them, where that was asked for or is needed. Shape `(5, m)`.
+        of: The episode table to which the fragments belong.
+        window: The readable rows.
+        touched: Fragments that are new or longer since the last update. Shape `(5, n)`. None: unknown.
+        whole: All fragments, if they were requested or are needed; otherwise None. Shape `(5, m)`.
     """
 
     of: object
@@ -47,16 +47,17 @@ class Taken(NamedTuple):
 
 
 class Runs:
-    """Number the runs of a storage: stretches of readable steps of one episode that follow one another.
+    """The runs of a storage, numbered in the order of their episodes' ids.
 
-    An episode has one run, or several where rows of it were given up. Runs are in the order of their
-    episodes' ids, those whose rows have left among them. A look costs what has changed since the last one.
+    A run is a range of consecutive, readable steps of one episode. An episode has one run, or several if rows
+    between them were deleted. Runs without readable rows keep their numbers for a while. The cost of `look`
+    is proportional to what changed since the last call.
 
-    Threads: hold `lock` from `look` to the last use of what it has shown. Processes: each has its own.
-    Crashes: it follows from the episodes.
+    Threads: hold `lock` from `look` until its results are no longer used. Processes: each has its own index.
+    Crashes: the index is built from the episodes.
 
     Args:
-        storage: Whose runs they are; held weakly.
+        storage: The storage; the reference is weak.
 
     Example:
         >>> with storage.runs.lock:
@@ -65,25 +66,26 @@ class Runs:
     """
 
     def __init__(self, storage: ReadView) -> None:
-        # A follower's look may take the storage's lock, under which other threads look.
+        # In a follower, `look` may take the storage's lock, and other threads call `look` while they hold
+        # that lock.
         self.lock: threading.RLock = (
             storage.lock if storage.follows else storage.locks.order.rank_lock("runs", threading.RLock())
         )
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
         self._table: RunTable | None = None
-        self._known: object | None = None  # whose fragments the table shows
+        self._known: object | None = None  # the episode table whose fragments `_table` contains
         self._changes: deque[IntArray] = deque(maxlen=_REMEMBERED)
-        #: Grows with every look that has found something.
+        #: Incremented by each update of the index.
         self.moves = 0
 
     def look(self) -> Window:
-        """Take in what has changed; return the rows that are shown.
+        """Update the index; return the window of the rows in it.
 
-        A follower's are those of which episodes are known.
+        In a follower these are the rows with known episodes.
 
         Raises:
-            StateError: The writer is so fast that a follower never sees episodes of rows that are left.
+            StateError: The writer overwrites rows before a follower has read their episodes.
         """
         storage = self._require_storage()
         if not storage.follows:
@@ -105,7 +107,7 @@ class Runs:
         with self.lock:
             known = self._take(storage)
             followed = self._known is not None and known.of is self._known
-            self._known = None  # until all is done: an interruption has the table made anew
+            self._known = None  # until all is done: after an interruption the table is rebuilt
             if known.touched is None or not followed or not self._follow(known.touched, known.window.low):
                 if known.whole is None:
                     known = self._take(storage, whole=True)
@@ -119,16 +121,16 @@ class Runs:
     def _require_storage(self) -> ReadView:
         storage = self._storage()
         if storage is None:
-            raise StateError("the storage is gone")
+            raise StateError("the storage no longer exists")
         return storage
 
     def _is_current(self, storage: ReadView) -> bool:
-        """Return whether nothing has changed since the last look."""
+        """Return whether nothing has changed since the last update."""
         episodes = storage.episodes
         return episodes is self._known and storage.query_window == self._window and episodes.fragments.quiet
 
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
-        """Copy what came since the last time, or all there is."""
+        """Copy the fragments that are new since the last call, or all of them."""
         with storage.locks.episodes:
             episodes, window = storage.episodes, storage.query_window
             touched = episodes.fragments.take_touched()
@@ -157,7 +159,8 @@ class Runs:
         """Return the runs that have changed since `moves` had this value.
 
         Returns:
-            Shape `(n,)`, int64; some perhaps twice. None: all, and they have other numbers perhaps.
+            Shape `(n,)`, int64; a run may occur more than once. None: any run may have changed, and runs may
+            have other numbers.
         """
         behind = self.moves - moves
         if behind > len(self._changes):
@@ -169,17 +172,17 @@ class Runs:
 
     @property
     def table(self) -> RunTable:
-        """The runs as of the last look."""
+        """The table of runs as of the last update."""
         if self._table is None:
             self.look()
         table = self._table
         if table is None:
-            raise StateError("the storage is gone")
+            raise StateError("the storage no longer exists")
         return table
 
     @property
     def episode(self) -> IntArray:
-        """Episode id of each run, ascending. Shape `(count,)`; a view, as are the others."""
+        """Episode id of each run, ascending. Shape `(count,)`; a view, like `first` and `stop`."""
         return self.table.episode
 
     @property
@@ -189,45 +192,46 @@ class Runs:
 
     @property
     def stop(self) -> IntArray:
-        """Step after the last one of each run; `first` where no row is left. Shape `(count,)`."""
+        """Step after the last one of each run; `first` if no row is readable. Shape `(count,)`."""
         return self.table.stop
 
     def rows(self, runs: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
-        """Return the ids of the rows of slices, one slice behind another; 0 beyond a run's end.
+        """Return the ids of the rows of slices, concatenated; 0 for steps after a run's end.
 
         Args:
-            runs: Of each slice. Shape `(n,)`, int64.
-            starts: Its first step. Shape `(n,)`, int64.
-            lengths: How many rows it has. Shape `(n,)`, int64.
+            runs: The run of each slice. Shape `(n,)`, int64.
+            starts: The first step of each slice. Shape `(n,)`, int64.
+            lengths: The number of rows of each slice. Shape `(n,)`, int64.
         """
         return self.table.rows(runs, starts, lengths)
 
     def ids(self, runs: IntArray, steps: IntArray) -> IntArray:
-        """Return the ids of steps. Shapes all the same, int64."""
+        """Return the ids of steps of runs. All shapes are equal, int64."""
         flat = self.table.rows(runs.reshape(-1), steps.reshape(-1), np.ones(steps.size, np.int64))
         return flat.reshape(steps.shape)
 
     def near(self, runs: IntArray, steps: IntArray, offsets: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Return the ids of steps so far from others; see `RunTable.near`."""
+        """Return the ids of the rows at step offsets from rows; see `RunTable.near`."""
         return self.table.near(runs, steps, offsets)
 
     def locate(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return run and step of rows; run -1 for those that are not shown. Shapes `(n,)`.
+        """Return run and step of rows; run -1 for rows that are not in the index. Shapes `(n,)`.
 
-        Rows may be overwritten while they are looked up: ask the storage's `intact` afterwards.
+        Rows may be overwritten meanwhile: call the storage's `intact` afterwards.
         """
         storage = self._require_storage()
-        # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
+        # Not `read`, which may wait for the storage's lock: the thread that holds it may be waiting for this
+        # lock.
         (names,) = storage.take(storage.geometry.slot_of(ids), [self._names_place()])
         return self.table.locate(as_names(names.reshape(-1)), ids)
 
     def _names_place(self) -> int:
-        """Return the position of the field whose values runs are ordered by."""
+        """Return the position of the field by whose values runs are ordered."""
         return len(self._require_storage().require_schema().fields) + 1
 
 
 def as_names(values: Array) -> IntArray:
-    """Return whole numbers that are equal where values are. Shapes `(n,)`."""
+    """Return integers that are equal where values are equal. Shapes `(n,)`."""
     if values.dtype.kind in "iub":
         return values.astype(np.int64, copy=False)
     return (values.astype(np.float64) + 0.0).view(np.int64)  # 0.0 and -0.0 are equal

@@ -1,6 +1,6 @@
 """Sessions of a storage: end them and their open episodes, open them again, adopt their episodes.
 
-Used by buffers, by storages that close, and where rows are appended. What is decided is kept as records by
+Used by buffers, by storages that are closed, and when rows are appended. Changes are stored as records by
 `Storage.annotate`.
 """
 
@@ -42,17 +42,17 @@ _logger = logging.getLogger("expstore")
 
 
 def observe(storage: ReadView) -> None:
-    """Note which fields of the rows tell whether a row continues an episode."""
+    """Determine the fields that show whether a row continues an episode."""
     memory, schema = storage.episodes.joins, storage.schema
     pairs = [] if schema is None else find_observations(schema, storage.keys)
     names = tuple(schema.fields[place].key for place, _ in pairs) if schema is not None else ()
     if memory.schema is not None and memory.names != names:
-        memory.forget_ends(storage.last)  # rows from before have other fields, or values that were filled in
+        memory.forget_ends(storage.last)  # older rows have other fields, or values that were filled in
     memory.schema, memory.pairs, memory.names = schema, pairs, names
 
 
 def next_observations(storage: ReadView, row: int) -> list[Array] | None:
-    """Read the next observations of a row, by id; None if the row is gone."""
+    """Read the next observations of a row, by id; None if the row is no longer in the store."""
     ids = np.array([row])
     if not storage.window.holds(ids).all():
         return None
@@ -62,13 +62,13 @@ def next_observations(storage: ReadView, row: int) -> list[Array] | None:
 def warn_of(
     storage: ReadView, assignment: Assignment, source: str | None, session: SessionKey | None
 ) -> None:
-    """Log, once for each source, what is wrong with how it is written to.
+    """Log, once for each source, mistakes in how it is written to.
 
     Args:
-        storage: Where they are.
-        assignment: Of rows that were written.
+        storage: The storage.
+        assignment: Episodes and steps of rows that were written.
         source: Name of their stream.
-        session: Who has written them; None: the own one.
+        session: The session that has written them; None: the storage's own.
     """
     for name in assignment.restarted:
         _warn(
@@ -97,15 +97,15 @@ def _warn(storage: ReadView, text: str, once: Hashable) -> None:
 
 
 def end_episodes(storage: ReadView, source: str | None = None, *, session: SessionKey | None = None) -> None:
-    """End open episodes: they become `cut`, and truncated ones take no more rows.
+    """End open episodes: they become `cut`, and no row can continue truncated ones.
 
     Args:
-        storage: Where they are.
-        source: Name of the stream; None: of all streams, unnamed ones too.
-        session: Of which session; None: of all.
+        storage: The storage.
+        source: Name of the stream; None: all streams, including unnamed ones.
+        session: The session; None: all sessions.
 
     Raises:
-        StateError: Nothing can be written here.
+        StateError: The storage cannot be written.
         StorageError: The disk failed; no episode is ended.
     """
     with storage.lock:
@@ -125,8 +125,8 @@ def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
     """End the open episodes of a session's unnamed stream, of all its lanes; see `end_episodes`.
 
     Args:
-        storage: Where they are.
-        session: Which one; None: the own one.
+        storage: The storage.
+        session: The session; None: the storage's own.
     """
     with storage.lock:
         _end(storage.writer(), storage.episodes.find_unnamed_sources(session or storage.episodes.session))
@@ -158,7 +158,7 @@ def end_sessions(storage: ReadView, sessions: Iterable[SessionKey]) -> None:
     Sessions that have ended, or have written nothing, are skipped.
 
     Raises:
-        StateError: Nothing can be written here.
+        StateError: The storage cannot be written.
         StorageError: The disk failed; no session is ended.
     """
     with storage.lock:
@@ -170,7 +170,7 @@ def end_sessions(storage: ReadView, sessions: Iterable[SessionKey]) -> None:
 
 
 def reopen_session(storage: Storage, session: SessionKey) -> None:
-    """Open an ended session again, with the episodes that its end has cut; the lock is held."""
+    """Open an ended session again, with the episodes that its end has cut; the caller holds the lock."""
     known = storage.episodes.session_of(session)
     if known is not None and known.ended:
         cut = tuple(one.episode for one in known.cut.values())
@@ -183,33 +183,34 @@ def resume(
     """Adopt the open episodes of the newest ended session that wrote a stream of this name.
 
     Args:
-        storage: Where they are.
-        source: Name of the stream, of which this session has written no row yet. Asked for again before
-            its first row, the answer is the same.
-        session: The session that adopts them; None: the own one.
-        check: Whether the next row of each must be seen to continue it.
+        storage: The storage.
+        source: Name of the stream, to which this session has not written a row yet. Repeated calls before its
+            first row return the same.
+        session: The session that adopts the episodes; None: the storage's own.
+        check: Whether the next row of each episode must match the episode's last row.
 
     Returns:
         Ids of the adopted episodes, ascending. Shape `(n,)`, int64.
 
     Raises:
-        StateError: The session has written to the stream already, or nothing can be written here.
-        SchemaError: `check` is asked for, and it cannot be seen what continues an episode.
+        StateError: The session has written to the stream already, or the storage cannot be written.
+        SchemaError: `check` is set, but an episode's last row is gone or rows have no observations to
+            compare.
         StorageError: The disk failed; nothing is adopted.
     """
     to = session or storage.episodes.session
     with storage.lock:
         writer = storage.writer()
         table = storage.episodes
-        lane_names(source, "", 1)  # raises if it is no name
+        lane_names(source, "", 1)  # raises if it is not a valid name
         written = set(table.sources_named(source, session=to))
         if written - table.joins.awaiting:
             raise StateError(
-                f"this session has written rows of source {source!r} already",
+                f"this session has already written rows of source {source!r}",
                 kind="resume",
                 hint="call episodes.resume() before the first row of the source",
             )
-        if written:  # asked for again: the answer was lost
+        if written:  # a repeated call, perhaps because the answer was lost
             return np.sort(np.array([one.episode for one in table.open_of(written)], np.int64))
         ended = table.newest_ended(source)
         if ended is None:
@@ -221,7 +222,7 @@ def resume(
         required = {number: owners[one.source] for number, one in adopted.items()} if check else {}
         reopen_session(writer, to)
         writer.annotate(change)
-        # The table may be another one now: an interruption reads the journal again.
+        # The table may have been replaced: after an interruption the journal is read again.
         memory = storage.episodes.joins
         memory.ends.update(ends)
         memory.required.update(required)
@@ -239,7 +240,7 @@ def _ends_of(storage: ReadView, episodes: Iterable[Episode]) -> dict[int, int]:
         crc = reader.end_of(episode.last_id) if memory.pairs else None
         if crc is None:
             raise SchemaError(
-                f"nothing tells which row continues episode {episode.episode}: "
+                f"cannot check which row continues episode {episode.episode}: "
                 + ("its last row is gone" if memory.pairs else "the rows have no observations to compare"),
                 hint="resume(..., check=False) adopts it without a check",
             )

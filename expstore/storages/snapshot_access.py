@@ -1,6 +1,6 @@
-"""What snapshots need of a storage: its content as it is now, and a way to replace it.
+"""The interface of storages for snapshots: read the current content, and replace it.
 
-`Storage.snapshots` returns it. Snapshots themselves are made and read in `expstore.storages.snapshots`.
+`Storage.snapshots` returns it. `expstore.storages.snapshots` creates and reads the snapshots.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["SnapshotAccess"]
 
 
 class SnapshotAccess:
-    """Give the content of a storage whose columns can all be viewed, and refuse to replace it.
+    """Read the content of a storage whose columns can all be viewed; refuse to replace it.
 
     Other kinds of storage have subclasses. Threads and crashes: as the storage.
 
     Args:
-        storage: Whose content.
+        storage: The storage.
         check: Called before a snapshot is made; raises SnapshotError if none can be made.
     """
 
@@ -38,7 +38,7 @@ class SnapshotAccess:
         """Check that a snapshot can be made.
 
         Raises:
-            SnapshotError: It cannot.
+            SnapshotError: No snapshot can be made.
         """
         if self._check is not None:
             self._check()
@@ -47,7 +47,7 @@ class SnapshotAccess:
         """Write every row that was changed to the columns; the caller holds the storage's lock."""
 
     def captures(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
+        """Capture the columns that cannot be viewed, for rows newer than `low`."""
         return []
 
     def block_sums(self) -> Array | None:
@@ -55,14 +55,14 @@ class SnapshotAccess:
         return None
 
     def log_bytes(self) -> bytes:
-        """Return what was noted about episodes that ended, in the format of episodes.log."""
+        """Return the entries of ended episodes, in the format of episodes.log."""
         return b"".join(entry.pack() for entry in self._storage.state.log.read())
 
     def restore(self, folder: Path) -> None:
         """Replace the content by that of the snapshot in a folder.
 
         Raises:
-            StateError: This kind of storage cannot, or it is closed.
+            StateError: This kind of storage cannot load snapshots, or it is closed.
         """
         kind = self._storage.writer().kind
-        raise StateError(f"a {kind} storage cannot load versions", hint="load into a store on disk")
+        raise StateError(f"a {kind} storage cannot load snapshots", hint="load into a store on disk")

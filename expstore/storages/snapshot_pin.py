@@ -52,7 +52,7 @@ class SnapshotPin:
                 self.move(0)
 
     def move(self, first: int) -> None:
-        """Note that ids below `first` are copied; 0: all ids are."""
+        """Record that ids below `first` are copied; 0: all ids are."""
         with self._moved:
             self.first = first
             self._moved.notify_all()

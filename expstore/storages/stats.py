@@ -1,4 +1,4 @@
-"""What a storage counts while it runs, and the facts that `stats` shows of it.
+"""Counters of a running storage, and the facts that `stats` returns.
 
 Used by storages and by buffers. It changes nothing.
 """
@@ -17,7 +17,7 @@ __all__ = ["Counters", "describe", "meta_of", "meta_relation"]
 
 @dataclass(slots=True)
 class Counters:
-    """Count what users ask `stats` for."""
+    """The counters that `stats` returns."""
 
     extends: int = 0
     samples: int = 0
@@ -25,8 +25,8 @@ class Counters:
     waits: int = 0
     wait_seconds: float = 0.0
     syncs: int = 0
-    sync_seconds: float | None = None  # how long the last sync took
-    synced_at: float | None = None  # when it ended, on the monotonic clock
+    sync_seconds: float | None = None  # duration of the last sync
+    synced_at: float | None = None  # its end, on the monotonic clock
     recovered: str | None = field(default=None)
 
     def note_wait(self, since: float) -> None:
@@ -42,7 +42,7 @@ class Counters:
 
 
 def describe(storage: ReadView) -> dict[str, Any]:
-    """Return the facts about a storage that `stats` shows."""
+    """Return the facts about a storage for `stats`."""
     counters = storage.counters
     return {
         "storage": storage.kind,
@@ -63,12 +63,12 @@ def describe(storage: ReadView) -> dict[str, Any]:
 
 
 def meta_of(storage: ReadView) -> dict[str, Any]:
-    """Return the user's own facts, given when the store was made; empty in RAM."""
+    """Return the metadata that the user passed when the store was created; empty in RAM."""
     return {} if storage.manifest is None else dict(storage.manifest.meta)
 
 
 def meta_relation(storage: ReadView) -> dict[str, Any]:
-    """Return what the relation `meta` of SQL shows."""
+    """Return the content of the SQL relation `meta`."""
     manifest = storage.manifest
     dims = {} if storage.ndim == 1 else {"dims": list(storage.geometry.dims)}
     made = {} if manifest is None else {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}

@@ -55,8 +55,8 @@ class _ScratchDisk(Disk):
 class LazyMemmapStorage(ZarrStorage, PortableStorage):
     """Store rows of tensors in files, which are memory-mapped when they are read.
 
-    With a `scratch_dir` it is an ordinary store, which `expstore.open` can open, too. Without one it uses a
-    folder of its own among the system's temporary files, in which nothing is synced, and which is removed
+    With a `scratch_dir` it is an ordinary store, which `expstore.open` can also open. Without one it uses its
+    own folder in the system's folder for temporary files, in which nothing is synced, and which is removed
     with the storage.
 
     Crashes: a store in a `scratch_dir` behaves as `ZarrStorage`; a temporary folder remains only after a
@@ -67,9 +67,9 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         max_size: Most readable rows.
         scratch_dir: The folder; None: a temporary one.
         device: Only the CPU: files are mapped into host memory.
-        ndim: How many dims of a batch are rows, time being the first; see `Storage`.
+        ndim: How many dims of a batch are rows; the first is time; see `Storage`.
         existsok: Whether to continue with the rows of an existing store, which `loads` or `empty` then
-            replaces. If False, a folder that holds rows raises StateError.
+            replaces. If False, a folder that contains rows raises StateError.
         auto_cleanup: Remove the folder when the storage is closed or garbage-collected, or the process ends;
             None: only a temporary folder.
         seed: Key of all draws of a new store; None: a number from torch's generator, so that
@@ -78,8 +78,8 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
             other values raise an error that gives the reason.
 
     Raises:
-        StateError: The folder has a store with other settings; or one with rows, or one that
-            `auto_cleanup` would remove, and `existsok` is False.
+        StateError: The folder has a store with other settings; or one with rows, or one that `auto_cleanup`
+            would remove, and `existsok` is False.
         LockedError: Another process has the store open.
         ValueError: An argument is out of range, or not supported.
 
@@ -105,8 +105,8 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         self.device = find_device(device)
         if self.device is not None and self.device.type != "cpu":
             raise ValueError(
-                "Memory map device other than CPU isn't supported: rows lie in files; give the buffer the "
-                "device on which batches are to be handed out"
+                "Memory map device other than CPU isn't supported: rows are in files; pass the device on "
+                "which batches are returned to the buffer instead"
             )
         self._owner = os.getpid()
         self._removes = scratch_dir is None if auto_cleanup is None else auto_cleanup
@@ -132,7 +132,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         return str(self.path)
 
     def cleanup(self) -> bool:
-        """Close the storage and remove its folder, also one that was passed in.
+        """Close the storage and remove its folder, even if the folder was passed in.
 
         Returns:
             Whether rows were removed: False for a second call, in a forked child, or if there were no rows.

@@ -1,7 +1,7 @@
-"""Rows that are any Python object, under the names and with the arguments of TorchRL.
+"""Rows that are any Python objects, with TorchRL's class names and arguments.
 
-What users of TorchRL hold for rows of different shapes, text or things of their own. Rows lie in RAM as they
-are; it never looks into them, and never copies one.
+For rows of different shapes, text or objects of the user's own types. Rows are kept in RAM by reference: they
+are neither inspected nor copied.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["LazyStackStorage", "ListStorage"]
 
 
 class ListStorage(MemoryStorage):
-    """Keep objects of any kind in RAM, one per row.
+    """Store objects of any kind in RAM, one per row.
 
     Threads: one writes at a time, any number read. Processes: a forked child has its own copy. Crashes:
-    nothing survives the process; versions of such a storage cannot be made, files have no form for objects.
-    SQL shows text and what JSON can keep, in the column `_data`.
+    nothing survives the process, and no snapshots of such a storage can be made, because objects cannot be
+    written to files. SQL shows text and values that JSON supports, in the column `_data`.
 
     Args:
         max_size: Most readable rows; None: unbounded.
-        device: Where rows are handed out, if they can be moved; None: where they are.
+        device: The device on which rows are returned, if they can be moved; None: where they are.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+        torchrl: Keywords of TorchRL's class that have no effect here. They are accepted at their defaults;
+            other values raise an error that gives the reason.
 
     Raises:
         ValueError: An argument is out of range, or not supported.
@@ -58,16 +58,17 @@ class ListStorage(MemoryStorage):
 
 
 class LazyStackStorage(ListStorage):
-    """Keep TensorDicts of any shapes in RAM; several are handed out as a lazy stack of them.
+    """Store TensorDicts of any shapes in RAM; several rows are returned as a lazy stack.
 
     Threads, processes and crashes as `ListStorage`.
 
     Args:
         max_size: Most readable rows; None: unbounded.
-        stack_dim: The dim of a stack along which its rows lie; negative: counted from its end.
-        device: Where rows are handed out; None: where they are.
-        seed: As `ListStorage`.
-        torchrl: As `ListStorage`.
+        stack_dim: The dim of a stack along which rows are stacked; negative: counted from the end.
+        device: The device on which rows are returned; None: where they are.
+        seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
+        torchrl: Keywords of TorchRL's class that have no effect here. They are accepted at their defaults;
+            other values raise an error that gives the reason.
 
     Raises:
         ValueError: An argument is out of range, or not supported.

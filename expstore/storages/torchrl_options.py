@@ -1,6 +1,6 @@
-"""Arguments of the storages that have TorchRL's names, made usable.
+"""Convert arguments of the storages that have TorchRL's names.
 
-Used by the storages that bear TorchRL's names. It knows no storage.
+Used by these storages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["find_device", "find_seed"]
 
 
 def find_device(device: torch.device | str | int | None) -> torch.device | None:
-    """Return where rows are to be handed out; "auto" is where they lie, which is host memory."""
+    """Return the device on which rows are returned; "auto" is the CPU, because rows are in host memory."""
     if device is None:
         return None
     import torch
@@ -23,9 +23,10 @@ def find_device(device: torch.device | str | int | None) -> torch.device | None:
 
 
 def find_seed(seed: int | None) -> int:
-    """Return the key of all draws: what was asked for, or a number from torch's generator.
+    """Return the key of all draws: the given seed, or a number from torch's generator.
 
-    So `torch.manual_seed` decides what is drawn, as it does in TorchRL, and no two storages draw alike.
+    Therefore `torch.manual_seed` decides what is drawn, as in TorchRL, and no two storages draw the same
+    rows.
     """
     if seed is not None:
         return seed

@@ -1,6 +1,6 @@
-"""Rows of tensors in RAM, under the names and with the arguments of TorchRL.
+"""Rows of tensors in RAM, with TorchRL's class names and arguments.
 
-What users of TorchRL hold; all but the arguments is `MemoryStorage`. It never touches a file.
+Apart from the arguments, these classes are `MemoryStorage`. They use no files.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = ["LazyTensorStorage", "TensorStorage"]
 
 
 class TensorStorage(MemoryStorage):
-    """Keep rows that are there already, and as many later ones.
+    """Store rows that exist already, and as many later ones.
 
     Rows of a memory-mapped TensorDict (`td.memmap`, `TensorDict.load_memmap`) are used in place: they may be
     larger than RAM, and later rows and changes are written to its files. All other rows are copied.
 
     Threads: one writes at a time, any number read. Processes: a forked child has its own copy, but shares
-    memory-mapped rows. Crashes: nothing survives the process, but for the values in the files of
-    memory-mapped rows.
+    memory-mapped rows. Crashes: nothing survives the process, except the values in the files of memory-mapped
+    rows.
 
     Args:
         storage: The rows: a TensorDict, a tensorclass, a tensor, or a tree of tensors; its first dim, or its
             first `ndim` dims, are rows. Later changes of it reach the storage only if it is memory-mapped.
-        max_size: How long the first dim is, if it is to be checked.
-        device: Where rows are handed out; they lie in host memory. "auto": there.
-        ndim: How many dims are rows, time being the first; see `Storage`.
+        max_size: The expected length of the first dim; None: it is not checked.
+        device: The device on which rows are returned; they are stored in host memory. "auto": the CPU.
+        ndim: How many dims are rows; the first is time; see `Storage`.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+        torchrl: Keywords of TorchRL's class that have no effect here. They are accepted at their defaults;
+            other values raise an error that gives the reason.
 
     Raises:
-        ValueError: There are no rows, or not `max_size`; or an argument is not supported.
-        SchemaError: Rows of this kind cannot be kept.
+        ValueError: There are no rows, or not `max_size` of them; or an argument is not supported.
+        SchemaError: Rows of this kind cannot be stored.
 
     Example:
         >>> storage = TensorStorage(TensorDict({"a": torch.arange(3)}, [3]))
@@ -56,7 +56,7 @@ class TensorStorage(MemoryStorage):
         tensor(1)
     """
 
-    #: Whether the rows that are appended now become the columns.
+    #: Whether the rows that are being appended become the columns themselves.
     _uses_rows = False
 
     def __init__(
@@ -107,18 +107,18 @@ class TensorStorage(MemoryStorage):
 
 
 class LazyTensorStorage(TensorStorage):
-    """Keep rows of tensors in RAM: their fields are fixed by the first ones.
+    """Store rows of tensors in RAM; the first rows determine the fields.
 
     Threads: one writes at a time, any number read. Processes: a forked child has its own copy. Crashes:
-    nothing survives the process; `expstore.open` makes a store that does.
+    nothing survives the process; `expstore.open` creates a store that does.
 
     Args:
         max_size: Most readable rows.
-        device: Where rows are handed out; they lie in host memory. "auto": there.
-        ndim: How many dims of a batch are rows, time being the first; see `Storage`.
+        device: The device on which rows are returned; they are stored in host memory. "auto": the CPU.
+        ndim: How many dims of a batch are rows; the first is time; see `Storage`.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+        torchrl: Keywords of TorchRL's class that have no effect here. They are accepted at their defaults;
+            other values raise an error that gives the reason.
 
     Raises:
         ValueError: An argument is out of range, or not supported.
@@ -137,7 +137,7 @@ class LazyTensorStorage(TensorStorage):
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, TENSOR_STORAGE)
-        # Not as rows that are there: these come later.
+        # Not the constructor of `TensorStorage`, which expects rows.
         MemoryStorage.__init__(self, operator.index(max_size), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
 
@@ -155,7 +155,7 @@ def _is_mapped(storage: Any) -> bool:
 
 
 def _can_replace(values: Any, column: Array) -> bool:
-    """Return whether an array can be used in the place of a column of as many slots."""
+    """Return whether an array can be used instead of a column with the same number of slots."""
     return (
         isinstance(values, np.ndarray)
         and values.shape == column.shape

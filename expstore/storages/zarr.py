@@ -1,6 +1,6 @@
-"""Rows on disk whose fields have a fixed size: Zarr v3 columns, flat or packed.
+"""Rows on disk with fixed-size fields: Zarr v3 columns, flat or packed.
 
-The storage behind `expstore.open`. What it does is in `expstore.storages.engine.store`; this is a
+The storage behind `expstore.open`. The implementation is in `expstore.storages.engine.store`; this class is a
 constructor.
 """
 
@@ -21,26 +21,26 @@ __all__ = ["ZarrStorage"]
 
 
 class ZarrStorage(Store):
-    """Keep rows in a folder, for as long as the experiment lives.
+    """Store rows in a folder.
 
-    Crashes: what `write` published survives the process at once, and the machine after the next `sync`
-    (about one second later, or `flush`). A batch is there whole or not at all. Threads: as `Storage`.
-    Processes: one writer, the next one gets LockedError; a forked child cannot write.
+    Crashes: rows survive the end of the process once `write` returns, and a power failure after the next
+    `sync` (about one second later, or `flush`). A batch is stored completely or not at all. Threads: as
+    `Storage`. Processes: one writer, the next one gets LockedError; a forked child cannot write.
 
     Args:
-        path: The store's folder; made if it is missing.
+        path: The store's folder; created if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: Everything else; see `expstore.open`.
-        ndim: How many dims of a batch are rows, time being the first; None: as stored, 1 for a new store.
+        settings: All other options; see `expstore.open`.
+        ndim: How many dims of a batch are rows; the first is time; None: as stored, 1 for a new store.
         layout: As `columns` of `expstore.Layout`; None: as stored, "flat" for a new store.
         fields: Options of single fields, as in `expstore.Layout`, as dicts.
         retain: As in `expstore.open`.
         share_next: As in `expstore.Layout`; None: as stored, True for a new store.
-        disk: Where files are touched.
-        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
+        disk: Access to files.
+        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB if records contain their rows.
 
     Raises:
-        LockedError: Another buffer has it open.
+        LockedError: Another buffer has the store open.
         StateError: A setting contradicts the store.
         CorruptionError: The store is damaged.
         SchemaError: There is no such layout, codec or option.

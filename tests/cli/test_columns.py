@@ -59,7 +59,7 @@ def test_fields_come_and_go(cli: Cli, store: Path, make_batch: Make) -> None:
         (("add-column", "STORE", "action", "--fill", "1"), 2, "already"),
         (("add-column", "NOTHING", "x", "--fill", "1"), 2, "not a store"),
         (("drop-column", "STORE", "x"), 2, "no field 'x'"),
-        (("drop-column", "STORE", "next.reward"), 2, "has to stay"),
+        (("drop-column", "STORE", "next.reward"), 2, "cannot be dropped"),
     ],
 )
 def test_what_is_refused(cli: Cli, store: Path, words: tuple[str, ...], code: int, text: str) -> None:

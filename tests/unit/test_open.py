@@ -71,7 +71,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
     ({"capacity": 2.5}, TypeError, "integer"),
     ({"seed": "x"}, TypeError, "integer"),
-    ({"meta": {"a": object()}}, SchemaError, "meta holds values that JSON cannot keep; use"),
+    ({"meta": {"a": object()}}, SchemaError, "meta has values that JSON cannot store; use"),
     ({"meta": {1: "a"}}, SchemaError, "meta"),
     ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),

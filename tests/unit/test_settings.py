@@ -114,7 +114,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("layout", {"columns": "wide"}, SchemaError, "columns='wide' is unknown; use 'flat', 'packed', 'auto'"),
     ("layout", {"compression": "gzip"}, SchemaError, "compression='gzip' is unknown; use 'narrow', 'lz4'"),
     ("layout", {"kind": "zarr", "compression": "lz4"}, SchemaError, 'use kind="arrow"'),
-    ("layout", {"compression": "lz4"}, SchemaError, 'make the store with layout="arrow"'),
+    ("layout", {"compression": "lz4"}, SchemaError, 'create the store with layout="arrow"'),
     ("layout", {"fields": ["frame"]}, SchemaError, "fields= must be a dict"),
     ("layout", {"fields": {"frame": "wide"}}, SchemaError, "field 'frame': no layout 'wide'"),
     ("layout", {"fields": {"frame": {"codec": "rar"}}}, SchemaError, "field 'frame': no codec 'rar'"),

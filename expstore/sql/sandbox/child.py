@@ -75,7 +75,7 @@ def main(told: Mapping[str, Any]) -> None:
     path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
     code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
-    places = [path, *_archive_places(path), *_SYSTEM, *code]
+    places = [path, *_find_archive(path), *_SYSTEM, *code]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
     # Not in the main thread: there the index would run each query in a second thread, to allow Ctrl-C.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
@@ -83,7 +83,7 @@ def main(told: Mapping[str, Any]) -> None:
     thread.join()
 
 
-def _archive_places(path: Path) -> list[Path]:
+def _find_archive(path: Path) -> list[Path]:
     """Return the folders with the store's archived rows."""
     with contextlib.suppress(ExpStoreError):  # opening the store reports what is wrong with it
         noted = Manifest.load(Disk(), path).archive

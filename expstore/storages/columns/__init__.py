@@ -1,1 +1,1 @@
-"""Kinds of columns."""
+"""The kinds of columns."""

@@ -29,7 +29,7 @@ class Target:
         former: The folder of the previous snapshot; None: there is no snapshot whose files may be shared.
         make_folder: Creates a folder in the snapshot.
         window: The rows of the snapshot.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         reach: In a ring, how many rows before the oldest one are also unchanged.
     """
 

@@ -142,7 +142,7 @@ class Checksums(Checkpointed):
 
     def __init__(self, disk: Disk, path: Path, group: ColumnSet) -> None:
         self._columns = group.summed
-        #: Blocks whose sums no longer match their bytes, and those of them that hold no row.
+        #: Blocks whose sums no longer match their bytes, and those of them without a row.
         self._changed: set[int] = set()
         self._emptied: set[int] = set()
         self._due: set[int] = set()  # the blocks that the running checkpoint sums or gives up
@@ -156,7 +156,7 @@ class Checksums(Checkpointed):
                 self._entries = read_entries(data, width, path)
             except CorruptionError as exc:
                 if not new:
-                    _logger.warning("%s; it is made anew", exc.message)
+                    _logger.warning("%s; it is created again", exc.message)
                 # The sums can be computed again from the columns; the damage that they show is lost.
                 self._entries = no_entries(width)
                 self.file.truncate(0)
@@ -170,8 +170,8 @@ class Checksums(Checkpointed):
     def stamps(self) -> IntArray:
         """Return (generation, sequence) per block; equal stamps mean that no byte has changed in between.
 
-        The stamps are from the last sync. A block without sums has (0, 0), which does not compare.
-        Shape `(blocks, 2)`.
+        The stamps are from the last sync. A block without sums has (0, 0), which must not be compared. Shape
+        `(blocks, 2)`.
         """
         entries = self._entries
         found = np.stack([entries["generation"], entries["sequence"]], axis=1).astype(np.int64)
@@ -180,7 +180,7 @@ class Checksums(Checkpointed):
 
     @property
     def blocks(self) -> int:
-        """How many blocks have an entry."""
+        """The number of blocks that have an entry."""
         return int(self._entries.size)
 
     def entry(self, block: int) -> Array:
@@ -203,11 +203,11 @@ class Checksums(Checkpointed):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def note_changed(self, blocks: Iterable[int], *, emptied: Iterable[int] = ()) -> None:
-        """Have the next checkpoint sum blocks. The caller holds the lock of the episodes.
+        """Make the next checkpoint sum blocks. The caller holds the lock of the episodes.
 
         Args:
             blocks: Blocks whose bytes were changed in place.
-            emptied: The blocks among them that no longer hold a row, and need not be read.
+            emptied: The blocks among them that no longer have a row, and need not be read.
         """
         self._changed.update(blocks)
         self._emptied.update(emptied)

@@ -1,8 +1,7 @@
 """Interfaces of all kinds of columns, which the set of columns uses.
 
-A `Column` is one field of all rows. A `Part` is an object with files of its own: a column, or the segments
-that several fields share. A `RowWriter` writes runs of rows to the columns of one kind. This module touches
-no file.
+A `Column` is one field of all rows. A `Part` is an object with its own files: a column, or the segments that
+several fields share. A `RowWriter` writes runs of rows to the columns of one kind. This module uses no files.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Run:
         first_id: Id of the first row.
         count: The number of rows.
         pieces: Where the rows are written: (first slot, offset in the run, number of rows).
-        values: One array per column, in the order of the columns; priorities may be left out.
-        variable: The values of fields whose rows have no fixed size: pyarrow Arrays.
+        values: One array per column, in the order of the columns; priorities may be omitted.
+        variable: The values of variable-length fields: pyarrow Arrays.
         jobs: Writes that other threads have not finished yet.
     """
 
@@ -64,13 +63,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Rows that have left a growing store, whose disk space is to be freed.
+    """Rows deleted from an unbounded store, whose disk space is to be freed.
 
     Args:
-        rows: All rows that have left.
+        rows: All deleted rows.
         near: The rows among them around which there may be space to free.
-        low: All rows up to this id have left.
-        above: Rows above `low` that have left.
+        low: All rows up to this id are deleted.
+        above: Rows above `low` that are deleted.
     """
 
     rows: IdSet
@@ -92,7 +91,7 @@ class FieldSize:
             chunks, or is not packed.
         shared: Share of its rows that are stored as the next observations of earlier rows, 0 to 1, estimated
             from a sample of 4096 packed rows; None: rows cannot be shared, or its files are damaged.
-        row_bytes: Average size of another row on disk, bytes.
+        row_bytes: Average size on disk of a row that is not shared, bytes.
     """
 
     layout: str | None
@@ -112,8 +111,8 @@ class Column(ABC):
     Args:
         entry: The field.
         folder: The folder of its Zarr array, or where it would be.
-        slots: How many rows a ring has; None: the column grows.
-        row_bytes: Size of a row; 0: rows have no fixed size.
+        slots: Number of slots of a ring; None: the column is unbounded.
+        row_bytes: Size of a row; 0 for a variable-length field.
     """
 
     def __init__(self, entry: Field, folder: Path, slots: int | None, row_bytes: int) -> None:
@@ -124,10 +123,10 @@ class Column(ABC):
         """Copy rows out.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
 
         Returns:
-            Shape `(n, *row shape)`; a pyarrow Array if rows have no fixed size.
+            Shape `(n, *row shape)`; a pyarrow Array for a variable-length field.
 
         Raises:
             CorruptionError: Rows are damaged.
@@ -149,7 +148,7 @@ class Column(ABC):
         """Return rows of which some are only in memory.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
             newer: The position of each row in `rows`; negative: the row is in the column. Shape `(n,)`.
             rows: The rows in memory. Shape `(m, *row shape)`.
         """
@@ -164,7 +163,7 @@ class Column(ABC):
         """Change single rows; return the changed files.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
             values: Shape `(n, *row shape)`.
 
         Raises:
@@ -176,8 +175,8 @@ class Column(ABC):
         """Return how the field is stored on disk, as far as the files were read.
 
         Args:
-            held: How many rows the columns hold, readable or not.
-            ids: Returns the ids that slots hold, 0 where none was written.
+            held: Number of rows in the columns, readable or not.
+            ids: Returns the ids that slots have, 0 where none was written.
         """
 
     @abstractmethod
@@ -193,7 +192,7 @@ class ReadTogether(ABC):
         """Copy rows out of some of its columns, if reading these columns together is faster.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
             places: Positions of all columns to read.
 
         Returns:
@@ -205,7 +204,7 @@ class ReadTogether(ABC):
 
 
 class Part(ABC):
-    """An object with files of its own: a column, or the segments that several fields share.
+    """An object with its own files: a column, or the segments that several fields share.
 
     Threads: one thread opens, looks and frees; any number read meanwhile.
     """
@@ -224,7 +223,7 @@ class Part(ABC):
 
     @abstractmethod
     def paths(self) -> list[Path]:
-        """Return the files that hold rows."""
+        """Return the files with rows."""
 
     @property
     @abstractmethod
@@ -286,7 +285,7 @@ class WrittenPart(Part):
 
     @abstractmethod
     def free(self, deleted: Deleted) -> set[File]:
-        """Free the space of rows that have left; return the files that were changed in place."""
+        """Free the space of deleted rows; return the files that were changed in place."""
 
 
 class RowWriter(ABC):
@@ -334,7 +333,7 @@ class Appender(RowWriter, Checkpointed):
         """Check that a field can be dropped from the store.
 
         Raises:
-            SchemaError: Files of other fields hold rows of this field, or the reverse.
+            SchemaError: Files of other fields contain rows of this field, or the reverse.
         """
 
     @abstractmethod
@@ -343,7 +342,7 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def settle(self, last: int, synced: int) -> None:
-        """Continue appending behind a row; the next sync makes the state durable.
+        """Continue appending after a row; the next sync makes the state durable.
 
         All bytes that rows depend on are written again: after a failed sync, the system may report pages as
         clean that are not on the disk.
@@ -360,15 +359,17 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders that contain new names; the caller syncs them."""
+        """Return the folders with new names in them, each only once; the caller syncs them."""
 
     @abstractmethod
     def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
-        """Return, once, what an opening has written; the caller then calls `synced` and `completed`.
+        """Return the files and folders that an opening has written, each only once.
+
+        The caller syncs them, then calls `synced` and `completed`.
 
         Args:
-            low: All rows up to this id have left.
-            deleted: Rows above `low` that have left.
+            low: All rows up to this id are removed.
+            deleted: Rows above `low` that are removed.
         """
 
     @abstractmethod

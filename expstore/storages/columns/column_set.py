@@ -55,10 +55,10 @@ class ColumnSet:
     Args:
         disk: The disk on which files are accessed.
         folder: The folder `columns/`.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         flat: The flat columns, by position.
         packed: The packed columns, by position.
-        variable: The fields whose rows have no fixed size: one object for all of them, or none.
+        variable: The variable-length fields: one object for all of them, or none.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class ColumnSet:
         self.arrays = [arrays[place] for place in sorted(arrays)]
         #: The columns of ids, episodes, steps, times and priorities.
         self.row_fields = list(flat.values())[-len(ROW_FIELDS) :]
-        #: The segments that fields without a fixed row size share.
+        #: The segments that variable-length fields share.
         self.shared: Sequence[Segments] = [fields.segments for fields in variable]
-        #: Positions of these fields among the columns.
+        #: Positions of the variable-length fields among the columns.
         self.variable_places = tuple(place for fields in variable for place in fields.places)
         #: All objects with files, in the order in which rows are summed.
         self.parts: list[Part] = [*self.arrays, *self.shared]
@@ -136,12 +136,12 @@ class ColumnSet:
         return found
 
     def _narrow_views(self, places: Sequence[int]) -> list[Array]:
-        """Return those of the columns whose rows are copied one by one."""
+        """Return the narrow columns among those at some positions: their rows are copied one by one."""
         flat = [self.flat[place] for place in places if place in self.flat]
         return [column.view for column in flat if column.is_narrow]
 
     def sizes(self, slots: IntArray) -> IntArray:
-        """Return the bytes of rows in fields whose rows have no fixed size. Shapes `(n,)`.
+        """Return the bytes of rows in variable-length fields. Shapes `(n,)`.
 
         Raises:
             CorruptionError: Rows are damaged.
@@ -153,7 +153,7 @@ class ColumnSet:
 
     @property
     def ready(self) -> int:
-        """How many slots have a place in a shard of every column."""
+        """The number of slots that have a place in a shard of every column."""
         return min(column.ready for column in self.flat.values())
 
     @property
@@ -232,10 +232,10 @@ class ReadColumns(ColumnSet):
         disk: The disk on which files are accessed.
         folder: The folder `columns/`.
         fields: The user's fields, then the row fields, priority last.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         packings: How the store's settings pack each field, for fields whose zarr.json cannot be read. Empty:
             rely on zarr.json.
-        compression: How the store's settings compress rows without a fixed size.
+        compression: How the store's settings compress variable-length rows.
     """
 
     packed: Mapping[int, PackedReader]
@@ -272,7 +272,7 @@ class ReadColumns(ColumnSet):
                 packed[place] = PackedReader(disk, array, entry, slots, packing)
         variable: list[SegmentFields] = []
         if loose:
-            from expstore.storages.columns.arrow.column import SegmentFields  # loads pyarrow
+            from expstore.storages.columns.arrow.column import SegmentFields  # it loads pyarrow
             from expstore.storages.columns.arrow.reader import SegmentReader
 
             where = folder.parent / SEGMENTS
@@ -283,7 +283,7 @@ class ReadColumns(ColumnSet):
         self._looked: list[ReadPart] = [*self._followed, *flat.values()]
 
     def lay(self, run: Run) -> list[int]:
-        """Make rows that are only in memory readable, in the fields whose rows have no fixed size.
+        """Make rows that are only in memory readable, in the variable-length fields.
 
         Returns:
             The positions of the other columns.
@@ -305,11 +305,11 @@ class ReadColumns(ColumnSet):
                 part.look(slots, due=False)
 
     def look_to(self, last: int) -> None:
-        """Find the rows up to this id in the parts that are appended to, beyond those known so far."""
+        """Find the rows up to this id in the appended parts, after those known so far."""
         for part in self._followed:
             part.look_to(last)
 
     def end_at(self, last: int) -> None:
-        """End the parts that are appended to at this id. Called when there is no writer any more."""
+        """End the appended parts at this id. Called when there is no writer any more."""
         for part in self._followed:
             part.end_at(last)

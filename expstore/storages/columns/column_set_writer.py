@@ -49,10 +49,10 @@ class WritableColumns(ColumnSet, Checkpointed):
         disk: The disk on which files are accessed.
         folder: The folder `columns/`.
         fields: The user's fields, then the row fields, priority last.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         reach: In a ring, how many rows before the oldest readable one must not be overwritten.
-        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        generation: The number of the opening, which is stored with rows without a fixed size.
+        compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: no compression.
+        generation: The number of the opening, which is stored with variable-length rows.
 
     Raises:
         CorruptionError: A zarr.json cannot be read.
@@ -92,7 +92,7 @@ class WritableColumns(ColumnSet, Checkpointed):
                 packed[place] = PackedColumn(disk, array, entry, slots, packing)
         variable: list[SegmentFields] = []
         if loose:
-            from expstore.storages.columns.arrow.column import SegmentFields  # loads pyarrow
+            from expstore.storages.columns.arrow.column import SegmentFields  # it loads pyarrow
             from expstore.storages.columns.arrow.writer import SegmentWriter
 
             how: Any = {"compression": compression, "generation": generation}
@@ -216,7 +216,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Check that a column can be dropped from the store.
 
         Raises:
-            SchemaError: Its files hold rows of other fields, or the reverse.
+            SchemaError: Its files contain rows of other fields, or the reverse.
         """
         for appender in self._appenders:
             appender.check_removable(self.columns[place].entry)
@@ -227,9 +227,9 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Check that rows of some columns can be changed.
 
         Raises:
-            SchemaError: A column is packed, or its rows have no fixed size.
+            SchemaError: A column is packed, or has variable length.
         """
-        # In reverse order, because another layout would not help rows without a fixed size.
+        # In reverse order, because another layout would not help for variable-length fields.
         for appender in reversed(self._appenders):
             entries = [self.columns[place].entry for place in places]
             fields = [entry for entry in entries if entry in appender.fields]
@@ -240,7 +240,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Check that rows can be replaced by better ones.
 
         Raises:
-            SchemaError: A field is packed, or its rows have no fixed size.
+            SchemaError: A field is packed, or has variable length.
         """
         if self._appenders:
             appender = self._appenders[-1]
@@ -249,7 +249,7 @@ class WritableColumns(ColumnSet, Checkpointed):
     # -- opening ---------------------------------------------------------------------------------
 
     def settle(self, last: int, synced: int) -> None:
-        """Continue appended columns behind a row; the next sync makes their state durable.
+        """Continue appended columns after a row; the next sync makes their state durable.
 
         Args:
             last: Id of the last valid row.
@@ -268,8 +268,8 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Return the appended files that an opening has written; call `synced` and `completed` afterwards.
 
         Args:
-            low: All rows up to this id have left.
-            deleted: Rows above `low` that have left.
+            low: All rows up to this id are removed.
+            deleted: Rows above `low` that are removed.
         """
         dirty = [appender.begin_opening(low, deleted) for appender in self._appenders]
         self.new_folders.update(*(one.folders for one in dirty))
@@ -287,7 +287,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         )
 
     def synced(self) -> None:
-        """Finish what `begin` returned, after its fsync."""
+        """Rename finished shards, after the fsync of the files and folders that `begin` returned."""
         for appender in self._appenders:
             appender.synced()
 
@@ -317,21 +317,21 @@ class WritableColumns(ColumnSet, Checkpointed):
         return self.files_of(pieces).union(*(appender.touched_files for appender in self._appenders))
 
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders that contain new names; the caller syncs them or calls `put_back`."""
+        """Return the folders with new names, each only once; the caller syncs them or calls `put_back`."""
         taken = [take_all(self.new_folders), *(one.take_new_folders() for one in self._appenders)]
         return set[Path]().union(*taken)
 
     def put_back(self, folders: set[Path]) -> None:
-        """Have the next checkpoint sync folders that `take_new_folders` returned."""
+        """Make the next checkpoint sync folders that `take_new_folders` returned."""
         self.new_folders |= folders
 
     @property
     def unsynced_bytes(self) -> int:
-        """Bytes of rows without a fixed size that were written since the last checkpoint began."""
+        """Bytes of variable-length rows that were written since the last checkpoint began."""
         return sum(segments.unsynced_bytes for segments in self.shared)
 
     def free(self, deleted: Deleted, *others: WrittenPart) -> set[File]:
-        """Free the space of rows that have left; return the files that were changed in place.
+        """Free the space of deleted rows; return the files that were changed in place.
 
         Args:
             deleted: The rows.
@@ -340,7 +340,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         return set[File]().union(*[part.free(deleted) for part in (*self._written, *others)])
 
     def free_shared(self, deleted: Deleted) -> set[File]:
-        """As `free`, for files that fields share. No checkpoint may run: it could merge segments."""
+        """Call `free` of the files that fields share. No checkpoint may run: it could merge segments."""
         return set[File]().union(*[part.free(deleted) for part in self.shared])
 
     def capture(self, low: int) -> list[Capture]:
@@ -378,7 +378,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         numbers: IntArray,
         priorities: Array,
     ) -> int:
-        """Write a run of rows to all columns; return the crc32c of all columns but the priorities.
+        """Write a run of rows to all columns; return the crc32c of all columns except the priorities.
 
         Args:
             pieces: Where the run is written: (first slot, offset in the run, number of rows).
@@ -414,7 +414,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         return count * self.row_bytes + self.variable_bytes(columns)
 
     def variable_bytes(self, columns: Sequence[Any]) -> int:
-        """Return the size of a batch's rows in fields whose rows have no fixed size, bytes."""
+        """Return the size of a batch's rows in variable-length fields, bytes."""
         return sum(int(columns[place].nbytes) for place in self.variable_places)
 
     def write_parts(
@@ -425,11 +425,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         *,
         synced: int | None = None,
     ) -> None:
-        """Write a run of rows given as bytes, priorities first.
+        """Write a run of rows passed as bytes, priorities first.
 
         Args:
             pieces: Where the run is written: (first slot, offset in the run, number of rows).
-            parts: The bytes of every column but priority, in the form of `payload`.
+            parts: The bytes of every column except priority, in the form of `payload`.
             priorities: Shape `(n,)`; None: priorities are not written.
             synced: While a store is opened, the newest id that a checkpoint covers: these rows may exist
                 already.

@@ -1,7 +1,7 @@
-"""Which rows need not be stored again: their bytes are the next ones of an earlier row.
+"""Find rows that need not be stored, because an earlier row's next observation has the same bytes.
 
-Used where columns are written. It compares bytes, and never takes for granted how rows follow one
-another: lanes, workers and batches may be interleaved in any way.
+Used where columns are written. Bytes are compared, so lanes, workers and batches may be interleaved in any
+way.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from expstore.core.values import Array, IntArray
 
 __all__ = ["NextRows"]
 
-#: So many distances are tried first: those that fitted last.
+#: Number of distances that are tried first: those that matched last.
 _RECENT = 4
 Bytes = NDArray[np.uint8]
 
 
 class NextRows:
-    """Know the next rows of what was written last, and find others among them.
+    """The next observations of the last rows, and a search for equal rows among them.
 
-    Threads: one. Crashes: it is in memory alone; a new one knows nothing, and finds less.
+    Used by one thread. It is only in memory: a new object knows no rows, and finds fewer matches.
 
     Args:
         row_bytes: Length of a row.
-        reach: Among how many rows before it a row is looked for.
+        reach: Number of preceding rows that are searched.
 
     Example:
         >>> known = NextRows(4, 8)
         >>> frames = np.arange(10, dtype=np.int32)
-        >>> known.find(100, frames[:3], frames[1:4])  # row 101 has what comes next in row 100
+        >>> known.find(100, frames[:3], frames[1:4])  # row 101 equals what comes next in row 100
         array([0, 1, 1])
         >>> known.find(103, frames[3:5], frames[4:6])
         array([1, 1])
-        >>> known.find(205, frames[5:7], frames[6:8])  # others came in between
+        >>> known.find(205, frames[5:7], frames[6:8])  # other rows were written in between
         array([0, 1])
     """
 
     def __init__(self, row_bytes: int, reach: int) -> None:
         self._reach, self._row_bytes = reach, row_bytes
-        self._word = np.uint64 if row_bytes % 8 == 0 else np.uint8  # compared at a time
-        self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach, once it is needed
-        self._next = -1  # place of the row that comes next
+        self._word = np.uint64 if row_bytes % 8 == 0 else np.uint8  # unit of comparisons
+        self._rows: Bytes = np.empty((0, row_bytes), np.uint8)  # room for twice the reach
+        self._next = -1  # place of the next row
         self._first = 0  # place of the first row in `_rows`
-        self._held = 0  # how many are there
+        self._held = 0  # number of rows in `_rows`
         self._recent: list[int] = []
-        self._places: dict[int, int] = {}  # of the newest row with this checksum
-        self._summed = 0  # place up to which rows are in there
-        self._told = -1, np.empty(0, np.int64)  # what was asked last, and found
+        self._places: dict[int, int] = {}  # place of the newest row with a checksum
+        self._summed = 0  # rows up to this place are in `_places`
+        self._told = -1, np.empty(0, np.int64)  # place and result of the last call of `find`
 
     def find(self, place: int, rows: Array, next_rows: Array) -> IntArray:
-        """Return how many rows before each of a run a row has the same bytes next; 0: none has.
+        """Return how many rows before each row a row has the same bytes as its next value; 0: none has.
 
         Args:
-            place: Of the first of them; if the rows before it were not told, nothing is known of them. The
-                last ones may come once more, followed by others.
+            place: Place of the first row. If it does not follow the rows of the last call, those are
+                forgotten; rows of the last call may be passed again, followed by new ones.
             rows: C-contiguous. Shape `(n, *row shape)`.
-            next_rows: What comes next after each. C-contiguous, same shape and dtype.
+            next_rows: The next value of each row. C-contiguous, same shape and dtype.
         """
         mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
         theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
@@ -75,7 +75,7 @@ class NextRows:
         return found
 
     def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
-        """Fill in what was found the last time, if the same rows come once more; return for how many."""
+        """Reuse the last result if the same rows are passed again; return how many rows it covers."""
         first, before = self._told
         count = before.size
         base = self._held - count
@@ -98,7 +98,7 @@ class NextRows:
         self._places.clear()
 
     def _add(self, rows: Bytes) -> None:
-        """Add rows behind the others, of which no more than the reach need stay."""
+        """Append rows to `_rows`, and drop the oldest ones if there is no room."""
         if self._held + len(rows) > len(self._rows):
             gone = self._held - min(self._held, self._reach)
             self._rows[: self._held - gone] = self._rows[gone : self._held].copy()
@@ -107,7 +107,7 @@ class NextRows:
         self._held += len(rows)
 
     def _find_some(self, rows: Bytes, found: IntArray) -> None:
-        """Fill in the distances of rows whose next ones were added last."""
+        """Fill in the distances of rows whose next values were added last."""
         left = np.arange(len(rows))
         for distance in list(self._recent):
             if not left.size:
@@ -123,8 +123,8 @@ class NextRows:
                 left = left[1:]
 
     def _try(self, distance: int, rows: Bytes, left: IntArray, found: IntArray) -> IntArray:
-        """Give this distance to the rows that it fits; return the others."""
-        base = self._next - self._first - distance  # where the row would be that fits the first one
+        """Fill in a distance for the rows that it matches; return the other rows."""
+        base = self._next - self._first - distance  # position of the first row's match in `_rows`
         tried = left[left >= -base]
         if not tried.size:
             return left
@@ -138,7 +138,7 @@ class NextRows:
         return left[found[left] == 0] if same.any() else left
 
     def _look_up(self, place: int, row: Bytes) -> int:
-        """Return how far before it a row has the same bytes next; 0: none was found."""
+        """Return how many rows before it a row has the same bytes as its next value; 0: none was found."""
         for other in range(max(self._summed, self._first), place):
             self._places[google_crc32c.value(self._rows[other - self._first])] = other
         self._summed = max(self._summed, place)

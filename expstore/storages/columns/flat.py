@@ -96,7 +96,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
-        slots: How many rows a ring has; None: the column grows.
+        slots: Number of slots of a ring; None: the column is unbounded.
         layout: Size and names of its shards; None: as in a new store.
         write: Whether shards are created and written to. If not, they are opened for reading (`look`), no
             descriptor stays open, and reading a damaged shard raises an error.
@@ -265,7 +265,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Check that slots 0 to `slots` - 1 have a place.
 
         Raises:
-            CorruptionError: A shard that holds rows is missing or has another length.
+            CorruptionError: A shard with rows is missing or has another length.
         """
         if self.ready < slots:
             path = self.shard_path(len(self.files))
@@ -275,13 +275,13 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Check that rows have a place: a row exists if its shard does.
 
         Raises:
-            CorruptionError: A shard that holds rows is missing or has another length.
+            CorruptionError: A shard with rows is missing or has another length.
         """
         for slot, _, n in cut_run(first_id, count, self.slots):
             self.require(slot + n if n else 0)
 
     def _look_for_true(self) -> None:
-        """Find out whether the column holds only False."""
+        """Find out whether all values of the column are False."""
         step = REWRITE_BYTES // self.row_bytes or 1
         for start in range(0, self.ready if self.blank else 0, step):
             if self.read(start, min(step, self.ready - start)).any():
@@ -322,12 +322,12 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return found
 
     def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
-        """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
+        """Split a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
         for number, row, done, n in self._runs(slot, count):
             yield self.files[number], row * self.row_bytes, done, n
 
     def _runs(self, slot: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut a run of slots at shard ends: (shard, first row in it, first row of the run, rows)."""
+        """Split a run of slots at shard ends: (shard, first row in it, first row of the run, rows)."""
         done = 0
         while done < count:
             number, row = divmod(slot + done, self.rows)
@@ -337,7 +337,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the column has rows to read that are so short that finding them takes most of the time."""
+        """Whether the column can be read and has rows so short that finding them takes most of the time."""
         return not self.blank and self.row_bytes < self.wide_row
 
     @property
@@ -356,7 +356,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return self._take_wide(slots)
 
     def _take_wide(self, slots: IntArray) -> Array:
-        import torch  # only wide rows need it; this layer stays importable without
+        import torch  # imported here: only wide rows need torch, and this package must not import it
 
         addresses, wide = self._addresses, self._wide
         if wide is None or wide[0] is not addresses:  # the writer may have moved to a longer range
@@ -408,7 +408,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         if cuts.size > _FEW_RUNS:
             if (
                 self.entry.row_items == 1 and self.row_bytes <= _NARROW
-            ):  # flags and priorities are mostly what they were
+            ):  # flags and priorities are mostly unchanged
                 bits = f"u{self.row_bytes}"
                 values = np.ascontiguousarray(values).reshape(-1)
                 other = self.take(slots).reshape(-1).view(bits) != values.view(bits)
@@ -464,7 +464,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return crc
 
     def free(self, deleted: Deleted) -> set[File]:
-        """Free the pages that hold only rows that have left; return the changed files."""
+        """Free the pages in which all rows are deleted; return the changed files."""
         return set() if self.blank else self._punch(deleted.near)
 
     def _punch(self, ids: IdSet) -> set[File]:
@@ -483,7 +483,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return files
 
     def paths(self) -> list[Path]:
-        """Return the files that hold rows."""
+        """Return the files with rows."""
         return [file.path for file in self.files]
 
     def least_shards(self, rows: int) -> int:
@@ -524,7 +524,7 @@ def find_flat(
         disk: The disk on which files are accessed.
         folder: The folder of its Zarr array.
         entry: The field.
-        slots: How many rows a ring has; None: the column grows.
+        slots: Number of slots of a ring; None: the column is unbounded.
         fills: Whether reading a hole through a map allocates space, as in a file system in memory.
         fault: Why its metadata cannot be read; None: read it.
     """
@@ -543,7 +543,7 @@ def find_flat(
 class _Span:
     """Slots `low` to `high` - 1, which are in one shard of every column that is written.
 
-    Columns that hold only False are not written: a hole in a file reads as False already.
+    Columns with only False values are not written: a hole in a file already reads as False.
     """
 
     low: int
@@ -554,7 +554,7 @@ class _Span:
     widths: IntArray
     bases: IntArray  # first slot of each shard
     holes: list[int]
-    wanted: int  # how many columns it was made for
+    wanted: int  # number of columns for which it was made
 
     @classmethod
     def around(cls, columns: Mapping[int, FlatColumn], slot: int, holes: list[int], wanted: int) -> _Span:
@@ -596,7 +596,7 @@ class FlatWriter(RowWriter):
         self._span: _Span | None = None
 
     def write(self, run: Run) -> list[int]:
-        """Write rows; `run.jobs` has what other threads still write."""
+        """Write rows; `run.jobs` has the writes that other threads have not finished."""
         holes, count = [], run.count
         for place, column in self._flags:
             if column.blank:

@@ -38,7 +38,7 @@ class RowsOver(ABC):
 
         Args:
             columns: The columns.
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
             places: Positions of the columns to read.
 
         Returns:
@@ -70,7 +70,7 @@ class Overlay(RowsOver):
         return bool(self._slots)
 
     def put(self, place: int, slots: IntArray, rows: Array) -> None:
-        """Put rows of a column over what it holds; for a slot given twice the last row is used.
+        """Put rows of a column over those that it has; if a slot occurs twice, its last row is used.
 
         Args:
             place: The column's position.
@@ -111,7 +111,7 @@ class Overlay(RowsOver):
         return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
 
     def parts(self, place: int, column: Column, slot: int, count: int) -> list[Any]:
-        """Return a run of slots of a column, cut where newer rows replace it."""
+        """Return a run of slots of a column, split where newer rows replace it."""
         known = self._slots.get(place)
         if known is None:
             return [column.part(slot, count)]
@@ -226,11 +226,11 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         return self._writing
 
     def end(self) -> None:
-        """Note that the columns have the rows that `begin` returned."""
+        """Record that the columns have the rows that `begin` returned."""
         self._writing = None
 
     def fail(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        """Show the whole of a change that the columns have only in part; the journal has all of it."""
+        """Show a change completely although the columns have only part of it; the journal has all of it."""
         failed = Overlay()
         for place, values in zip(places, columns, strict=True):
             failed.put(place, slots, values)
@@ -297,8 +297,8 @@ class Memtable(RowsOver, Generic[_Pin]):
 
         Args:
             first_id: Id of the first row.
-            count: How many rows.
-            payload: Their bytes, as their commit record holds them.
+            count: Number of rows.
+            payload: Their bytes, as in their commit record.
         """
         with self._lock:
             first, known = self.span
@@ -321,7 +321,7 @@ class Memtable(RowsOver, Generic[_Pin]):
         start = first_id - 1
         if columns.slots is not None:
             start %= columns.slots
-            if start + count > columns.slots:  # they lie at both ends of the ring
+            if start + count > columns.slots:  # they are at both ends of the ring
                 return bool((self._numbers(columns, slots) >= 0).any())
         # A slot before the first becomes a very large unsigned number: one comparison checks both ends.
         return bool(((slots - start).view(np.uint64) < count).any())

@@ -1,6 +1,6 @@
-"""A column in RAM whose rows have no fixed size: one small Arrow array per row.
+"""A variable-length column in RAM: one small Arrow array per row.
 
-Used by storages in RAM together with columns of fixed size, and has the same few methods. Values are not
+Used by storages in RAM together with fixed-size columns, and has the same few methods. Values are not
 inspected.
 """
 
@@ -91,7 +91,7 @@ def from_bytes(entry: Field, data: bytes) -> pa.Array:
             values = reader.read_next_batch().column(0)
         values.validate(full=True)
     except (pa.ArrowInvalid, StopIteration, IndexError, OSError) as exc:
-        raise SchemaError(f"the rows of {key_name(entry.key)!r} are no Arrow stream: {exc}") from exc
+        raise SchemaError(f"the rows of {key_name(entry.key)!r} are not an Arrow stream: {exc}") from exc
     if not values.type.equals(to_type(entry.arrow)):
         raise SchemaError(f"the rows of {key_name(entry.key)!r} are {values.type}, expected {entry}")
     return values

@@ -1,8 +1,8 @@
 """Convert the rows of a batch to the bytes of a journal record, and back.
 
 Used by code that writes or applies such records. The bytes are stored column by column, in the order of the
-columns without priorities. The rows of all fields without a fixed size follow together, each batch as an
-Arrow IPC message with its u32 length in front.
+columns without priorities. The rows of all variable-length fields follow together, each batch as an Arrow IPC
+message after its u32 length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["join_payload", "payload_parts", "split_payload", "split_payloads"]
 
 
 def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> list[bytes]:
-    """Return a batch as bytes: a part per column, then one part for the fields without a fixed size.
+    """Return a batch as bytes: a part per column, then one part for the variable-length fields.
 
     Args:
         group: The columns.
@@ -36,7 +36,7 @@ def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> l
 
 
 def split_payload(group: ColumnSet, payload: bytes, count: int) -> list[bytes]:
-    """Return the parts of a payload of so many rows, as `payload_parts` made them."""
+    """Return the parts of a payload of `count` rows, as `payload_parts` made them."""
     parts = []
     at = 0
     for column in group.summed:
@@ -47,17 +47,17 @@ def split_payload(group: ColumnSet, payload: bytes, count: int) -> list[bytes]:
 
 
 def split_payloads(group: ColumnSet, payloads: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Return the parts of several payloads, those of one column behind one another.
+    """Return the parts of several payloads, concatenated per column.
 
     Args:
         group: The columns.
-        payloads: How many rows each has, and its bytes.
+        payloads: The number of rows and the bytes of each payload.
     """
     if group.shared:
         split = [split_payload(group, payload, count) for count, payload in payloads]
         return [b"".join(parts) for parts in zip(*split, strict=True)]
     parts: list[list[bytes]] = [[] for _ in group.summed]
-    for count, run in groupby(payloads, key=itemgetter(0)):  # mostly all are single rows: one cut for all
+    for count, run in groupby(payloads, key=itemgetter(0)):  # usually all are single rows: split them at once
         data = b"".join([payload for _, payload in run])
         width = count * sum(column.row_bytes for column in group.summed)
         table = np.frombuffer(data, np.uint8).reshape(-1, width)
@@ -70,15 +70,15 @@ def split_payloads(group: ColumnSet, payloads: Sequence[tuple[int, bytes]]) -> l
 
 
 def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tuple[int, int, int]]) -> Run:
-    """Return the rows whose bytes are given, without their priorities.
+    """Return the rows with these bytes, without their priorities.
 
     Args:
         group: The columns.
-        parts: As `payload_parts` makes them; those of several batches, one behind another.
-        pieces: Where the rows lie: (first slot, offset in the run, rows).
+        parts: The result of `payload_parts`; for several batches, concatenated per column.
+        pieces: Where the rows are: (first slot, offset in the run, rows).
 
     Raises:
-        CorruptionError: Rows of fields without a fixed size are damaged.
+        CorruptionError: Rows of variable-length fields are damaged.
     """
     count = sum(n for _, _, n in pieces)
     variable: list[Any] = []

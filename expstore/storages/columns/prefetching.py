@@ -17,19 +17,19 @@ from expstore.kernels.loader import compiling, load_in_background
 
 __all__ = ["RowPrefetcher"]
 
-#: Fewer rows are copied as quickly without.
+#: Below this number of rows, copying is as fast without prefetching.
 _FEW_ROWS = 16
-#: More than fit into the cache of one core would push each other out.
+#: Rows of more bytes than the cache of one core has would push each other out.
 _MOST_BYTES = 512 * 1024
-#: After so many batches the loop is loaded, which takes a second of another thread, and after as many again
-#: columns are looked for anew.
+#: Number of batches after which the loop is loaded, which takes a second of another thread; the addresses of
+#: columns are checked again after as many batches.
 _BATCHES = 64
 
 
 class RowPrefetcher:
-    """Ask the processor for rows that are about to be copied.
+    """Prefetch rows that are about to be copied.
 
-    It changes no result, and holds no column. Threads: any number may use it.
+    It changes no result, and keeps no reference to a column. Any number of threads may use it.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class RowPrefetcher:
     def ask(
         self, slots: IntArray, places: Sequence[int], views: Callable[[Sequence[int]], Sequence[Array]]
     ) -> None:
-        """Ask for rows of some columns.
+        """Prefetch rows of some columns.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
-            places: Of the columns.
-            views: Returns those of the columns at some places whose rows are narrow. C-contiguous, shapes
-                `(slots, *row shape)`.
+            slots: Slots of the rows. Shape `(n,)`.
+            places: Positions of the columns.
+            views: Returns the narrow columns among those at some positions. C-contiguous, shapes `(slots,
+                *row shape)`.
         """
         self._batches += 1
         if not self._batches % _BATCHES:
@@ -71,12 +71,12 @@ class RowPrefetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """The addresses of columns as of the last check: a column that grows moves now and then.
+    """The addresses of columns at the last check: a column that grows moves from time to time.
 
     Args:
-        starts: Where each narrow one begins. Shape `(columns,)`.
-        sizes: How many bytes its rows have. Shape `(columns,)`.
-        most_rows: Of how many rows the cache has room for.
+        starts: Address of each narrow column. Shape `(columns,)`.
+        sizes: Bytes of a row of each column. Shape `(columns,)`.
+        most_rows: Number of rows for which the cache has room.
     """
 
     starts: IntArray

@@ -42,13 +42,13 @@ def check_priorities(values: Array) -> Array:
     if bad.any():
         at = int(np.argmax(bad))
         raise PriorityError(
-            f"priority number {at} of {values.size} is {values[at]}", hint="give finite values >= 0"
+            f"priority number {at} of {values.size} is {values[at]}", hint="use finite values >= 0"
         )
     return values
 
 
 class PriorityWatcher(Protocol):
-    """An object that is told when priorities change."""
+    """An object that is notified when priorities change."""
 
     def on_priorities(self, storage: Any, places: IntArray) -> None:
         """Handle a change of the priorities of slots. Shape `(n,)`."""
@@ -107,7 +107,7 @@ class Priorities:
 
         Args:
             runs: Slots of the rows: (first slot, offset, number of rows).
-            slots: How many slots a ring has; None: the array grows with the rows.
+            slots: Number of slots of a ring; None: the array grows with the rows.
         """
         for slot, _, n in runs:
             if slot + n > self.values.size:
@@ -126,7 +126,7 @@ class Priorities:
         self.values = values
 
     def note_set(self) -> None:
-        """Note that the priorities may differ, because other content was restored."""
+        """Record that the priorities may differ, because other content was restored."""
         self.were_set = True
 
     def raise_largest(self, ids: IntArray, values: Array) -> None:
@@ -148,7 +148,7 @@ class Priorities:
         self.largest, self._largest_id = float(values[at]), int(ids[at])
 
     def note_changed(self, slots: IntArray) -> None:
-        """Note that a column on disk lacks the values of these slots. Shape `(n,)`."""
+        """Record that a column on disk lacks the values of these slots. Shape `(n,)`."""
 
     def _grow(self, size: int) -> None:
         grown = np.ones(size, np.float32)
@@ -175,7 +175,7 @@ class StoredPriorities(Priorities):
         self._dirty = np.zeros(0, bool)
 
     def load(self, values: Array, *, dirty: bool) -> None:
-        """Take over the values of a column.
+        """Load the values of a column.
 
         Args:
             values: By slot. Shape `(slots,)`, float32.
@@ -185,7 +185,7 @@ class StoredPriorities(Priorities):
         self._dirty = np.full(-(-values.size // PAGE_ROWS), dirty)
 
     def note_changed(self, slots: IntArray) -> None:
-        """Note that the column lacks the values of these slots. Shape `(n,)`."""
+        """Record that the column lacks the values of these slots. Shape `(n,)`."""
         self._dirty[slots >> _PAGE_BITS] = True
 
     def write(self, column: FlatColumn) -> set[File]:

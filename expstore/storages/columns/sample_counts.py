@@ -1,7 +1,7 @@
 """How often each row was sampled, by slot.
 
-A storage counts once a sampler asks for it. Samplers that drop rows after a number of uses draw by the
-counts. This module chooses no rows, and knows nothing of ids.
+A storage begins to count when a sampler requests it. Samplers that drop rows after a number of uses draw by
+the counts. This module chooses no rows, and uses slots only.
 """
 
 from __future__ import annotations

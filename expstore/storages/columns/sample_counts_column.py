@@ -38,11 +38,11 @@ class SampledColumn(Sampled, Checkpointed):
     Args:
         disk: The disk on which files are accessed.
         folder: The folder `columns/`, which contains the column.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         changed: Called after rows were counted.
 
     Raises:
-        CorruptionError: zarr.json is missing or says something else.
+        CorruptionError: zarr.json is missing or describes another column.
 
     Example:
         >>> SampledColumn.make(disk, folder, 1000, ready=0)
@@ -83,7 +83,7 @@ class SampledColumn(Sampled, Checkpointed):
         Args:
             disk: The disk on which files are accessed.
             folder: The folder `columns/`.
-            slots: How many rows a ring has; None: the store grows.
+            slots: Number of slots of a ring; None: the store is unbounded.
             ready: How many slots the column must have room for.
             pool: Threads that fsync.
         """
@@ -211,7 +211,7 @@ def find_sampled(disk: Disk, folder: Path, slots: int | None) -> FlatColumn | No
     Args:
         disk: The disk on which files are accessed.
         folder: The folder `columns/`.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
     """
     if not has_sampled(disk, folder):
         return None

@@ -1,8 +1,8 @@
-"""Add and drop fields of a store while it is used.
+"""Add and drop fields of a store while it is in use.
 
-A service of the store. The order of the acts on the disk is in `expstore.storages.format.pending_swap`, the
-values of a new field in `expstore.storages.engine.backfill`; this puts the columns together. Files of other
-fields are neither opened nor written to.
+A service of the store. `expstore.storages.format.pending_swap` has the order of the steps on disk,
+`expstore.storages.engine.backfill` the values of a new field; this module assembles the columns. Files of
+other fields are neither opened nor written to.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = ["StoredFields"]
 class StoredFields:
     """Add and drop the fields of a store.
 
-    Threads: one field is added or dropped at a time; others write and read meanwhile, and wait for its end.
-    Crashes: the field is there whole or not at all.
+    Threads: one field is added or dropped at a time. Other threads write and read meanwhile, and wait at the
+    end of the change. Crashes: a change takes effect completely or not at all.
 
     Args:
-        store: Whose fields.
-        replace: Replaces the store's fields in memory, given what expstore.json says and the columns.
+        store: The store.
+        replace: Replaces the store's fields in memory; called with the new manifest and the columns.
     """
 
     __slots__ = ("_engine", "_replace", "_store")
@@ -57,15 +57,15 @@ class StoredFields:
         self._store, self._engine, self._replace = store, store.engine, replace
 
     def add(self, new_field: NewField) -> None:
-        """Have one more field; on the disk when this returns.
+        """Add a field; the change is durable when this returns.
 
         Args:
-            new_field: Which one, and the values of the rows that are there.
+            new_field: The field, and its values for existing rows.
 
         Raises:
             SchemaError: Rows cannot have such a field.
-            StateError: The store is closed or cannot be written, or has another content by now; or it has an
-                archive, whose rows would lack the field.
+            StateError: The store is closed or cannot be written, its content was replaced meanwhile, or it
+                has an archive, whose rows would lack the field.
             StorageError: The disk failed; nothing was changed.
         """
         store, health = self._store, self._engine.health
@@ -83,11 +83,11 @@ class StoredFields:
                 filler = Filler(store, new_field, building)
                 with health.guard():
                     filler.run_ahead()
-                    building.sync()  # most of it: others wait for the rest
+                    building.sync()  # most of the bytes: other threads wait for the sync of the rest
                 with store.lock:
                     store.writer()
                     if store.require_schema() is not building.schema:
-                        raise StateError("the store has other fields by now", hint="add the field again")
+                        raise StateError("the store's fields have changed", hint="add the field again")
                     with health.guard():
                         building.reach()
                         filler.finish()
@@ -105,11 +105,11 @@ class StoredFields:
         self._commit(plan, schema, specs, group.with_column(place, column))
 
     def drop(self, key: Key, specs: str) -> None:
-        """Have one field less; on the disk when this returns.
+        """Drop a field; the change is durable when this returns.
 
         Args:
-            key: Which one.
-            specs: What values fields may have from then on.
+            key: The field.
+            specs: The specs of the remaining fields.
 
         Raises:
             SchemaError: There is no such field, or rows cannot be without it.
@@ -136,8 +136,8 @@ class StoredFields:
     def _refuse_archive(self, key: Key) -> None:
         if self._engine.archive is not None:
             raise StateError(
-                f"field {key_name(key)!r} would come or go, and rows of {self._engine.path} have gone to an "
-                "archive as they are",
+                f"cannot add or drop field {key_name(key)!r}: {self._engine.path} has an archive, whose "
+                "rows would have other fields",
                 hint="open the store with archive=False first",
             )
 
@@ -154,7 +154,7 @@ class StoredFields:
 
     @contextlib.contextmanager
     def _clean_up_on_error(self) -> Iterator[None]:
-        """Remove what was built, if the block fails."""
+        """Remove the new files if the block fails."""
         try:
             yield
         except BaseException:
@@ -165,19 +165,19 @@ class StoredFields:
 
     @contextlib.contextmanager
     def _act_at_once(self) -> Iterator[None]:
-        """Let no record be that speaks of the former columns and is not on the disk; the lock is held.
+        """Run the block while no record after the newest checkpoint refers to the former columns.
 
-        What is read of the journal from then on is of the columns that there are then.
+        The caller holds the storage's lock. Later readers of the journal see only new columns.
         """
         engine = self._engine
         engine.checkpoint()
         with engine.checkpointer.lock, engine.health.guard():
             if engine.health.needs_recovery or engine.checkpointer.is_pinned or engine.is_behind:
-                raise StateError(f"{engine.path} could not be brought to the disk", hint="try again")
+                raise StateError(f"{engine.path} could not be synced", hint="try again")
             try:
                 yield
             except BaseException:
-                # The journal is read again, and what was begun is completed or taken back.
+                # Then the journal is read again, and the interrupted change is completed or undone.
                 engine.health.note_interruption()
                 raise
 
@@ -194,11 +194,11 @@ class StoredFields:
 
 
 class _Building:
-    """A column that is built aside: `backfill.Place` for a field that comes.
+    """A column that is built in a temporary folder; implements `backfill.Place` for a new field.
 
     Args:
-        storage: Where it is to be.
-        plan: What is done.
+        storage: The store.
+        plan: The change of fields.
         entry: The field.
     """
 
@@ -214,7 +214,7 @@ class _Building:
         self.column = FlatColumn(
             disk, folder, entry, slots, fills=storage.engine.rows.require_columns().fills
         )
-        #: Files whose bytes `begin_late` is to bring to the disk, and folders with new names.
+        #: Metadata files that `begin_late` must sync, and folders with new names.
         self.about: list[Path] = []
         self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
         made = make_metadata([entry], [self.column.rows], slots, {})
@@ -226,7 +226,7 @@ class _Building:
         self.reach()
 
     def reach(self, slots: int = 0) -> None:
-        """Have a place for so many slots, and for all that others have."""
+        """Add shards for at least this number of slots, and for as many as the other columns have."""
         group = self._storage.engine.rows.require_columns()
         while self.column.ready < max(slots, group.ready):
             self.folders.update(self.column.add_shard())
@@ -244,12 +244,12 @@ class _Building:
             self._touched.update(self.column.write_rows(self._storage.geometry.slot_of(ids), values))
 
     def sync(self) -> None:
-        """Bring to the disk what was written."""
+        """Sync what was written."""
         touched, self._touched = self._touched, set()
         self._storage.disk.sync_all(touched, [], None)
 
     def take_place(self) -> None:
-        """Note that the column is in its final place."""
+        """Record that the column is in its final place."""
         former, column = self.column.folder, self.column
         column.folder = self._storage.path / COLUMNS / self._plan.top / self._below
         for file in column.files:
@@ -259,6 +259,6 @@ class _Building:
     _kept = False
 
     def close(self) -> None:
-        """Close the files of a column that has found no place."""
+        """Close the files of a column that was not moved to its final place."""
         if not self._kept:
             self.column.close()

@@ -1,8 +1,8 @@
 """Append the rows that leave a ring to a second store, its archive: each row once, in the order of ids.
 
-Used by the storages on disk; `expstore.storages.engine.archive_before_evict` decides when rows are copied.
-An archived row keeps its episode, step and time; the field `archived.id` holds the id that it had in the
-ring. Only `with_left` reads a ring: it finds the rows that have left the window but are still in the columns.
+Used by the storages on disk; `expstore.storages.engine.archive_before_evict` decides when rows are copied. An
+archived row keeps its episode, step and time; the field `archived.id` has the id of the row in the ring. Only
+`with_left` reads a ring: it finds the rows that have left the window but are still in the columns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "with_left",
 ]
 
-#: The field with the id that a row had in its ring.
+#: The field with the id of a row in its ring.
 ARCHIVED_ID: Key = ("archived", "id")
 #: Keys of the archive's `meta`: the ring's uuid; the first id of rows that are archived before the ring has
 #: them; the newest id that had left the ring when the archive was made; the ring's generation.
@@ -66,7 +66,7 @@ class Ring(Protocol):
 
     @property
     def given_up(self) -> int:
-        """The newest id that was removed for another reason than age."""
+        """The newest id that was removed other than by age."""
 
     @property
     def schema(self) -> Schema | None:
@@ -105,8 +105,8 @@ class Left:
         self.episodes, self.steps, self.times = episodes, steps, times
 
 
-#: Takes episode ids and returns a flag per episode: whether it has, or may still get, rows newer than those
-#: that leave. Both have the shape `(n,)`.
+#: Gets episode ids and returns a flag per episode: whether it has, or may still get, rows newer than the
+#: leaving ones. Both have the shape `(n,)`.
 Going = Callable[[IntArray], Array]
 
 
@@ -114,12 +114,12 @@ class Archive:
     """Append rows that leave a ring.
 
     Threads: one thread appends at a time and holds `lock`; any number read. Processes: only the ring's writer
-    appends. Crashes: a batch of rows is archived whole or not at all; `settled` says which rows survive a
-    power failure. The archive's storage is opened and closed with the ring. After an opening, copying
-    continues behind the rows that the archive already has.
+    appends. Crashes: a batch of rows is archived completely or not at all; `settled` says which rows survive
+    a power failure. The archive's storage is opened and closed with the ring. After an opening, copying
+    continues after the rows that the archive already has.
 
     Args:
-        storage: The storage that holds the archived rows.
+        storage: The storage with the archived rows.
         order: The lock order of the ring.
         made: Whether the archive was created by this opening.
     """
@@ -159,7 +159,7 @@ class Archive:
 
         Raises:
             LockedError: Another process has the archive open.
-            StateError: The path holds something else than an archive, or another store's archive.
+            StateError: The path has something else than an archive, or the archive of another store.
             CorruptionError: The archive is damaged.
         """
         settings = Settings(storage="arrow", on_sigterm="ignore")
@@ -170,7 +170,7 @@ class Archive:
                 raise StateError(
                     trouble,
                     kind="mismatch",
-                    hint="give archive= a path at which there is nothing yet",
+                    hint="pass archive= a path that does not exist yet",
                 )
         else:
             settings = replace(
@@ -203,19 +203,19 @@ class Archive:
             raise StateError(
                 f"the archive {self.storage.path} has {own!r}, the store {schema!r}",
                 kind="mismatch",
-                hint="give archive= another path, or False",
+                hint="pass archive= another path, or False",
             )
 
-    # -- rows come -------------------------------------------------------------------------------
+    # -- appending rows ------------------------------------------------------------------------------
 
     def append(self, left: Left, keys: Keys, schema: Schema, going: Going, *, sure: bool) -> None:
         """Append rows that are all newer than the archived ones. The caller holds `lock`.
 
         Args:
             left: The rows.
-            keys: The fields that tell episodes, ends and rewards.
+            keys: The fields that mark trajectories, ends and rewards.
             schema: The ring's fields.
-            going: Returns which episodes continue behind these rows.
+            going: Returns which episodes continue after these rows.
             sure: Whether a truncated episode that does not continue is certain never to continue.
 
         Raises:
@@ -227,7 +227,7 @@ class Archive:
             storage.writer()
             self._look()  # the journal may have been read again after a failure
             if int(left.ids[0]) <= self.through:
-                raise StateError(f"{storage.path} has rows up to {self.through} by now", hint="try again")
+                raise StateError(f"{storage.path} already has rows up to {self.through}", hint="try again")
             if storage.schema is None:
                 there = to_archive_schema(schema)
                 storage.prepare(there, keys_for(storage, there))
@@ -273,7 +273,7 @@ class Archive:
                 storage.annotate(End(now_us(), episodes=tuple(over)))
 
     def _restart_episodes(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Restart the archived episodes that continue at an earlier step because rows were given up."""
+        """Restart archived episodes that continue at an earlier step because rows were deleted."""
         found, seen = list(segments), set[int]()
         for number, segment in enumerate(segments):
             if segment.episode not in seen:
@@ -284,7 +284,7 @@ class Archive:
         return found
 
     def pass_over(self, through: int) -> None:
-        """Note that no other rows up to this id will be archived. The caller holds `lock`."""
+        """Record that no more rows up to this id will be archived. The caller holds `lock`."""
         self.through = max(self.through, through)
 
     def settle(self) -> None:
@@ -302,7 +302,7 @@ class Archive:
 
     @property
     def most(self) -> int:
-        """Maximum number of rows per append."""
+        """The most rows per append."""
         return max(1, self.storage.geometry.spare // 2) if self.storage.schema is not None else 1024
 
     # -- rows that are archived before the ring has them --------------------------------------------
@@ -312,7 +312,7 @@ class Archive:
         self._note({**self.storage.manifest.meta, _PENDING: first_id})
 
     def meet(self, ring: Manifest, former: int, window: Window, path: Path) -> None:
-        """Reconcile the archive with the ring after the ring was opened: decide which archived rows count.
+        """Reconcile the archive with the ring after an opening: decide which archived rows are valid.
 
         Args:
             ring: The ring's manifest; its generation is on the disk.
@@ -366,7 +366,7 @@ class _Facts:
 
     Args:
         columns: One array per field.
-        keys: The fields that hold the ends and rewards.
+        keys: The fields with the ends and rewards.
         schema: The fields of `columns`.
     """
 
@@ -381,7 +381,7 @@ class _Facts:
 
 
 def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, sure: bool) -> list[Segment]:
-    """Cut rows into runs of one episode each; the last run of an episode holds how the episode ended.
+    """Split rows into runs of one episode each; the last run of an episode has the episode's status.
 
     A truncated episode stays open until `Archive.end`, because another session may still adopt it.
     """
@@ -429,7 +429,7 @@ def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
     owner = found.meta.get(_OF)
     if owner == ring.uuid:
         return None
-    return f"{path} is {'the archive of another store' if owner else 'a store, and no archive'}"
+    return f"{path} is {'the archive of another store' if owner else 'a store, but not an archive'}"
 
 
 def newest_id(archive: ReadView, window: Window) -> int:
@@ -442,7 +442,7 @@ def newest_id(archive: ReadView, window: Window) -> int:
 
 
 class Beside:
-    """An archive as one query sees it.
+    """The view that one query has of an archive.
 
     Args:
         archive: The archive's storage.
@@ -464,7 +464,7 @@ def with_left(storage: Ring, window: Window, after: int) -> Window:
     Args:
         storage: The ring.
         window: The ring's readable rows.
-        after: Rows up to this id are left out.
+        after: Rows up to this id are excluded.
     """
     after = max(after, storage.given_up)
     if storage.schema is None or after >= window.low:
@@ -472,7 +472,7 @@ def with_left(storage: Ring, window: Window, after: int) -> Window:
     depth = storage.geometry.depth
     if depth is not None:  # earlier rows have been overwritten
         after = max(after, window.last - depth)
-    place = len(storage.schema.fields)  # the column of ids: it shows slots that hold no row of that id
+    place = len(storage.schema.fields)  # the column of ids shows which slots have another row than expected
     ids = np.arange(after + 1, window.low + 1)
     parts = storage.views([place], after + 1, ids.size)[0] if ids.size else []
     stored = np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -46,7 +46,7 @@ class Archiver:
 
     Args:
         engine: The ring's engine.
-        archive: Where its rows are copied.
+        archive: The archive.
     """
 
     def __init__(self, engine: Engine, archive: Archive) -> None:
@@ -75,8 +75,8 @@ class Archiver:
 
         Args:
             engine: The ring's engine; the ring's expstore.json records where the archive is.
-            asked: The archive's path; None: the recorded path; False: no archive, rows that leave are lost
-                from now on.
+            asked: The archive's path; None: the recorded path; False: no archive, leaving rows are lost from
+                now on.
             open_storage: Opens the archive's storage.
             segment_bytes: Length of a segment of the archive's journal, bytes; None: the library's default.
 
@@ -110,7 +110,7 @@ class Archiver:
 
     @property
     def storage(self) -> Store:
-        """The storage that holds the archived rows."""
+        """The storage with the archived rows."""
         return self.archive.storage
 
     def stats(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Archiver:
         engine.counters.note_wait(started)
 
     def copy_all_but(self, capacity: int | None) -> None:
-        """Archive and sync all rows but the newest, before their slots are reused by a smaller ring.
+        """Archive and sync all rows except the newest, before their slots are reused by a smaller ring.
 
         Args:
             capacity: How many rows remain.
@@ -195,7 +195,7 @@ class Archiver:
             return
         if capacity is None:
             raise StateError(
-                f"{engine.path} has an archive, and without a capacity no row would leave it",
+                f"{engine.path} has an archive, which requires a capacity: otherwise no row leaves the store",
                 hint="open it with archive=False first",
             )
         engine.checkpoint()
@@ -307,7 +307,7 @@ class Archiver:
 
 
 def no_ranking(path: Path) -> StateError:
-    """Return the error for an archive asked of a store that keeps the best rows."""
+    """Return the error for an archive of a store that keeps the best rows."""
     return StateError(
         f"{path} keeps the best rows: what gives way to better ones does not go to an archive",
         kind="mismatch",
@@ -320,9 +320,9 @@ def _check_place(engine: Engine, place: Path, *, known: bool) -> None:
     manifest, path = engine.manifest, engine.path
     if manifest.capacity is None:
         raise StateError(
-            f"{path} has no capacity: no row leaves it for an archive",
+            f"{path} has no capacity, which an archive requires: no row leaves the store",
             kind="mismatch",
-            hint="leave archive= out, or give a new store a capacity",
+            hint="omit archive=, or create a new store with a capacity",
         )
     if manifest.ranking is not None:
         raise no_ranking(path)
@@ -330,7 +330,7 @@ def _check_place(engine: Engine, place: Path, *, known: bool) -> None:
         raise StateError(
             f"the archive of {path} is not at {place}",
             kind="mismatch",
-            hint="give archive= its path; or False, and rows that leave are gone",
+            hint="pass archive= its path; or False to lose the rows that leave from now on",
         )
 
 

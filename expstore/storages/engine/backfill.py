@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Filler", "Reshaping", "check_going", "check_new_field"]
 
-#: Most rows, and approximate bytes, computed at a time.
+#: The most rows, and approximate bytes, computed at a time.
 _ROWS, _BYTES = 4096, 8 << 20
-#: Most passes over new rows while others write, and how few rows may be left for `finish`.
+#: The most passes over new rows while others write, and how few rows may be left for `finish`.
 _PASSES, _FEW = 20, 512
 
 
@@ -44,10 +44,10 @@ class Place(Protocol):
 
 
 class Filler:
-    """Give all rows of a storage their values in a new field.
+    """Compute the values of a new field for all rows of a storage.
 
     Args:
-        storage: Holds the rows.
+        storage: The storage with the rows.
         new_field: The new field.
         place: Where the values are written.
     """
@@ -76,7 +76,7 @@ class Filler:
         """
         storage = self._storage
         if storage.epochs.content != self._content:
-            raise StateError("the store got another content meanwhile", hint="add the field again")
+            raise StateError("the content of the store was replaced meanwhile", hint="add the field again")
         if self._new_field.compute is not None and storage.changes.number & ~1 != self._changes:
             window = storage.window
             slots = storage.changes.since(self._changes)
@@ -101,7 +101,7 @@ class Filler:
         self._done = max(self._done, window.last)
 
     def _run_of(self, first_id: int, count: int) -> Array:
-        """Return the values of a run of rows; zeros for rows that have left meanwhile."""
+        """Return the values of a run of rows; zeros for rows that are no longer in the store."""
         entry, fill = self._new_field.entry, self._new_field.fill
         if fill is not None:
             return np.ascontiguousarray(np.broadcast_to(fill, (count, *entry.shape)))
@@ -138,7 +138,9 @@ class Reshaping:
         """
         with self._lock:
             if self._inside:
-                raise StateError("a field comes or goes just now", hint="do one after the other")
+                raise StateError(
+                    "this thread is already adding or dropping a field", hint="finish that change first"
+                )
             self._inside = True
             try:
                 yield
@@ -150,38 +152,35 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
     """Check that a storage can get another field.
 
     Raises:
-        SchemaError: Rows are not TensorDicts, the field would decide how rows are cut into episodes, or its
-            values cannot be stored.
+        SchemaError: Rows are not TensorDicts, episodes would be split by the field, or its values cannot be
+            stored.
         StateError: The store has no rows yet, or its rows are objects.
     """
     schema, name = storage.require_schema(), key_name(entry.key)
     if storage.row_traits.whole:
-        raise StateError(
-            f"a {type(storage).__name__} keeps rows as they are, without fields to which one could be added"
-        )
+        raise StateError(f"a {type(storage).__name__} stores rows as objects, which have no fields")
     if entry.key in schema:
         raise SchemaError(f"there is a field {name!r} already: {schema[entry.key]}", hint="drop it first")
     if entry.dtype not in DTYPES or entry.dtype == OBJECT:
         raise SchemaError(
-            f"field {name!r} has dtype {entry.dtype}, and a field that comes later has rows of a fixed size",
-            hint="give it one of the other dtypes",
+            f"field {name!r} has dtype {entry.dtype}, but an added field must have a fixed size",
+            hint="use a fixed-size dtype",
         )
     inner = inner_dims(schema.form)
     if inner is None:
         raise SchemaError(
-            f"rows are no TensorDicts here, and have no place for another field {name!r}",
-            hint="make a store of TensorDicts",
+            f"rows of this store are not TensorDicts: field {name!r} cannot be added",
+            hint="create a store of TensorDicts",
         )
     if entry.shape[: len(inner)] != inner:
         raise SchemaError(
-            f"rows have batch dims {list(inner)} of their own, and field {name!r} has shape "
-            f"{list(entry.shape)}",
-            hint=f"give it shape {[*inner, '...']}",
+            f"each row has batch dims {list(inner)}, but field {name!r} has shape {list(entry.shape)}",
+            hint=f"use the shape {[*inner, '...']}",
         )
     if keys_for(storage, schema.grow(entry, None)) != storage.keys:
         raise SchemaError(
-            f"field {name!r} would say what rows are to their episodes, which rows that are there do not",
-            hint="give it another name",
+            f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
+            hint="use another name",
         )
 
 
@@ -189,28 +188,30 @@ def check_going(storage: ReadView, key: Key) -> None:
     """Check that a field can be dropped from a storage.
 
     Raises:
-        SchemaError: There is no such field, it is the only one, rows are cut into episodes by it, or rows are
-            not TensorDicts.
+        SchemaError: There is no such field, it is the only one, rows are split into episodes by it, or rows
+            are not TensorDicts.
         StateError: Rows are ranked by the field.
     """
     schema, name = storage.require_schema(), key_name(key)
     storage.require_schema().place_of(key)
     if inner_dims(schema.form) is None:
-        raise SchemaError(f"rows are no TensorDicts here: they cannot be without {name!r}")
+        raise SchemaError(f"rows of this store are not TensorDicts: field {name!r} cannot be dropped")
     roles = storage.keys
     for role in roles.__dataclass_fields__:
         if getattr(roles, role) == key:
             raise SchemaError(
-                f"field {name!r} says what rows are to their episodes ({role}): it has to stay",
-                hint="make another store for rows without it",
+                f"field {name!r} has the role {role!r} for episodes: it cannot be dropped",
+                hint="create another store for rows without it",
             )
     if storage.ranking is not None and storage.ranking.key == key:
-        raise StateError(f"rows are ranked by {name!r}: it has to stay", hint="set another writer first")
+        raise StateError(
+            f"rows are ranked by {name!r}: it cannot be dropped", hint="set another writer first"
+        )
     schema.without(key)
 
 
 def inner_dims(form: str) -> tuple[int, ...] | None:
-    """Return the batch dims that each row has; None if rows are not TensorDicts.
+    """Return the batch dims of each row; None if rows are not TensorDicts.
 
     Args:
         form: The schema's form, as JSON.

@@ -1,7 +1,7 @@
 """The background thread of a store on disk: writes priorities, and runs a checkpoint about once a second.
 
-Used by the engine. It holds a store weakly, so that a forgotten one can be collected. It never raises: a
-failed sync is noted in the store's health, and the next write raises an error.
+Used by the engine. References to the store are weak, so that a dropped store can be garbage-collected. The
+thread never raises: a failed sync is recorded in the store's health, and the next write raises an error.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from expstore.errors import ExpStoreError
 
 __all__ = ["Keeper", "Settled"]
 
-#: So often at least other processes are shown that this one lives.
+#: The longest interval between two heartbeats for other processes.
 BEAT_SECONDS = 0.25
 
 
 class Settled(Protocol):
-    """What `Keeper` needs of an engine."""
+    """The interface of an engine that `Keeper` uses."""
 
     def beat(self) -> None:
-        """Show other processes that this one is alive."""
+        """Write a heartbeat for other processes."""
 
     def tend(self) -> None:
-        """Do so, and write priorities that have changed, and rows that the columns lack."""
+        """Write a heartbeat, changed priorities, and rows that the columns lack."""
 
     def settle(self) -> None:
-        """Run a checkpoint, and bring rows that have left to the archive."""
+        """Run a checkpoint, and copy rows that have left the ring to the archive."""
 
 
 class Keeper:
-    """Run a checkpoint a while after a store was written to.
+    """Run a checkpoint some time after a store was written to.
 
-    Threads: any may note or hurry; one thread of its own acts. It holds the store while it acts, and at no
-    other time: a store that was forgotten is collected between two acts, never inside one, whose locks its
-    `close` needs. Processes: none runs in a forked child.
+    Any thread may call `note` and `hurry`; one background thread does the work. It refers to the store only
+    while it works, so that a dropped store is garbage-collected between two operations, and never inside one,
+    which holds locks that the store's `close` needs. A forked child has no such thread.
 
     Args:
-        engine: Whose checkpoints; held weakly.
+        engine: The engine; the reference is weak.
     """
 
     def __init__(self, engine: Settled) -> None:
@@ -53,22 +53,22 @@ class Keeper:
         self._hurry = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="expstore-keeper", daemon=True)
-        #: Whether it was started.
+        #: Whether the thread was started.
         self.running = False
 
     def start(self, owner: object) -> None:
-        """Start the thread: a store is open, which is held weakly."""
+        """Start the thread for an open store; the reference to `owner` is weak."""
         self._owner = weakref.ref(owner)
         self.running = True
         self._thread.start()
 
     def note(self) -> None:
-        """Note that something was written: a checkpoint follows."""
+        """Record that something was written: a checkpoint follows."""
         if not self._awake.is_set():
             self._awake.set()
 
     def hurry(self) -> None:
-        """Run a checkpoint at once: the spare slots are half used up."""
+        """Run a checkpoint at once, because half of the spare slots are used."""
         # Setting an event takes a lock that the thread may hold while it waits for the GIL.
         if not self._hurry.is_set():
             self._hurry.set()
@@ -76,10 +76,10 @@ class Keeper:
             self._awake.set()
 
     def stop(self) -> None:
-        """End the thread; what is not synced stays so."""
+        """End the thread without another checkpoint."""
         self._stopped = True
         if self._thread is threading.current_thread():
-            return  # the storage was forgotten, and collected here, perhaps within one of the events
+            return  # the store is being garbage-collected here, perhaps inside a method of an event
         self.hurry()
         self._thread.join()
 
@@ -103,7 +103,7 @@ class Keeper:
         if owner is None or engine is None:
             self._stopped = True
             return
-        # A failure is noted in the store's health: the next write raises it.
+        # A failure is recorded in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
             act(engine)
-        del owner  # here, where no lock is held, it may be collected
+        del owner  # the store may be garbage-collected here, where no lock is held

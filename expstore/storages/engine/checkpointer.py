@@ -48,7 +48,7 @@ class Checkpointable(Protocol):
 
     @property
     def draws(self) -> DrawState:
-        """The draws, whose state a checkpoint record stores."""
+        """The state of the draws, which a checkpoint record stores."""
 
     @property
     def counters(self) -> Counters:
@@ -62,10 +62,10 @@ class Checkpointable(Protocol):
         """Return every part that has files to sync."""
 
     def write_back(self) -> None:
-        """Write pending rows in memory to the columns, as far as that needs no lock of the episodes."""
+        """Write pending rows to the columns, as far as possible without the lock of the episodes."""
 
     def drain(self) -> None:
-        """Write to the columns the rows that only the journal has."""
+        """Write rows that are only in the journal to the columns."""
 
     def checkpoint_of(self, lsn: int) -> Checkpoint:
         """Return what a checkpoint taken now covers, up to record `lsn`."""
@@ -91,8 +91,8 @@ class Pin:
 
     Args:
         lsn: The number of the last record that a checkpoint may cover.
-        segment: The segment of the journal that has the pinned record, if the pin may be held for long;
-            then the segments before it may be removed meanwhile.
+        segment: The segment of the journal with the pinned record, if the pin may be held for long; then the
+            segments before it may be removed meanwhile.
     """
 
     __slots__ = ("lsn", "segment")
@@ -105,7 +105,7 @@ class Checkpointer:
     """Run the checkpoints of one store.
 
     Invariants: a checkpoint record with LSN n is written only when the columns, checksums, counts,
-    priorities, logs and keys on the disk hold everything that the records up to n say. n is never above the
+    priorities, logs and keys on the disk contain everything in the records up to n. n is never above the
     lowest pin. A failed fsync is never retried (`Health`).
 
     Threads: any thread may call `run`; one checkpoint runs at a time. Crashes: a process that is killed at
@@ -132,7 +132,7 @@ class Checkpointer:
     # -- pins --------------------------------------------------------------------------------------
 
     def pin(self, lsn: int, segment: File | None = None) -> Pin:
-        """Let no checkpoint cover records after `lsn` until the pin is released.
+        """Prevent checkpoints from covering records after `lsn` until the pin is released.
 
         `Updates` pins a change until the columns have it, `Deletion` a record until freed blocks are summed.
 
@@ -187,7 +187,7 @@ class Checkpointer:
         Raises:
             StorageError: The disk failed.
         """
-        with self.lock:  # of two threads that sync a file at once, only one is told of a failure
+        with self.lock:  # if two threads sync a file at once, only one learns of a failure
             with self._health.guard():
                 files, folders = collect()
                 try:
@@ -227,7 +227,7 @@ class Checkpointer:
         randomness = draws.note_randomness()
         with store.locks.episodes:
             if self._health.needs_recovery:
-                return None  # the journal may hold rows that memory does not have
+                return None  # the journal may contain rows that memory does not have
             store.drain()
             parts = store.parts()
             for part in parts:

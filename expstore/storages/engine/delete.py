@@ -1,6 +1,6 @@
 """Delete episodes of a store without a capacity, and free their disk space.
 
-A service of the store. `expstore.buffers.retention` decides which rows are deleted. This module fixes the
+A service of the store. `expstore.buffers.retention` decides which rows are deleted. This module defines the
 order of the steps: first a durable record says that the rows are deleted, only then is their space freed, in
 place, so that nothing is moved and every id is kept.
 """
@@ -38,8 +38,8 @@ class Deletion:
     """Delete whole episodes of a store.
 
     Threads: other threads write and read meanwhile; a reader of deleted rows reads other rows instead.
-    Crashes: a row is deleted once a durable record says so, and not before. Its space is freed after that, or
-    not at all if the process ends before, which only wastes space.
+    Crashes: a row is deleted once a durable record says so, and not before. Its space is freed after that; if
+    the process ends before, the space stays allocated.
 
     Args:
         store: The store whose episodes are deleted.
@@ -52,12 +52,12 @@ class Deletion:
 
     @property
     def policy(self) -> Retain | None:
-        """Which rows are kept; None: all of them."""
+        """The policy that says which rows to keep; None: all rows."""
         kept = self._engine.manifest.retain
         return Retain(**kept) if kept else None
 
     def keep_policy(self, policy: Mapping[str, Any]) -> None:
-        """Store which rows are kept, in the form of `expstore.core.retention_policy`.
+        """Store the policy that says which rows to keep, in the form of `expstore.core.retention_policy`.
 
         The policy is durable when this returns.
 
@@ -70,8 +70,8 @@ class Deletion:
             store.writer()
             if policy and store.capacity is not None:
                 raise StateError(
-                    f"{engine.path} keeps its last {store.capacity} rows, and no policy says otherwise",
-                    hint="make a store without a capacity",
+                    f"{engine.path} keeps its newest {store.capacity} rows and cannot have a policy",
+                    hint="create a store without a capacity",
                 )
             if policy != engine.manifest.retain:
                 engine.save(engine.manifest.replace(retain=dict(policy)))
@@ -97,7 +97,7 @@ class Deletion:
         return found.between(window.low, window.last)
 
     def delete(self, episodes: IntArray) -> GivenUp:
-        """Delete all rows of ended episodes for good; the facts about the episodes are kept.
+        """Delete all rows of ended episodes permanently; the facts about the episodes are kept.
 
         Args:
             episodes: Ids of the episodes. Shape `(n,)`.
@@ -111,7 +111,7 @@ class Deletion:
         with store.lock:
             store.writer()
             if store.geometry.slots is not None:
-                raise StateError(f"{store.path} is a ring, whose rows leave by age")
+                raise StateError(f"{store.path} has a capacity: its rows are evicted by age, not deleted")
             store.snapshot_pin.wait()  # a snapshot may still have to copy them
             going = self.rows_of(episodes)
             if not going:
@@ -122,12 +122,12 @@ class Deletion:
             return GivenUp(gone, rows - len(store), max(0, before - self.columns_bytes()))
 
     def delete_rows(self, going: IdSet) -> None:
-        """Delete rows of a growing store for good; see `delete`."""
+        """Delete rows of a growing store permanently; see `delete`."""
         store, engine = self._store, self._engine
         with store.lock:
             store.writer()
             if engine.is_behind:
-                engine.checkpoint()  # else these ids could be reused after a power failure
+                engine.checkpoint()  # otherwise these ids could be reused after a power failure
             try:
                 dead, pages, pin = self._record(going)
             except BaseException:
@@ -145,7 +145,7 @@ class Deletion:
         """Record durably that rows are deleted, then remove them in memory.
 
         Returns:
-            All rows that have left, the rows around which space is to be freed, and the pin that keeps
+            All deleted rows, the rows around which space is to be freed, and the pin that prevents
             checkpoints from covering the record until that is done.
         """
         engine, rows = self._engine, self._engine.rows
@@ -176,7 +176,7 @@ class Deletion:
         return dead, pages, pin
 
     def _note_emptied(self, pages: IdSet, files: set[File]) -> None:
-        """Have the next checkpoint sync files, and sum the blocks or give them up."""
+        """Make the next checkpoint sync files, and sum the blocks again or give them up."""
         rows = self._engine.rows
         if rows.columns is None or rows.checksums is None:
             return
@@ -195,7 +195,7 @@ class Deletion:
     # -- space -----------------------------------------------------------------------------------
 
     def _empty(self, dead: IdSet, pages: IdSet) -> set[File]:
-        """Free the space of rows that have left, around `pages`; return the files changed in place."""
+        """Free the space of deleted rows around `pages`; return the files changed in place."""
         rows = self._engine.rows
         if rows.columns is None:
             return set()
@@ -223,6 +223,6 @@ def _live(deleted: IdSet, low: int, start: int, stop: int) -> bool:
 
 
 def _blocks_of(ids: IdSet) -> list[list[int]]:
-    """Return the blocks of slots that hold rows: per run, the first block and the one after the last."""
+    """Return the blocks of slots of these rows: per run, the first block and the one after the last."""
     blocks = IdSet.merge((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
     return [[first, last + 1] for first, last in blocks]

@@ -1,6 +1,6 @@
-"""How much of the disk a store leaves free.
+"""Keep a minimum of free space on the disk.
 
-Used by the writer before it takes rows. It deletes nothing.
+Used by the writer before it appends rows. Nothing is deleted here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _ENDLESS = sys.maxsize
 class DiskSpace:
     """Refuse rows that would leave the disk with fewer than `min_free` bytes.
 
-    The free space is measured after each checkpoint, and again only when rows come for which there was no
-    space then.
+    The free space is measured after each checkpoint, and again only for rows for which there was no space
+    then.
 
-    Threads: the caller holds the storage's lock, or the checkpointer's. Crashes: nothing is kept.
+    Threads: the caller holds the storage's lock, or the checkpointer's. Nothing is stored on disk.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to files.
         path: The store's folder.
-        min_free: Bytes of the disk that stay free; 0: rows are never refused.
+        min_free: Bytes of the disk that must stay free; 0: rows are never refused.
     """
 
     __slots__ = ("_disk", "_path", "last_id", "min_free")
 
     def __init__(self, disk: Disk, path: Path, min_free: int) -> None:
         self._disk, self._path, self.min_free = disk, path, min_free
-        #: The newest id for which there was space when it was measured last.
+        #: The newest id for which there was space at the last measurement.
         self.last_id = 0 if min_free else _ENDLESS
 
     def measure(self, last: int, row_bytes: int, ring: RingGeometry) -> None:
@@ -56,7 +56,7 @@ class DiskSpace:
         """Check that there is space for rows.
 
         Raises:
-            StorageError: There is not; nothing was written.
+            StorageError: There is not enough space; nothing was written.
         """
         if last + count > self.last_id:
             self.measure(last, row_bytes, ring)
@@ -64,10 +64,10 @@ class DiskSpace:
                 raise self._build_full_disk_error(count, row_bytes)
 
     def check_bytes(self, size: int, count: int, row_bytes: int) -> None:
-        """Check that there is space for so many bytes of so many rows, by the free space of this moment.
+        """Check that there is space for `size` bytes of `count` rows; measures the free space now.
 
         Raises:
-            StorageError: There is not; nothing was written.
+            StorageError: There is not enough space; nothing was written.
         """
         if self.min_free and self._disk.free(self._path) - size < self.min_free:
             raise self._build_full_disk_error(count, row_bytes)

@@ -1,8 +1,7 @@
-"""The parts of a store that is open for writing, and what they do together: records, checkpoints, the end.
+"""The parts of a store that is open for writing, and their joint operations: records, checkpoints, closing.
 
-`expstore.storages.engine.store` says in which order rows become readable; the services around it (updates,
-fields, deletion, archive, restore) are given an `Engine`, too. It never looks at values, and knows nothing of
-buffers.
+`expstore.storages.engine.store` defines in which order rows become readable; the services around it (updates,
+fields, deletion, archive, restore) also get an `Engine`. The engine does not inspect values.
 """
 
 from __future__ import annotations
@@ -45,34 +44,34 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Hold the parts of a writer, from its first opening to its end.
+    """The parts of a writer, from the first opening of its store until it is closed.
 
-    Invariants: `rows` is what one opening opened, and is replaced as a whole, while the checkpointer's lock
-    is held; `manifest` is what expstore.json says. A checkpoint covers no record that memory does not know:
-    the lock of the episodes is held from a record to the change of `rows` that it describes, or a pin keeps
-    checkpoints from covering the record.
+    Invariants: `rows` is the result of one opening, and is replaced as a whole, while the checkpointer's lock
+    is held; `manifest` is the content of expstore.json. A checkpoint covers only records that memory knows:
+    the lock of the episodes is held from a record to the change of `rows` that it describes, or a pin
+    prevents checkpoints from covering the record.
 
-    Threads: the thread that holds the storage's lock appends and saves; the background thread tends and
-    settles at any time. Crashes: every record that was appended survives the process, and the machine after
-    the next checkpoint; with `durable` at once.
+    Threads: the thread that holds the storage's lock appends records and saves the manifest; the background
+    thread calls `tend` and `settle` at any time. Crashes: every appended record survives the process, and a
+    power failure after the next checkpoint; with `durable` at once.
 
     Args:
         path: The store's folder.
-        disk: Where files are touched.
-        manifest: What expstore.json says.
-        lock_file: The writer's lock, which is held; it is released if this fails.
-        locks: Of the storage.
-        snapshot_pin: Which rows a snapshot still needs.
-        counters: What `stats` shows.
-        index: Who keeps the index.
+        disk: Access to files.
+        manifest: The content of expstore.json.
+        lock_file: The writer's lock, which is held; it is released if the constructor fails.
+        locks: The locks of the storage.
+        snapshot_pin: The rows that a snapshot still needs.
+        counters: The counters that `stats` returns.
+        index: The link to the SQL index.
         durable: Whether each record is synced before the call that appends it returns.
-        min_free_bytes: So much of the disk stays free.
+        min_free_bytes: Bytes of the disk that must stay free.
 
     Raises:
         StorageError: The control page could not be opened.
     """
 
-    #: What the newest opening opened; there is nothing before the first.
+    #: The result of the newest opening; not set before the first one.
     rows: OpenStore
 
     def __init__(
@@ -97,7 +96,7 @@ class Engine:
             counters,
         )
         self.durable, self._index = durable, index
-        #: Held by this process, and by no other.
+        #: The writer's lock, which only this process holds.
         self.lock_file = lock_file
         #: Threads that sync files.
         self.pool = Threads(8, "expstore-sync")
@@ -108,25 +107,25 @@ class Engine:
             lock_file.release()
             self.pool.shutdown()
             raise
-        #: What failures have left.
+        #: Records failures of the store.
         self.health = Health(path)
         #: The free space of the disk.
         self.space = DiskSpace(disk, path, min_free_bytes)
-        #: Brings everything to the disk.
+        #: Syncs the parts of the store.
         self.checkpointer = Checkpointer(locks.order, self.health, disk, self.pool)
-        #: Runs checkpoints a while after writes.
+        #: Runs checkpoints some time after writes.
         self.background = Keeper(self)
         #: Lets one field be added or dropped at a time.
         self.reshaping = Reshaping(locks.order)
-        #: Where rows go that leave a ring; None: they are gone.
+        #: Copies rows that leave the ring to the archive; None: there is no archive.
         self.archive: Archiver | None = None
         self.closed = False
         self.manifest, self.geometry = manifest, manifest.geometry
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- contents --------------------------------------------------------------------------------------
 
     def adopt(self, rows: OpenStore, manifest: Manifest) -> None:
-        """Adopt the result of an opening."""
+        """Use the result of an opening from now on."""
         self.rows = rows
         self._set_manifest(manifest)
         self.checkpointer.restart(rows.journal.sequence, rows.last, rows.draws)
@@ -142,7 +141,7 @@ class Engine:
         self._set_manifest(manifest)
 
     def note_saved(self, manifest: Manifest) -> None:
-        """Go on with what expstore.json says by now."""
+        """Use a manifest that has already been written to expstore.json."""
         self._set_manifest(manifest)
 
     def _set_manifest(self, manifest: Manifest) -> None:
@@ -150,14 +149,14 @@ class Engine:
 
     @property
     def schema(self) -> Schema | None:
-        """The fields; None: no rows have come yet."""
+        """The fields; None: no rows were written yet."""
         return self.manifest.schema
 
     def require_schema(self) -> Schema:
         """Return the fields.
 
         Raises:
-            StateError: No rows have come yet.
+            StateError: No rows were written yet.
         """
         if self.manifest.schema is None:
             raise StateError("the store has no fields yet", hint="extend() it first")
@@ -165,27 +164,27 @@ class Engine:
 
     @property
     def keys(self) -> Keys:
-        """Which fields say what a row is to its episode."""
+        """The fields that mark trajectories, ends and rewards."""
         return self.manifest.find_keys(self.require_schema())
 
     @property
     def given_up(self) -> int:
-        """The newest id that was given up for other reasons than age."""
+        """The newest id that was removed other than by age."""
         return self.rows.retired
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Array]:
         """Copy rows out of the columns, the memtable and the replaced rows.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
-            places: Of the columns.
+            slots: The slots of the rows. Shape `(n,)`.
+            places: Positions of the columns.
 
         Returns:
             One array per column. Shapes `(n, *row shape)`.
         """
         rows = self.rows
         if rows.holds_back(slots):
-            with contextlib.suppress(StorageError):  # then they come from memory
+            with contextlib.suppress(StorageError):  # if it fails, the rows are read from memory
                 self.drain()
         return rows.memtable.take(rows.require_columns(), slots, places)
 
@@ -195,7 +194,7 @@ class Engine:
         return self.rows.views(places, first_id, count)
 
     def use_archive(self, archive: Archiver | None) -> None:
-        """Have rows that leave go to an archive from now on; None: they are gone."""
+        """Copy rows that leave the ring to an archive from now on; None: do not archive rows."""
         self.archive = archive
 
     @property
@@ -208,7 +207,7 @@ class Engine:
     def append_record(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full; return its LSN.
 
-        The lock of the episodes is held.
+        The caller holds the lock of the episodes.
         """
         size, rows = sum(map(len, body)), self.rows
         if not rows.journal.fits(size):
@@ -218,15 +217,15 @@ class Engine:
         return rows.journal.append(kind, *body)
 
     def sync_if_durable(self) -> None:
-        """Sync the record that was just appended, if every call does; the lock of the episodes is held."""
+        """Sync the last record if `durable` is set; the caller holds the lock of the episodes."""
         if self.durable:
             self.checkpointer.sync_record(self.rows.journal)
 
     def append_synced(self, kind: Kind, body: bytes) -> tuple[int, Pin]:
-        """Append a record and sync it, before the columns become what it says; return its LSN, and a pin.
+        """Append and sync a record before its change is made in the columns; return its LSN, and a pin.
 
-        The pin keeps checkpoints from covering the record until it is released: the columns are changed by
-        then.
+        The pin prevents checkpoints from covering the record. The caller releases it after the columns have
+        changed.
         """
         with self.checkpointer.lock:  # truncating the journal would close segments under this sync
             with self.locks.episodes:
@@ -244,10 +243,10 @@ class Engine:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint(self, enough: Callable[[], bool] | None = None) -> None:
-        """Bring everything to the disk that was committed, with priorities and draws.
+        """Sync everything that was committed, with priorities and draws.
 
         Args:
-            enough: As of `Checkpointer.run`.
+            enough: Returns whether another thread has freed enough space meanwhile; see `Checkpointer.run`.
 
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
@@ -256,17 +255,17 @@ class Engine:
 
     @property
     def is_behind(self) -> bool:
-        """Whether rows have come after the newest checkpoint."""
+        """Whether rows were appended after the newest checkpoint."""
         return self.rows.last > self.checkpointer.covered
 
     def write_back(self) -> None:
-        """Write to the columns what is in memory: replaced rows, counts, priorities."""
+        """Write changes in memory to the columns: replaced rows, counts, priorities."""
         if self.rows.memtable.replaced:
             self._write_replaced()
         self.write_values()
 
     def write_values(self) -> None:
-        """Write priorities and counts that have changed, and the rows that the columns lack."""
+        """Write priorities and counts that have changed, and rows that the columns lack, to the columns."""
         rows = self.rows
         if rows.columns is None:
             return
@@ -280,7 +279,7 @@ class Engine:
                 rows.columns.touched |= touched
 
     def drain(self) -> None:
-        """Write to the columns the rows that the memtable holds.
+        """Write the rows in the memtable to the columns.
 
         Raises:
             StorageError: The disk failed; the journal has the rows.
@@ -288,9 +287,9 @@ class Engine:
         try:
             self.rows.drain(self.shared)
         except StorageError as exc:
-            self.health.note_failure(exc)  # a new shard of a store that grows is synced at once
+            self.health.note_failure(exc)  # a new shard of an unbounded store is synced at once
             if self.rows.is_append_only:
-                self.health.note_interruption()  # how far they have come only the files can say
+                self.health.note_interruption()  # only the files show how many rows were written
             raise
 
     def _write_replaced(self) -> None:
@@ -306,7 +305,7 @@ class Engine:
         self.checkpointer.sync_journal(segments, [rows.journal.folder] if rotated else [])
         slots, columns = batch.columns()
         self.shared.begin_change(slots)
-        # The first column is that of priorities, which may have been set since.
+        # The first column has the priorities, which may have been set again since.
         with rows.priorities.lock:
             values = rows.priorities.values[slots]
             touched = rows.write_column(batch.places[0], slots, values)
@@ -334,7 +333,7 @@ class Engine:
         return entries
 
     def sum_again(self, blocks: set[int]) -> None:
-        """Sum blocks as they are now, and run a checkpoint: a repair has written to them or gives them up."""
+        """Sum blocks again, which a repair has written to or gives up, and run a checkpoint."""
         rows = self.rows
         if rows.columns is None or rows.checksums is None:
             return
@@ -343,29 +342,29 @@ class Engine:
             rows.checksums.note_changed(block for block in blocks if (block + 1) * BLOCK_ROWS <= ready)
         self.checkpoint()
 
-    # What the checkpointer asks of a store, in the order in which it does.
+    # The interface `Checkpointable`, in the order of its use.
 
     @property
     def journal(self) -> Journal:
-        """Where commit records go."""
+        """The journal, to which commit records are appended."""
         return self.rows.journal
 
     @property
     def draws(self) -> DrawState:
-        """The next draw."""
+        """The state of the draws."""
         return self.rows.draws
 
     @property
     def catalog(self) -> CatalogLike | None:
-        """Who keeps the index; None: there is no index."""
+        """The index; None: there is no index."""
         return self._index.catalog
 
     def parts(self) -> list[Checkpointed]:
-        """Return all that a checkpoint brings to the disk."""
+        """Return all parts that a checkpoint syncs."""
         return self.rows.parts()
 
     def checkpoint_of(self, lsn: int) -> Checkpoint:
-        """Return what a checkpoint covers that is taken now."""
+        """Return what a checkpoint taken now covers."""
         rows, geometry = self.rows, self.geometry
         slots, last = geometry.slots, rows.last
         newer = min(last - max(self.checkpointer.covered, rows.retired), slots or last)
@@ -373,7 +372,7 @@ class Engine:
         return Checkpoint(lsn, self.manifest.generation, last, runs, *rows.tombstones(slots))
 
     def log_length(self) -> int:
-        """Return how many bytes of episodes.log count."""
+        """Return the valid length of episodes.log, bytes."""
         return self.rows.log.length
 
     def write_totals(self) -> tuple[int, float]:
@@ -385,7 +384,7 @@ class Engine:
         return not self.snapshot_pin.first
 
     def measure_space(self) -> None:
-        """Look at the free space of the disk."""
+        """Measure the free space of the disk."""
         schema = self.manifest.schema
         if schema is not None:
             self.space.measure(self.rows.last, schema.row_bytes + ROW_BYTES, self.geometry)
@@ -393,33 +392,33 @@ class Engine:
     # -- the background thread ---------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Show other processes that this one is alive."""
+        """Write a heartbeat for other processes."""
         self.shared.beat()
 
     def tend(self) -> None:
-        """Show that this process is alive, and write what has changed to the page cache."""
+        """Write a heartbeat, and write changed values to the page cache."""
         self.shared.beat()
         self.write_values()
 
     def settle(self) -> None:
-        """Run a checkpoint, and bring rows that have left to the archive."""
+        """Run a checkpoint, and copy rows that have left the ring to the archive."""
         self.checkpoint()
         self.archive_left()
 
     def archive_left(self) -> None:
-        """Bring all rows that have left, and that no power cut can undo, to the archive, if there is one."""
+        """Copy the rows that have left the ring and that a checkpoint covers to the archive, if any."""
         if self.archive is not None:
             self.archive.copy_left()
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------
 
     def finish(self) -> int:
         """Run the last checkpoint and append the close record; return its LSN. The storage's lock is held."""
         journal = self.rows.journal
         with self.locks.episodes:
-            # No long journal is kept of what is on the disk then.
+            # Do not keep a long journal of changes that will all be synced.
             if not self.health.needs_recovery and journal.length > tuning.CLOSED_JOURNAL_BYTES:
-                with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
+                with contextlib.suppress(StorageError):  # on a full disk, the journal is kept
                     self._start_segment()
         self.checkpoint()
         with self.locks.episodes:
@@ -431,7 +430,7 @@ class Engine:
         return sequence
 
     def do_without_threads(self) -> None:
-        """Write and sync on the calling thread alone from now on."""
+        """Write and sync only on the calling thread from now on."""
         self.pool.refuse()
         if self.rows.columns is not None:
             self.rows.columns.do_without_threads()
@@ -439,7 +438,7 @@ class Engine:
             self.archive.do_without_threads()
 
     def leave(self, closed: int) -> None:
-        """Show other processes that the writer is gone.
+        """Show other processes that the writer has stopped.
 
         Args:
             closed: LSN of the synced close record; 0: the store was not closed cleanly.
@@ -448,7 +447,7 @@ class Engine:
         self.shared.leave(closed)
 
     def close(self) -> None:
-        """Close all files, as many as were opened, and let others open the store."""
+        """Close all files that were opened, and release the writer's lock."""
         self.closed = True
         try:
             if self.archive is not None:
@@ -459,7 +458,7 @@ class Engine:
                     self.rows.close()
                 self.shared.close()
             self.lock_file.release()
-            with contextlib.suppress(RuntimeError):  # collected by a thread of the pool itself
+            with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool
                 self.pool.shutdown()
             if self.archive is not None:
                 self.archive.forget()

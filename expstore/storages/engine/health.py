@@ -1,6 +1,6 @@
-"""Whether a store can be written to, and why not.
+"""Whether a store can be written to, and the reason if not.
 
-Used by everything in the engine that touches files. It touches none itself.
+Used by everything in the engine that writes files.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Health"]
 
 
 class Health:
-    """What failures have left.
+    """The effects of failures on a store.
 
-    Invariants: after a failed fsync nothing is written any more, because the page cache may call lost bytes
-    clean (`failure`). After an act that was interrupted between its record and memory, memory may lag behind
-    the journal (`needs_recovery`): the journal must be read again before the next write.
+    Invariants: after a failed fsync nothing is written any more, because the page cache may mark lost bytes
+    as clean (`failure`). After an operation that was interrupted between its record and memory, memory may
+    lag behind the journal (`needs_recovery`): the journal must be read again before the next write.
 
-    Threads: any may note a failure. Crashes: nothing here survives the process; an opening begins sound.
+    Any thread may record a failure. Nothing is stored on disk: an opening starts without failures.
 
     Args:
         path: The store's folder, for messages.
@@ -33,11 +33,11 @@ class Health:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        #: A context manager: if its block raises, an interruption is noted.
+        #: A context manager: if its block raises, an interruption is recorded.
         self.noting = _Noting(self)
-        #: The fsync that failed; None: none has.
+        #: The error of the failed fsync; None: no fsync has failed.
         self.failure: StorageError | None = None
-        #: Whether the journal may hold records that memory does not know.
+        #: Whether the journal may contain records that memory does not know.
         self.needs_recovery = False
 
     @property
@@ -56,9 +56,9 @@ class Health:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Refuse the block if an fsync has failed before; note if one fails in it.
+        """Refuse to run the block if an fsync has failed before; record a failure of an fsync in it.
 
-        Other failures leave everything as it was: the next attempt finds the same to do.
+        Other failures change nothing: the next attempt starts from the same state.
         """
         self.check()
         try:
@@ -68,25 +68,25 @@ class Health:
             raise
 
     def note_failure(self, exc: BaseException | None) -> None:
-        """Refuse all writes from now on if this is an fsync that failed."""
+        """Refuse all writes from now on if the exception is a failed fsync."""
         if isinstance(exc, StorageError) and exc.lost and self.failure is None:
             self.failure = exc
 
     def note_interruption(self) -> None:
-        """Note that memory may lag behind the journal, because of the exception that is being raised."""
+        """Record that memory may lag behind the journal, because of the exception that is being raised."""
         self.note_failure(sys.exception())
         self.needs_recovery = True
 
     def note_recovered(self) -> None:
-        """Note that memory has been brought up to the journal."""
+        """Record that memory was updated to the journal."""
         self.needs_recovery = False
 
 
 class _Noting:
-    """Note an interruption if an exception leaves the block; it may be entered again inside itself.
+    """Record an interruption if an exception leaves the block. Blocks may be nested.
 
     Args:
-        health: Where it is noted.
+        health: Records the interruption.
     """
 
     __slots__ = ("_health",)

@@ -42,7 +42,7 @@ Mode = Literal["a", "r", "x", "w"]
 Durability = Literal["process", "sync"]
 KeyLike = str | tuple[str, ...]
 
-#: Kinds of storage on disk, and the compressions for rows without a fixed size.
+#: Kinds of storage on disk, and the compressions for variable-length rows.
 STORAGES = ("zarr", "arrow")
 COMPRESSIONS = ("narrow", "lz4", "zstd")
 #: Layout of columns when neither the caller nor the store names one.
@@ -51,9 +51,9 @@ _FLAT = ColumnLayout("flat")
 _OTHER_STORES = {OWN_FOLDER}
 #: How several values of a row are reduced to one.
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
-#: Settings that users know by another name: the names in `Layout` and `EpisodeKeys`.
+#: Settings with another public name: the names in `Layout` and `EpisodeKeys`.
 _PUBLIC_NAMES = {"storage": "kind", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
-#: Files that a folder may hold when the creation of a store was interrupted.
+#: Files that may be in a folder in which the creation of a store was interrupted.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
 
@@ -62,8 +62,8 @@ class Settings:
     """Options of `expstore.open`; None: as stored, or the default for a new store.
 
     `mode`, `durability`, `min_free_bytes` and `on_sigterm` apply to this handle only and are not stored.
-    `archive` is written to expstore.json by the storage once the archive exists. `new_layout` fills in what
-    `layout` leaves out when a store is created.
+    `archive` is written to expstore.json by the storage once the archive exists. `new_layout` has the
+    defaults of `layout` for a new store.
     """
 
     mode: Mode = "a"
@@ -131,7 +131,7 @@ def enter(
     _check_meta(settings.meta)
     if disk.exists(path / VERSION):
         raise StateError(
-            f"{path} is a version, which is only read", hint="open it with mode='r', or loads() it"
+            f"{path} is a snapshot, which is read-only", hint="open it with mode='r', or loads() it"
         )
     if settings.mode == "w" or not disk.exists(path / MANIFEST):
         check_outside(disk, path)
@@ -180,18 +180,18 @@ def _check_archive(
     place, own = Path(archive).resolve(), path.resolve()
     if place == own or own in place.parents or place in own.parents:
         raise StateError(
-            f"{place} and {own} lie in one another", hint="give archive= a path next to the store"
+            f"one of {place} and {own} is inside the other", hint="pass archive= a path outside the store"
         )
     if new and capacity is None:
-        raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")
+        raise ValueError("archive= requires a capacity: without one, no row leaves the store")
     is_store = disk.exists(place / MANIFEST)
     if not is_store:
         check_outside(disk, place)
     if new and is_store:
         raise StateError(
-            f"{place} is a store, and no archive of a new one",
+            f"{place} is an existing store, which cannot be the archive of a new one",
             kind="mismatch",
-            hint="give archive= a path at which there is nothing yet",
+            hint="pass archive= a path that does not exist yet",
         )
 
 
@@ -201,7 +201,7 @@ def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | No
         return manifest
     if retain and manifest.capacity is not None:
         raise StateError(
-            f"{path} keeps its last {manifest.capacity} rows, and no policy says otherwise",
+            f"{path} keeps its newest {manifest.capacity} rows and cannot have a policy",
             kind="mismatch",
             hint="leave retain out",
         )
@@ -227,9 +227,7 @@ def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) ->
 
 def _refuse_half_repaired(disk: Disk, path: Path) -> None:
     if disk.exists(path / REPAIR):
-        raise CorruptionError(
-            f"{path} was being repaired when that was interrupted", hint="run `expstore repair` again"
-        )
+        raise CorruptionError(f"a repair of {path} was interrupted", hint="run `expstore repair` again")
 
 
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
@@ -250,17 +248,19 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
     if capacity is not None:
         capacity = check_whole("capacity", capacity)
         if settings.retain:
-            raise ValueError(f"with capacity={capacity} the last rows stay; leave it out, or retain")
+            raise ValueError(
+                "capacity and retain exclude each other: a store with a capacity keeps the newest rows"
+            )
     given: object = settings.archive
     if not (given is None or given is False or isinstance(given, Path) or (isinstance(given, str) and given)):
-        raise ValueError(f"archive is the path of a store, or False, got {given!r}")
+        raise ValueError(f"archive must be the path of a store, or False, got {given!r}")
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":
         raise SchemaError(
-            "compression= is for fields without a fixed size, which a zarr storage does not keep",
-            hint='leave it out, or make the store with layout="arrow"; layout="packed" compresses fields of '
-            "a fixed size",
+            "compression= is for variable-length fields, which a zarr storage does not support",
+            hint='omit it, or create the store with layout="arrow"; layout="packed" compresses fixed-size '
+            "fields",
         )
     return capacity, settings
 
@@ -270,7 +270,7 @@ def _exists(path: Path) -> StateError:
 
 
 def _look(disk: Disk, path: Path) -> bool:
-    """Return whether the folder holds a store; raise an error if it holds something else."""
+    """Return whether the folder is a store; raise an error if it is something else."""
     if disk.exists(path / MANIFEST):
         return True
     if disk.exists(path) and not disk.is_dir(path):
@@ -300,7 +300,7 @@ def _check_meta(meta: dict[str, Any] | None) -> None:
     except (TypeError, ValueError):
         same = False
     if not same:
-        raise SchemaError("meta holds values that JSON cannot keep", hint="use numbers, text, lists, dicts")
+        raise SchemaError("meta has values that JSON cannot store", hint="use numbers, text, lists, dicts")
 
 
 def _new(capacity: int | None, settings: Settings) -> Manifest:
@@ -337,7 +337,7 @@ def _new_layout(settings: Settings) -> ColumnLayout:
 
 
 def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
-    """Return the layout that the settings ask of a stored layout; None if they ask for none."""
+    """Return the layout that the settings require, completed by the stored one; None if they require none."""
     if settings.layout is None:
         return None
     return settings.layout.fill_from(ColumnLayout(**manifest.layout)).fill_from(_FLAT).to_json()
@@ -393,11 +393,11 @@ def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:
     if manifest.specs:
         if not same_specs(settings.specs, manifest.specs):
             raise StateError(
-                f"{path} has other specs than those that it is opened with",
+                f"the specs of {path} differ from those that were passed",
                 kind="mismatch",
                 hint="leave the specs out to take them as stored; set_specs of the buffer changes them",
             )
     elif settings.mode == "r":
-        raise StateError(f"{path} has no specs, and a reader gives it none", hint="leave the specs out")
+        raise StateError(f"{path} has no specs, and a reader cannot set them", hint="leave the specs out")
     elif manifest.schema is not None:
         check_specs(settings.specs, manifest.schema)

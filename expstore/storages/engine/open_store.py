@@ -1,7 +1,7 @@
 """Everything that one opening of a store for writing has opened.
 
-`expstore.storages.engine.opening` makes it; the storage swaps it as one. It says where rows are; when they
-are committed, changed or synced is said by the store and its services.
+`expstore.storages.engine.opening` creates it; the storage replaces it as a whole. This module finds rows; the
+store and its services decide when rows are committed, changed or synced.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ __all__ = ["OpenStore"]
 
 class _Part(Protocol):
     def close(self) -> None:
-        """Close its files."""
+        """Close the part's files."""
 
 
 @dataclass(eq=False, kw_only=True)
 class OpenStore(RowState):
-    """The rows of a store that is open for writing, and the files that they are in.
+    """The rows of a store that is open for writing, and the files that contain them.
 
-    Invariant: all of it is of one opening. An opening that fails makes none, and the storage keeps the one
-    that it has; no attribute is ever taken back by itself.
+    Invariant: all attributes are from one opening. If an opening fails, the storage keeps the object that it
+    has.
 
-    Crashes: what is in memory alone is in the journal, too.
+    Crashes: everything that is only in memory is also in the journal.
 
     Args:
-        journal: Gets the commit records.
+        journal: The journal of commit records.
         log: Facts about episodes that have ended.
-        columns: The rows; None: there are no fields yet.
-        checksums: Of blocks of the columns; None with `columns`.
-        memtable: Rows that the columns do not hold yet.
+        columns: The columns; None: there are no fields yet.
+        checksums: Checksums of blocks of the columns; None if `columns` is None.
+        memtable: Rows that the columns lack.
     """
 
     journal: Journal
@@ -71,47 +71,47 @@ class OpenStore(RowState):
     sampled: SampledColumn | None
 
     def replace_columns(self, columns: WritableColumns) -> None:
-        """Have other columns; the former ones stay open where they are among these."""
+        """Use other columns; former columns that are among them stay open."""
         self.columns = columns
 
     def replace_checksums(self, checksums: Checksums) -> None:
-        """Have the checksums of other columns; the caller closes the former."""
+        """Use the checksums of other columns; the caller closes the former checksums."""
         self.checksums = checksums
 
     def tombstones(self, slots: int | None) -> tuple[int, IdSet]:
-        """Return which rows have left for good: all up to an id, and some above it.
+        """Return which rows were removed permanently: all rows up to an id, and a set of rows above it.
 
         Args:
-            slots: How many a ring has; None: the store grows.
+            slots: Number of slots of a ring; None: the store is unbounded.
         """
         if slots is None:
             return self.window.low, self.window.deleted
         return max(self.retired, self.last - slots), NO_IDS
 
     def base_record(self, generation: int, *, opening: bool) -> dict[str, Any]:
-        """Return what a segment of the journal begins with: the state before its first record.
+        """Return the base record that begins a segment of the journal: the state before its other records.
 
         Args:
             generation: The number of this opening.
             opening: Whether the segment is the first one of an opening.
         """
         own = {"opening": opening, "generation": generation, "log_length": self.log.length}
-        # By the number of keys a lost file of keys is noticed.
+        # The number of keys shows an opening whether the file of keys was lost.
         return base_of(self) | own | {"write_keys": self.write_keys.number}
 
     # -- appending ---------------------------------------------------------------------------------
 
     def put(self, rows: Rows, skipped: int, geometry: RingGeometry, shared: SharedState) -> Payload:
-        """Write the rows of a batch to the columns, or keep few of them in the memtable.
+        """Write the rows of a batch to the columns, or add them to the memtable if they are few.
 
         Args:
             rows: The batch.
-            skipped: So many of its first rows get no slot.
-            geometry: Says which slots the others get.
-            shared: Is told when the memtable was drained.
+            skipped: How many of its first rows get no slot.
+            geometry: How ids and slots correspond.
+            shared: The control page; updated when the memtable is drained.
 
         Returns:
-            What the commit record says of them.
+            Where the bytes are, and their checksum, for the commit record.
 
         Raises:
             StorageError: The disk failed.
@@ -141,7 +141,7 @@ class OpenStore(RowState):
     def _keep(
         self, columns: WritableColumns, rows: Rows, geometry: RingGeometry, shared: SharedState
     ) -> Payload:
-        """Keep few rows in the memtable: their commit record will carry their bytes."""
+        """Add a few rows to the memtable; their commit record will contain their bytes."""
         if self.memtable.full:
             self.drain(shared)
         inline = b"".join(payload_parts(columns, rows.columns, rows.assignment.numbers))
@@ -150,10 +150,10 @@ class OpenStore(RowState):
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
     def drain(self, shared: SharedState) -> None:
-        """Write the rows that the memtable holds to the columns.
+        """Write the rows in the memtable to the columns.
 
         Raises:
-            StorageError: The disk failed; the memtable still holds them.
+            StorageError: The disk failed; the memtable still has the rows.
         """
         memtable, columns = self.memtable, self.columns
         if memtable.count and columns is not None and shared.owned:
@@ -163,26 +163,26 @@ class OpenStore(RowState):
 
     @property
     def is_append_only(self) -> bool:
-        """Whether a column can only be appended to, so that a write that failed leaves it in doubt."""
+        """Whether some columns can only be appended to: after a failed write, their state is unknown."""
         return self.columns is not None and bool(self.columns.unviewed_places)
 
     def write_column(self, place: int, slots: IntArray, values: Array) -> set[File]:
         """Write rows of one column in place; return the files that were written to.
 
         Args:
-            place: Of the column.
-            slots: Which rows. Shape `(n,)`.
-            values: Shape `(n, *row shape)`.
+            place: Position of the column.
+            slots: Slots of the rows. Shape `(n,)`.
+            values: Their values. Shape `(n, *row shape)`.
         """
         return set(self.require_columns().columns[place].write_rows(slots, values))
 
     def overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> set[File]:
-        """Write columns of single rows in place; return the files that were written to.
+        """Write single rows of columns in place; return the files that were written to.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
-            places: Of the columns.
-            columns: Their values. Shapes `(n, *row shape)`.
+            slots: Slots of the rows. Shape `(n,)`.
+            places: Positions of the columns.
+            columns: The values of each column. Shapes `(n, *row shape)`.
         """
         touched: set[File] = set()
         priorities = len(self.require_columns().columns) - 1
@@ -196,11 +196,11 @@ class OpenStore(RowState):
         return touched
 
     def note_touched(self, files: set[File], slots: IntArray) -> None:
-        """Have the next checkpoint sync files, and sum the blocks of slots; the lock of the episodes is held.
+        """Make the next checkpoint sync files and sum the blocks of slots; the lock of the episodes is held.
 
         Args:
-            files: They were written to.
-            slots: Of the rows that were. Shape `(n,)`.
+            files: Files that were written to.
+            slots: Slots of the rows that were written. Shape `(n,)`.
         """
         if self.columns is not None and self.checksums is not None:
             self.columns.touched |= files
@@ -237,10 +237,10 @@ class OpenStore(RowState):
         ]
 
     def sizes_of(self, slots: IntArray) -> IntArray:
-        """Return how many bytes the fields without a fixed size take in rows that are not in the memtable.
+        """Return the bytes of rows in variable-length fields; the rows must not be in the memtable.
 
         Args:
-            slots: Which rows. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
 
         Returns:
             Shape `(n,)`, int64.
@@ -250,12 +250,12 @@ class OpenStore(RowState):
     # -- files -------------------------------------------------------------------------------------
 
     def parts(self) -> list[Checkpointed]:
-        """Return all that a checkpoint brings to the disk."""
+        """Return all parts that a checkpoint syncs."""
         parts = [part for part in (self.columns, self.checksums, self.sampled) if part is not None]
         return [*parts, self.log, self.write_keys]
 
     def take_new_folders(self) -> set[Path]:
-        """Return the folders with new names in them, once."""
+        """Return the folders with new names in them, each only once."""
         folders = self.columns.take_new_folders() if self.columns is not None else set()
         return folders if self.sampled is None else folders | take_all(self.sampled.new_folders)
 

@@ -1,8 +1,8 @@
-"""Open a store for writing: recover what the last writer left, and begin a new generation.
+"""Open a store for writing: recover the state that the last writer left, and begin a new generation.
 
 Used when a store is opened, when memory may lag behind the journal, and after a restore. The steps of
-`Opening.run` and their order are the second half of the crash rule (ARCHITECTURE.md); which records count is
-decided in `expstore.storages.recovery.recover`.
+`Opening.run` and their order are the second half of the crash rule (docs/format.md, "Recovery");
+`expstore.storages.recovery.recover` decides which records count.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Opening:
         counts: Whether to count how often rows are sampled.
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
         counted: Called after rows were counted as sampled.
-        former: The rows before the opening. Taken over are the session, the joins of its episodes, the
-            watchers of priorities, and the next draw of the same content.
+        former: The rows before the opening, from which the new ones take the session, the joins of its
+            episodes, the watchers of priorities, and the next draw of the same content.
         first: Whether this process has not returned rows of this content before.
     """
 
@@ -303,7 +303,7 @@ class Opening:
         """Bring rows and columns to the state that the records describe.
 
         Returns:
-            Log entries of what was committed after the checkpoint: episodes.log may have lost them.
+            Log entries of what was committed after the checkpoint, because episodes.log may have lost them.
         """
         manifest, capacity = self._manifest, self._manifest.geometry.capacity
         verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
@@ -333,7 +333,8 @@ class Opening:
         # A matching checksum alone is not enough: older rows in the same slots may be byte-identical.
         if columns.lacks(*publish.written) or columns.checksum(*publish.written) != publish.checksum:
             return False
-        # The priorities have no checksum, and their shard may be lost: then they are taken from the record.
+        # The priorities have no checksum, and their shard may be lost: in this case they are taken from the
+        # record.
         columns.ensure(max((slot + n for slot, _, n in written), default=0))
         return True
 
@@ -392,7 +393,7 @@ class Opening:
                 self._disk.unlink(self._path / name)
 
     def _load_priorities(self, past: Past, priorities: StoredPriorities, columns: WritableColumns) -> None:
-        """Load the priorities; after a power failure, records hold those of rows after the checkpoint."""
+        """Load the priorities; after a power failure, those after the checkpoint come from records."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
         values = np.ones(slots if slots is not None else max(4096, 2 * past.state.last), np.float32)
         column = columns.row_fields[-1]
@@ -447,7 +448,7 @@ class Opening:
         if columns is not None and past is not None and not past.clean:
             columns.synced()
             columns.completed(tidy=self._may_tidy)
-        if store.checksums is not None:  # missing checksums are added, little by little
+        if store.checksums is not None:  # missing checksums are added in several steps
             store.checksums.note_changed(store.checksums.find_missing(self._readable_blocks(store)))
 
     def _rewrite(self, past: Past, store: OpenStore) -> tuple[set[File], set[Path]]:
@@ -480,8 +481,7 @@ class Opening:
     def _sum_unsettled(self, past: Past, store: OpenStore) -> File:
         """Sum again all blocks that the last writer may have changed after its last checkpoint.
 
-        The entries of these blocks may be lost, or may describe bytes that were lost. No other entries may
-        be.
+        Only the entries of these blocks may be lost, or may describe bytes that were lost.
         """
         columns, checksums = store.columns, store.checksums
         if columns is None or checksums is None:

@@ -68,7 +68,7 @@ _blocked = threading.local()
 
 
 def register(store: object, departure: Departure) -> None:
-    """Note that a store is open; install a SIGTERM handler if allowed and the program has none."""
+    """Register an open store; install a SIGTERM handler if allowed and the program has none."""
     _open[store] = departure.weakly()
     here = threading.current_thread() is threading.main_thread()
     if departure.flushes and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -76,7 +76,7 @@ def register(store: object, departure: Departure) -> None:
 
 
 def unregister(store: object) -> None:
-    """Note that a store is closed; remove the handler with the last store."""
+    """Unregister a store that is closed; remove the handler with the last store."""
     _open.pop(store, None)
     here = threading.current_thread() is threading.main_thread()
     if not _open and here and isinstance(signal.getsignal(signal.SIGTERM), _Farewell):

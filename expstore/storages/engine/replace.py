@@ -1,8 +1,8 @@
-"""Changes of rows that are readable: in the columns at once, or by a checkpoint for rows that replace others.
+"""Changes of readable rows: in the columns at once, or by a checkpoint for rows that replace others.
 
-Used by the store. A row that is replaced lies anywhere, so that each new one costs a write per column, and
-the journal must be on the disk before: a checkpoint does both for many rows together. It never chooses which
-rows are replaced.
+Used by the store. Replaced rows are scattered over the columns, so writing each new row at once would cost
+one write per column, after a sync of the journal: a checkpoint does both for many rows together. The caller
+decides which rows are replaced.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Updates"]
 class Updates:
     """Change rows of a store.
 
-    The order in place: an update record on the disk, then the columns. A checkpoint that covered the record
-    before the columns are changed would lose the change; a pin keeps it from that.
+    A change in place first syncs an update record, then changes the columns. A pin prevents checkpoints from
+    covering the record before the columns have changed, because this would lose the change.
 
     Threads: the storage's lock is held. Crashes: the journal has every change when a call returns; an opening
-    repeats those that the columns may lack.
+    repeats the changes that the columns may lack.
 
     Args:
-        engine: Of the store.
-        changed: Told which slots are changed.
+        engine: The engine of the store.
+        changed: Records which slots are changed.
     """
 
     __slots__ = ("_changed", "_engine")
@@ -44,13 +44,13 @@ class Updates:
     def change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        """Give rows other values.
+        """Change the values of rows.
 
         Args:
-            ids: Which rows, each once. Shape `(n,)`.
-            places: Of the columns.
+            ids: Ids of the rows, each once. Shape `(n,)`.
+            places: Positions of the columns.
             columns: The values. Shapes `(n, *row shape)`.
-            replaces: Whether they are other rows, all columns of which are given.
+            replaces: Whether these are new rows, with values for all columns.
         """
         size = sum(column.nbytes for column in columns)
         most = min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
@@ -59,13 +59,13 @@ class Updates:
         else:
             self.settle()
             if self._engine.is_behind:
-                self._engine.checkpoint()  # else a power cut could bring the change without its row
+                self._engine.checkpoint()  # otherwise a power failure could keep the change without its row
             with self._engine.health.noting:
                 self._change_in_place(ids, places, columns, replaces=replaces)
         self._engine.background.note()
 
     def settle(self) -> None:
-        """Have the columns hold all rows that replace others."""
+        """Write all rows that replace others to the columns."""
         if self._engine.rows.memtable.replaced:
             self._engine.checkpoint()
 
@@ -82,7 +82,7 @@ class Updates:
         engine.shared.begin_change(slots)
         try:
             touched = rows.overwrite(slots, places, columns)
-            engine.shared.end_change()  # after a failure it is not known what they hold
+            engine.shared.end_change()  # not after a failure: the values are then unknown
         except BaseException:
             rows.memtable.replaced.fail(slots, places, columns)
             raise
@@ -96,7 +96,7 @@ class Updates:
         """Record rows that replace others, and keep them in memory until a checkpoint writes them."""
         engine, waiting = self._engine, self._engine.rows.memtable.replaced.waiting_bytes
         if engine.is_behind or (waiting and waiting + size > tuning.REPLACED_ROWS_BYTES):
-            engine.checkpoint()  # a power cut must not bring a row in the place of one that it takes away
+            engine.checkpoint()  # a power failure must not bring back a row whose slot is replaced
         elif 2 * waiting > tuning.REPLACED_ROWS_BYTES:
             engine.background.hurry()
         with engine.health.noting:
@@ -106,7 +106,7 @@ class Updates:
         engine = self._engine
         rows, slots = engine.rows, engine.geometry.slot_of(ids)
         body = Redo(ids, list(places), columns, True).pack()
-        # No checkpoint comes between the record and the rows, nor after a failure between them.
+        # No checkpoint may run between the record and the rows, also not after a failure between them.
         with engine.locks.episodes, engine.health.noting:
             sequence = engine.append_record(Kind.REDO, body)
             engine.sync_if_durable()
@@ -117,7 +117,7 @@ class Updates:
         self._changed.note(slots)
 
     def _batch_behind(self, lsn: int, places: Sequence[int]) -> RowBatch[Pin]:
-        """Return an empty batch of rows whose records come after this one; they are pinned."""
+        """Return an empty batch of replacing rows, pinned at the record `lsn`: their records follow it."""
         engine = self._engine
         pin = engine.checkpointer.pin(lsn, engine.rows.journal.sync_files()[-1])
         return RowBatch(engine.geometry.slots or 0, places, pin)

@@ -1,8 +1,8 @@
 """Append a few rows of one stream in a fraction of the time that a batch takes.
 
-A service of the store, for recorders and `add`. The acts of `RowAppender.append`, and their order, are those
-of `Store._append`, which says what a kill between any two of them leaves; here they are made for the one case
-that most steps of an environment are. All other cases are left to it.
+A service of the store, for recorders and `add`. `RowAppender.append` does the steps of `Store._append` in the
+same order, for the one case that covers most steps of an environment; `Store._append` documents the state
+after a kill between any two of them. All other cases are left to `Store.write`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["RowAppender"]
 
 
 class RowAppender:
-    """Append rows of sources that have written before, so many at a time.
+    """Append a fixed number of rows at a time, from sources that have written before.
 
-    The rows lie in their commit record while their fields are written (`fields`): they are copied once.
+    The rows are written in place into their commit record (`fields`), so that they are copied only once.
 
-    Invariant: rows that `append` does not take leave nothing behind.
+    Invariant: if `append` returns 0, nothing has changed.
 
     Threads: one at a time uses it; it takes the locks that `Store.write` is called under. Crashes: as
     `Store.write`.
 
     Args:
-        store: Where rows go.
+        store: The store.
         schema: The fields of the rows.
         rows: How many rows a call of `append` appends.
 
@@ -57,7 +57,8 @@ class RowAppender:
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
         ends = np.cumsum([rows * entry.row_bytes for entry in schema.fields])
         self._columns = np.split(self.fields, ends[:-1])
-        # Of these two `_adopt` has found what follows; others may be there by now.
+        # The state and the description for which `_adopt` set the attributes after them; the store may have
+        # others by now.
         self._state: OpenStore | None = None
         self._description: Description | None = None
         self._sources: dict[str | None, int] = {}
@@ -65,10 +66,10 @@ class RowAppender:
 
     @staticmethod
     def suits(store: Store, schema: Schema, rows: int) -> bool:
-        """Return whether rows can be appended by so few acts.
+        """Return whether rows can be appended in this way.
 
-        Not where the fields say more of a row than its reward and end, where each call is synced, where rows
-        go to an archive, where the best rows stay, and where several rows are too long for the memtable.
+        They cannot if fields mark anything but rewards and ends, if each call is synced, if there is an
+        archive, if the best rows are kept, or if several rows are too long for the memtable.
         """
         keys, engine = store.keys, store.engine
         named = [key for key in (keys.terminated, keys.truncated, keys.done, keys.reward) if key is not None]
@@ -86,18 +87,18 @@ class RowAppender:
         )
 
     def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
-        """Append the rows in `fields`; return the id of the first one, 0 if they are not taken.
+        """Append the rows in `fields`; return the id of the first row, or 0 if they were not appended.
 
         Args:
             source: Name of the stream, in the session of the store; None: its unnamed stream.
-            runs: How the rows lie in episodes, with rewards in the precision of their field; see
+            runs: The rows' episodes and steps, with rewards in the precision of their field; see
                 `EpisodeTable.assign_runs`.
-            linked: Whether the observation of a row must be the next observation of the row before it in its
-                episode. There is a single row then.
+            linked: Whether the row's observation must equal the next observation of the preceding row in its
+                episode. Only for a single row.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.
-            StorageError: The disk failed; nothing is published.
+            StorageError: The disk failed; no row becomes readable.
         """
         store = self._store
         with store.locks.extend, store.lock:
@@ -162,14 +163,14 @@ class RowAppender:
         return first_id
 
     def _follows(self, joins: JoinMemory, segment: Segment) -> bool:
-        """Return whether it is sure that the row continues its episode, or begins one."""
+        """Return whether the row certainly continues its episode, or begins one."""
         if joins.schema is not self._schema:
             return False
         new = segment.flags & NEW or not joins.pairs
         return bool(new) or joins.ends.get(segment.episode) == self._sum(joins, 0)
 
     def _note_join(self, joins: JoinMemory, segment: Segment) -> None:
-        """Have the next row compared with this one."""
+        """Record the row's observations, with which the next row is compared."""
         new, ends = segment.flags & NEW, segment.status != OPEN
         joins.note_row(
             segment.source,
@@ -186,7 +187,7 @@ class RowAppender:
         return crc
 
     def _adopt(self, state: OpenStore) -> bool:
-        """Look at a store that was opened again, or is another one now; return whether rows fit."""
+        """Adapt to a store that was opened again, or whose content was replaced; return whether rows fit."""
         store = self._store
         if not self.suits(store, self._schema, self._rows):
             return False

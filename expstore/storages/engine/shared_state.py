@@ -1,7 +1,8 @@
-"""What a writer shows to other processes while it runs: the words of the control page STATE.
+"""The state that a writer shows to other processes: the words of the control page STATE.
 
-The words are plain stores into a mapped page. `expstore.storages.follower` reads them; ARCHITECTURE.md
-explains their order. Nothing here touches rows.
+The words are plain stores into a mapped page. `expstore.storages.follower` reads them; docs/format.md
+describes the words ("STATE") and the order in which they are stored ("Readers"). This module does not access
+rows.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _ALL_SLOTS = (0, 1 << 62)
 class SharedState:
     """The control page of a writer.
 
-    Invariants: a reader never sees an id before the limits that belong to it (each method stores its words
-    in that order); the page of a forked child is left alone, since the parent shares it.
+    Invariants: a reader never sees an id before the limits that belong to it (each method stores its words in
+    that order); a forked child does not change the page, because it belongs to the parent.
 
     Crashes: the page survives the process. After a restart of the machine it is ignored, because it names
     another boot. Threads: each word is set by one thread at a time.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to files.
         path: The store's folder.
         lock: The writer's lock on the store.
     """
@@ -43,7 +44,7 @@ class SharedState:
     def __init__(self, disk: Disk, path: Path, lock: WriterLock) -> None:
         self._disk, self._path, self._lock = disk, path, lock
         self._boot = disk.boot_id()
-        #: Whether the page was missing, or cut off, and was made anew.
+        #: Whether the page was missing or truncated, and was created again.
         self.is_new = disk.size(path / STATE) < PAGE
         self.page = StatePage(disk, path / STATE)
 
@@ -63,7 +64,7 @@ class SharedState:
         all of the page. Otherwise the process or the machine died, and there is no checksum to expect.
         """
         if not self.page.intact and _is_closed(self._disk, self._path):
-            _logger.warning("%s does not have its checksum and is made anew", self._path / STATE)
+            _logger.warning("%s does not have its checksum and is created again", self._path / STATE)
             self.page.discard()  # first: if the process dies here, the next opening finds the same
         self.page.unseal()
 
@@ -78,10 +79,10 @@ class SharedState:
         last: int,
         draws: DrawState,
     ) -> None:
-        """Fill the page anew at the end of an opening.
+        """Initialize the page at the end of an opening.
 
         Args:
-            uuid: The store's.
+            uuid: The store's uuid.
             generation: The epoch of this writer.
             sequence: LSN of the newest record.
             horizon: Newest id whose slot may have been written to.
@@ -110,7 +111,7 @@ class SharedState:
         self.page.end_change()
 
     def leave(self, closed: int = 0) -> None:
-        """Note that the writer is gone.
+        """Show that the writer has stopped.
 
         Args:
             closed: LSN of the synced close record; 0: the store was not closed cleanly.
@@ -122,24 +123,24 @@ class SharedState:
                 self.page.seal()
 
     def beat(self) -> None:
-        """Show other processes that this one is alive."""
+        """Write a heartbeat for other processes."""
         self.page.set("heartbeat", time.monotonic_ns())
 
     # -- draws ------------------------------------------------------------------------------------
 
     def note_draw(self, number: int) -> None:
-        """Keep the number of the next draw."""
+        """Store the number of the next draw."""
         if self._lock.held:
             self.page.note("draw", number)
 
     def note_progress(self, progress: Sequence[int]) -> None:
-        """Keep how far a sampler has come."""
+        """Store the progress of a sampler."""
         if self._lock.held:
             self.page.set_progress(progress)
             self.page.unseal()
 
     def note_limits(self, sampled: int, settings: int) -> None:
-        """Keep what a rate limiter has counted."""
+        """Store the counts of a rate limiter."""
         if self._lock.held:
             self.page.note("sampled", sampled)
             self.page.note("limiter", settings)
@@ -156,7 +157,7 @@ class SharedState:
         Args:
             last: The newest id.
             sequence: LSN of the record that commits it.
-            drained: Whether the columns hold the rows; else `drain` follows.
+            drained: Whether the columns contain the rows; otherwise a call of `drain` follows.
         """
         self.page.set("last", last)
         if drained:
@@ -164,7 +165,7 @@ class SharedState:
         self.page.set("sequence", sequence)
 
     def drain(self, last: int) -> None:
-        """Show that the columns hold all rows up to `last`."""
+        """Show that the columns contain all rows up to `last`."""
         self.page.set("drained", last)
 
     def note_record(self, sequence: int) -> None:
@@ -172,12 +173,12 @@ class SharedState:
         self.page.set("sequence", sequence)
 
     def retire(self, through: int) -> None:
-        """Show that ids up to `through` cannot be read any more."""
+        """Show that ids up to `through` can no longer be read."""
         self.page.set("retired", through)
 
     def clear(self, last: int) -> None:
-        """Show that all ids up to `last` are gone, and that no newer id exists."""
-        for name in ("retired", "horizon", "drained", "last"):  # no id may show that was never written
+        """Show that all ids up to `last` are deleted, and that no newer id exists."""
+        for name in ("retired", "horizon", "drained", "last"):  # no id may be visible that was never written
             self.page.set(name, last)
 
     def begin_change(self, slots: IntArray | None) -> None:

@@ -1,8 +1,8 @@
 """A store on disk: append, change, delete and sync rows.
 
 `Store._append` implements the crash rule. The order of its six steps makes a batch complete or absent after a
-kill at any moment, and after a power failure once a checkpoint has run. How an opening recovers a store is in
-`expstore.storages.engine.opening`. Values are never inspected here.
+kill at any moment, and after a power failure once a checkpoint has run. `expstore.storages.engine.opening`
+recovers a store. Values are never inspected here.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from expstore.storages.snapshots.create import dump as make_snapshot
 __all__ = ["Store"]
 
 _logger = logging.getLogger("expstore")
-#: Bytes without a fixed size that may be unsynced before `extend` waits for the disk.
+#: Bytes of variable-length rows that may be unsynced before `extend` waits for the disk.
 UNSYNCED_BYTES = 256 << 20
 
 
 class Store(Storage):
     """Store rows in a folder.
 
-    Invariants: no row is overwritten that can be read, or that a power failure may bring back (rows in flight
-    and rows that no checkpoint covers fit into the spare slots). A commit record is appended only after the
-    payload of its rows is stored where the record says. A checkpoint covers a record only when everything in
-    it is synced.
+    Invariants: a row is never overwritten while it can be read, or while a power failure may bring it back
+    (rows in flight and rows that no checkpoint covers fit into the spare slots). A commit record is appended
+    only after the payload of its rows is stored where the record says. A checkpoint covers a record only when
+    everything in it is synced.
 
     Crashes: rows that `write` has committed survive the process at once, and a power failure after the next
     checkpoint (about one second later, or `sync`); with `durability="sync"` at once, too. A batch is stored
@@ -84,10 +84,11 @@ class Store(Storage):
     Args:
         path: The store's folder; created if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: All other options; see `expstore.open`. `storage` decides whether rows may have no fixed
-            size.
+        settings: All other options; see `expstore.open`. `storage` decides whether rows may have variable
+            length.
         disk: The disk on which files are accessed.
-        segment_bytes: Length of a journal segment, bytes; None: 4 MiB, or 64 MiB if records carry their rows.
+        segment_bytes: Length of a journal segment, bytes; None: 4 MiB, or 64 MiB if records contain their
+            rows.
 
     Raises:
         LockedError: Another buffer has the store open.
@@ -146,7 +147,7 @@ class Store(Storage):
             with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
             if manifest.schema is not None and shared.is_new:
-                _logger.warning("%s was missing or cut off and is made anew", path / STATE)
+                _logger.warning("%s was missing or truncated and is created again", path / STATE)
         except BaseException:
             self._release()
             raise
@@ -250,7 +251,7 @@ class Store(Storage):
         )
 
     def open_archive(self) -> Storage | None:
-        """Return the storage of rows that have left; None: there is no archive."""
+        """Return the storage with the rows evicted from this one; None: there is no archive."""
         archive = self.engine.archive
         return None if archive is None else archive.storage
 
@@ -291,7 +292,8 @@ class Store(Storage):
             self._append(rows)
             self.counters.extends += 1
             if engine.is_behind:
-                # Else the power may take the batch back when the archive knows no more that it came early.
+                # Otherwise a power failure could take the batch back after the archive has forgotten that the
+                # rows came early.
                 self.sync()
             archive.meet()
 
@@ -299,10 +301,10 @@ class Store(Storage):
         """Append rows, for which there is room. This is the crash rule.
 
         If the process dies before step 4 the rows are lost: an opening stops at the newest commit record, and
-        ignores bytes in free slots. (A batch longer than the spare slots has evicted older rows by then.)
-        From step 4 on the rows exist; recovery repeats step 5 from the record. After a power failure they
-        exist if a checkpoint has run since, or if every call is synced. After an exception the next call of
-        `writer` reads the journal again.
+        ignores bytes in free slots. (In this case, a batch longer than the spare slots has already evicted
+        older rows.) From step 4 on the rows exist; recovery repeats step 5 from the record. After a power
+        failure they exist if a checkpoint has run since, or if every call is synced. After an exception the
+        next call of `writer` reads the journal again.
         """
         state, engine, ring = self._state, self.engine, self.geometry
         kernels = self.disk.kernels
@@ -330,7 +332,7 @@ class Store(Storage):
                 # Before the lock is released: no checkpoint may cover a record that memory lacks.
                 engine.health.note_interruption()
                 raise
-        # 6. Update the control page: other processes see the rows, those in the memtable after it is drained.
+        # 6. Update the control page: other processes see the rows; rows in the memtable after it is drained.
         engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
         engine.background.note()
         if rows.count > ring.spare:
@@ -370,7 +372,7 @@ class Store(Storage):
         )
 
     def _admit(self, rows: Rows) -> None:
-        """Wait until rows may be written; rows that they overwrite are in all snapshots and the archive then.
+        """Wait until rows may be written: snapshots and the archive then have the rows to be overwritten.
 
         Raises:
             StorageError: The disk is too full, or failed; nothing was written.
@@ -384,7 +386,7 @@ class Store(Storage):
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight, and rows that no checkpoint covers, fit into the spare slots.
 
-        If there is an archive, the rows to be overwritten are synced to its disk by then.
+        If there is an archive, the rows to be overwritten are then also synced to its disk.
         """
         engine, ring = self.engine, self.geometry
         last, archive = self._state.window.last, None if self.schema is None else engine.archive
@@ -417,7 +419,7 @@ class Store(Storage):
                 self._retire(through)
 
     def _has_spare(self, count: int) -> bool:
-        """Return whether so many rows fit into the spare slots, with the rows that no checkpoint covers."""
+        """Return whether `count` rows, and the rows that no checkpoint covers, fit into the spare slots."""
         return self.last + count - self.engine.checkpointer.covered <= self.geometry.spare
 
     def _check_space(self, count: int) -> None:
@@ -445,7 +447,7 @@ class Store(Storage):
         """Make room for one more idempotency key in the file of keys."""
         engine = self.engine
         if not engine.manifest.keyed:
-            engine.save(engine.manifest.replace(keyed=True))  # from now on a lost file is damage
+            engine.save(engine.manifest.replace(keyed=True))  # from now on a missing file is damage
         keys = self._state.write_keys
         if 2 * keys.room < keys.spare:
             engine.background.hurry()
@@ -460,16 +462,16 @@ class Store(Storage):
     def prepare(
         self, schema: Schema, keys: Keys, dims: tuple[int, ...] = (), *, row_class: type | None = None
     ) -> None:
-        """Fix the fields, once, when the first rows come; on the disk when this returns.
+        """Set the fields, once, when the first rows are written; durable when this returns.
 
         Args:
             schema: The fields.
-            keys: Which of them say what a row is.
-            dims: Sizes of a batch's dims beyond the first, where these are rows too.
-            row_class: The tensorclass that the rows came in, if they did.
+            keys: The fields that mark trajectories, ends and rewards.
+            dims: Sizes of a batch's dims after the first, if they are rows too.
+            row_class: The tensorclass of the rows; None: rows are not of a tensorclass.
 
         Raises:
-            SchemaError: The fields are not those of the specs, or none that this storage keeps.
+            SchemaError: The fields do not match the specs, or this storage cannot store one of them.
             StateError: The archive has other fields.
             StorageError: The disk failed; nothing was changed.
         """
@@ -523,7 +525,7 @@ class Store(Storage):
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
     def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
-        """Replace the fields. expstore.json has them already, and the caller holds the lock."""
+        """Replace the fields. expstore.json already has them, and the caller holds the lock."""
         description = Description.of(manifest)
         with self.locks.episodes, self._note_field_change(description.schema):
             self.engine.note_saved(manifest)
@@ -562,7 +564,7 @@ class Store(Storage):
         engine.background.note()
 
     def _retire(self, through: int) -> None:
-        """Remove the rows with ids <= `through` for good, durably."""
+        """Remove the rows with ids <= `through` permanently and durably."""
         engine = self.engine
         with self.locks.episodes:
             sequence = engine.append_record(Kind.RETIRE, b'{"through": %d}' % through)
@@ -576,7 +578,7 @@ class Store(Storage):
         engine, state = self.engine, self._state
         if engine.archive is not None and self.schema is not None:
             self.sync()
-            engine.archive.copy_through(state.window.low)  # what had left before is not deleted
+            engine.archive.copy_through(state.window.low)  # rows removed before are not deleted again
         self.sync()
         with self.locks.episodes:
             sequence = engine.append_record(Kind.DELETE, b'{"last": %d}' % last)
@@ -587,7 +589,7 @@ class Store(Storage):
 
     @property
     def settings(self) -> StoreSettings:
-        """Settings of the rows: their ranking, their specs, and whether uses are counted."""
+        """Settings of the rows: their ranking, their specs, and whether samples are counted."""
         return StoreSettings(self, self._describe, self._count_sampled)
 
     def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
@@ -595,13 +597,13 @@ class Store(Storage):
         return RowAppender(self, schema, rows) if RowAppender.suits(self, schema, rows) else None
 
     def _note_unsaved(self) -> None:
-        """Note that priorities were set, so that a checkpoint follows soon."""
+        """Record that priorities were set, so that a checkpoint follows soon."""
         self.engine.background.note()
 
     # -- reading -------------------------------------------------------------------------------------
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
         state = self._state
         columns = state.columns
         if columns is None:
@@ -613,7 +615,7 @@ class Store(Storage):
         return memtable.replaced.take(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return the bytes of some rows in the fields without a fixed size. Shapes `(n,)`."""
+        """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""
         state, slots = self._state, self.geometry.slot_of(ids)
         if state.holds_back(slots):
             try:
@@ -633,23 +635,23 @@ class Store(Storage):
         return frozenset() if columns is None else columns.unviewed_places
 
     def drain(self) -> None:
-        """Write the rows that only the memtable and the journal hold to the columns."""
+        """Write rows that are only in the memtable and the journal to the columns."""
         self.engine.drain()
 
     # -- snapshots and restores ----------------------------------------------------------------------
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
+        """Make a snapshot of the current content in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
-        Other threads can read and add rows meanwhile. After a crash the snapshot is there whole or not at
-        all.
+        Other threads can read and add rows meanwhile. After a crash the snapshot is complete or does not
+        exist.
 
         Args:
-            path: A folder for snapshots; made if it is missing.
+            path: A folder for snapshots; created if it is missing.
             keep: How many snapshots remain.
 
         Raises:
-            SnapshotError: The folder holds something else, or rows are objects, which snapshots cannot store.
+            SnapshotError: The folder has other content, or rows are objects, which snapshots cannot store.
             StateError: The storage is closed.
             StorageError: The disk failed or is full; existing snapshots are unchanged.
 
@@ -678,15 +680,15 @@ class Store(Storage):
         self.holders.tell(self)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
+        """Make a snapshot: an alias of `dumps`."""
         return self.dumps(path, keep=keep)
 
     def save(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
+        """Make a snapshot: an alias of `dumps`."""
         return self.dumps(path, keep=keep)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
-        """Do as `loads`."""
+        """Restore a snapshot: an alias of `loads`."""
         self.loads(path, version)
 
     def _reopen(self, change: Callable[[], None]) -> None:
@@ -705,7 +707,7 @@ class Store(Storage):
             yield
             self.engine.shared.end_change()  # not after a failure, when the rows' contents are unknown
 
-    # -- life ----------------------------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Run a checkpoint: sync all committed rows, the priorities and the draws.
@@ -734,7 +736,7 @@ class Store(Storage):
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
-            # A sampler that counts uses must not use the counts that were open before.
+            # A sampler that counts samples must not use the counts that were open before.
             with self.lock, engine.checkpointer.lock, self.locks.sampled:
                 if engine.health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):

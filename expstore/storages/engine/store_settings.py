@@ -1,4 +1,4 @@
-"""What a store keeps of its rows besides their values, in expstore.json.
+"""Settings of a store's rows besides their values, stored in expstore.json.
 
 A service of the store.
 """
@@ -27,9 +27,9 @@ class StoreSettings(RowSettings):
     Threads and crashes: as `RowSettings`.
 
     Args:
-        store: Whose settings.
-        describe: As of `RowSettings`.
-        count: As of `RowSettings`.
+        store: The store.
+        describe: Replaces the description of the storage in memory.
+        count: Begins to count how often rows are sampled, from the first row on.
     """
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class StoreSettings(RowSettings):
         engine.save(engine.manifest.replace(ranking=description.ranking, specs=description.specs))
 
     def _check_ranking(self) -> None:
-        """Raise an error if better rows cannot take the places of others here."""
+        """Raise an error if better rows cannot replace others in this store."""
         store = self._storage
         columns, schema = store.state.columns, store.schema
         if schema is not None and schema.variable:
@@ -63,15 +63,15 @@ class StoreSettings(RowSettings):
             columns.check_replaceable()
         if ColumnLayout(**store.engine.manifest.layout).asks_packed:
             raise StateError(
-                "this store was made with packed fields, whose rows cannot give way to better ones",
-                hint="make a store with layout='flat', or without a writer that keeps the best rows",
+                "this store has packed fields, whose rows cannot be replaced by better ones",
+                hint="create a store with layout='flat', or use a writer that keeps the newest rows",
             )
         if store.engine.archive is not None:
             raise no_ranking(store.path)
 
 
 def _no_ranking_of(schema: Schema) -> SchemaError:
-    from expstore.storages.columns.arrow.column import in_place  # loads pyarrow
+    from expstore.storages.columns.arrow.column import in_place  # imported here, because it loads pyarrow
 
     fields = [entry for entry in schema.fields if entry.variable]
-    return in_place(fields, "rows cannot give way to better ones")
+    return in_place(fields, "rows cannot be replaced by better ones")

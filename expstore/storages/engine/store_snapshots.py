@@ -1,7 +1,7 @@
-"""Give the content of a store to a snapshot, and replace it by another content.
+"""Read the content of a store for a snapshot, and replace the content.
 
-A service of the store. What a restore puts on the disk, and in which order, is in
-`expstore.storages.snapshots.restore`.
+A service of the store. `expstore.storages.snapshots.restore` defines what a restore writes, and in which
+order.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["StoreSnapshots"]
 
 
 class StoreSnapshots(ContentAccess):
-    """Give the content of a store, and replace it.
+    """Read the content of a store, and replace it.
 
     Threads: a replacement holds the store's lock; others may read meanwhile, and see the former content or
     the new one. Crashes: the store has its former content until the new one is complete, and the new one from
     then on.
 
     Args:
-        store: Whose content.
-        check: As of `SnapshotAccess`.
-        convert: As of `ContentAccess`.
-        updates: What changes its rows.
-        reopen: Opens the store again, after it has called the function that it is given.
+        store: The store.
+        check: Called before a snapshot is made; raises SnapshotError if none can be made.
+        convert: Applies load hooks to the content of a snapshot; None: there are no hooks.
+        updates: Changes rows of the store.
+        reopen: Calls a function, then opens the store again.
     """
 
     __slots__ = ("_engine", "_reopen", "_updates")
@@ -57,7 +57,7 @@ class StoreSnapshots(ContentAccess):
         self._updates.settle()
 
     def captures(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
+        """Capture the columns that cannot be viewed, for rows newer than `low`."""
         if self._storage.state.columns is None:
             return []
         self._engine.drain()
@@ -68,7 +68,7 @@ class StoreSnapshots(ContentAccess):
         return self._engine.block_sums()
 
     def log_bytes(self) -> bytes:
-        """Return all of episodes.log."""
+        """Return the content of episodes.log."""
         with self._engine.locks.episodes:
             log = self._storage.state.log
             log.flush()
@@ -90,21 +90,21 @@ class StoreSnapshots(ContentAccess):
         with store.lock:
             self._finish_writes(keeps=store.capacity)
             columns = store.state.columns
-            # Other processes may read by former slots, so that the new columns must have as many.
+            # Other processes may read by former slots, so the new columns must have at least as many.
             self._replace(Arrival.of(content, store), ready=0 if columns is None else columns.ready)
 
     def resize(self, capacity: int | None, progress: Progress | None = None) -> None:
-        """Change the capacity; rows that do not fit are given up, the oldest first, or the worst.
+        """Change the capacity; rows that do not fit are removed, the oldest first, or the worst.
 
-        Do not draw from the store meanwhile, and do not keep indices: rows keep their ids, and get other
+        Do not draw from the store meanwhile, and do not keep indices: rows keep their ids, but get other
         indices.
 
         Args:
-            capacity: Most readable rows; None: it grows without bound.
+            capacity: Most readable rows; None: unbounded.
             progress: Called with bytes done and bytes in all.
 
         Raises:
-            SchemaError: Fields were to be packed in chunks that do not fit.
+            SchemaError: Packed fields would have chunks that do not fit.
             StorageError: The disk failed or is full; the store has its former content.
         """
         store = self._storage
@@ -113,10 +113,10 @@ class StoreSnapshots(ContentAccess):
             self._replace(read_resized(store, capacity, progress), ready=0)
 
     def _finish_writes(self, *, keeps: int | None) -> None:
-        """Write all rows to the columns, and those that will be given up to the archive.
+        """Write all rows to the columns, and copy those that will be removed to the archive.
 
         Args:
-            keeps: How many of the rows stay at most; None: all.
+            keeps: The most rows that remain; None: all.
         """
         store, engine = self._storage, self._engine
         store.writer()
@@ -129,11 +129,11 @@ class StoreSnapshots(ContentAccess):
             engine.archive.copy_all_but(keeps)
 
     def _replace(self, arrival: Arrival, *, ready: int) -> None:
-        """Build a content in a folder of its own, then rename it.
+        """Build the new content in a separate folder, then rename the folder.
 
         Args:
             arrival: The content.
-            ready: How many slots the new columns have at least.
+            ready: The least number of slots of the new columns.
         """
         store, engine = self._storage, self._engine
         build_load(store, engine.path, arrival, sequence=store.state.journal.sequence, ready=ready)

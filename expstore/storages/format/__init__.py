@@ -1,1 +1,1 @@
-"""Bytes on disk."""
+"""The formats of files on disk."""

@@ -1,6 +1,6 @@
-"""Packing of the rows of a wide field: codec, rows per chunk, rows per shard.
+"""How the rows of a wide field are packed: codec, rows per chunk, rows per shard.
 
-Used by packed columns and by the code that writes their Zarr metadata. It touches no files.
+Used by packed columns and by the code that writes their Zarr metadata. It uses no files.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Packing", "packing_for", "reach_for"]
 #: Target size of a chunk, unpacked.
 CHUNK_BYTES = 256 * 1024
 #: Blocks per frame. To read a row, the blocks before its own need not be unpacked. Two blocks save a fifth of
-#: the time, and take a quarter more space; more save nothing, since the first row takes most of a block's
-#: time.
+#: the time, and take a quarter more space; more blocks save nothing, because the first row takes most of a
+#: block's time.
 BLOCKS = 2
 #: A frame whose compression ratio is at least this is unpacked quickly enough: it has one block.
 _SHORT = 64
@@ -33,7 +33,7 @@ MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 SHARD_BYTES = 1 << 30
 #: A ring with more shards than this gets longer shards instead.
 MANY_SHARDS = 1024
-#: A row's bytes are looked for among the rows before it: among as many as make so many bytes, within the
+#: A row's bytes are searched for among the rows before it: among as many as make this many bytes, within the
 #: bounds of `tuning.PACKED_LOOKBACK_ROWS`, and for very wide rows at most eight times as many bytes.
 REACH_BYTES = 4 << 20
 
@@ -129,7 +129,7 @@ class Packing:
         """
         table = data[4 : self.table_bytes]
         if len(data) < self.table_bytes or google_crc32c.value(table) != int.from_bytes(data[:4], "little"):
-            raise CorruptionError("the table of a packed chunk is damaged: its checksum does not fit")
+            raise CorruptionError("the table of a packed chunk is damaged: its checksum does not match")
         return np.frombuffer(table, "<u2").astype(np.int64)
 
     def _pack_frame(self, rows: Array, former: int) -> bytes:
@@ -147,7 +147,7 @@ class Packing:
         data = bytes(chunk)
         frame = data[:-4]
         if len(data) < 5 or google_crc32c.value(frame) != int.from_bytes(data[-4:], "little"):
-            raise CorruptionError("a packed chunk is damaged: its checksum does not fit")
+            raise CorruptionError("a packed chunk is damaged: its checksum does not match")
         return self.means.unpack(frame, size)
 
     def most_bytes(self, size: int) -> int:
@@ -185,7 +185,7 @@ def packing_for(
 
     Args:
         entry: The field.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         codec: One of `CODECS`.
         rows: Rows per chunk; None: as many as make about 256 KiB.
         shares: Whether rows may be stored in the column of the next observations, see `Packing`.
@@ -205,7 +205,7 @@ def packing_for(
 
 
 def reach_for(entry: Field) -> int:
-    """Return among how many rows before it a row's bytes are looked for."""
+    """Return the number of preceding rows that are searched for a row's bytes."""
     least, most = tuning.PACKED_LOOKBACK_ROWS
     widest = max(1, 8 * REACH_BYTES // entry.row_bytes)
     return min(widest, max(least, min(most, REACH_BYTES // entry.row_bytes)))

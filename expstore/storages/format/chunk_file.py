@@ -44,11 +44,11 @@ _STEP = 4 << 20
 
 
 class Chunks(NamedTuple):
-    """Where the chunks of a file are.
+    """The positions of the chunks in a file.
 
     Args:
-        offsets: Offsets of their frames, bytes; -1: there is no such chunk. Shape `(chunks,)`, int64.
-        sizes: Lengths of their frames, bytes; 0: the chunk has only a table. Shape `(chunks,)`, int64.
+        offsets: Offsets of their frames, bytes; -1 for a missing chunk. Shape `(chunks,)`, int64.
+        sizes: Lengths of their frames, bytes; 0 for a chunk that has only a table. Shape `(chunks,)`, int64.
         end: Offset at which the next chunk is appended, bytes.
     """
 
@@ -142,7 +142,7 @@ def no_chunks(count: int) -> Chunks:
 
 
 def index_bytes(count: int, *, table: int = 0) -> int:
-    """Return the length of the index behind `count` chunks, bytes."""
+    """Return the length of the index of `count` chunks, bytes."""
     return (16 * count + 4) * (2 if table else 1)
 
 

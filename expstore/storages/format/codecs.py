@@ -24,7 +24,7 @@ _EFFORT = {"clevel", "level", "blocksize"}
 
 @dataclass(frozen=True)
 class Codec:
-    """Pack bytes into a frame, and unpack them.
+    """A codec that packs bytes into a frame, and unpacks them.
 
     Args:
         name: The codec's name in zarr.json.
@@ -98,7 +98,7 @@ class Codec:
             return out
         try:
             found: Array = np.frombuffer(self._numcodec.decode(frame), np.uint8)
-        except Exception as exc:  # gzip raises several
+        except Exception as exc:  # gzip raises several types
             raise CorruptionError(f"a packed chunk cannot be unpacked: {exc}") from exc
         if found.size != size:
             raise CorruptionError(f"a packed chunk does not hold {size} bytes")
@@ -109,7 +109,7 @@ class Codec:
         return size + _BLOSC_HEADER if self.is_blosc else size + size // 64 + 1024
 
     def reads(self, named: Mapping[str, Any]) -> bool:
-        """Return whether this codec unpacks what zarr.json names, whatever the effort when it was packed."""
+        """Return whether this codec unpacks frames of a codec in zarr.json, of any compression effort."""
         found = named.get("configuration", {})
         wanted = {name: value for name, value in self.options.items() if name not in _EFFORT}
         return bool(named["name"] == self.name and wanted.items() <= found.items())
@@ -131,7 +131,7 @@ DEFAULT_CODEC = "lz4hc"
 CODECS: dict[str, Codec] = {
     "lz4hc": _blosc("lz4hc", 5),
     "lz4": _blosc("lz4", 9),
-    "zstd": _blosc("zstd", 4),  # from 4 on a chunk is one block
+    "zstd": _blosc("zstd", 4),  # from level 4 on a chunk is one block
     "zlib": _blosc("zlib", 5),
     "lz4hc-shuffle": _blosc("lz4hc", 5, "shuffle", 4),
     "zstd-shuffle": _blosc("zstd", 4, "shuffle", 4),

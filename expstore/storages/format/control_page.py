@@ -1,9 +1,9 @@
-"""The STATE page: the few numbers that must outlive the process but not the machine.
+"""The STATE page: the few numbers that must survive the process but not a restart of the machine.
 
-The writer keeps it current with plain stores into a shared mapping; the next opening and readers in
-other processes look at it. It is never synced and never trusted across a restart of the machine. A clean
-close seals it with a checksum, which the next writer removes before it changes anything: a page without a
-seal was left by a writer that did not close the store, and has no checksum to fit.
+The writer updates it with plain stores into a shared mapping; the next opening and readers in other processes
+read it. It is never synced, and ignored after a restart of the machine. A clean close seals it with a
+checksum, which the next writer removes before it changes anything: a page without a seal was left by a writer
+that did not close the store, and has no checksum to match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["PAGE", "StatePage", "StateView"]
 PAGE = 4096
 _MAGIC = int.from_bytes(b"EXPSTATE", "little")
 _FORMAT = 1
-# There stores are seen in the order in which they were made.
+# On these processors, other processors see stores in the order in which they were made.
 _ORDERED = os.uname().machine in {"x86_64", "i686", "AMD64"}
 
 # Word numbers (8 bytes each) within the page; docs/format.md has the table.
@@ -45,7 +45,7 @@ _WORDS = {
     "sampled": 20,
     "limiter": 21,
 }
-#: Two places for a sampler's progress, written in turn: a count, then four words.
+#: Two places for a sampler's progress, written alternately: a count, then four words.
 _PROGRESS = (24, 32)
 #: The seal: 0, or `_MARKED` and the crc32c of all other bytes of the page.
 _SEAL = 40
@@ -56,15 +56,15 @@ _GENERATION, _HORIZON, _LAST, _CHANGE, _LAYOUT, _DRAINED, _RETIRED = (
 
 
 class StateView(NamedTuple):
-    """Words of one look at the page.
+    """The words that readers need, read at one time.
 
     Args:
-        generation: Of the writer; 0 while the page is claimed.
-        layout: Moves when fields or the columns' files change.
+        generation: The writer's generation; 0 while the page is being claimed.
+        layout: Incremented when fields or the columns' files change.
         horizon: Newest id whose slot may have been written to.
         change: Odd while rows are changed in place.
-        last: Newest id that is published, and whose bytes stand in the columns.
-        retired: Newest id given up for other reasons than age.
+        last: Newest id that is published, and whose bytes are in the columns.
+        retired: Newest id that was removed other than by age.
     """
 
     generation: int
@@ -78,13 +78,13 @@ class StateView(NamedTuple):
 class StatePage:
     """Map STATE and read or set its words.
 
-    One writer, any number of readers; every word is stored in one piece. What is stored survives the
-    process, not the machine.
+    One writer, any number of readers; every word is stored atomically. Stored words survive the process, not
+    a restart of the machine.
 
     Args:
-        disk: Where files are touched.
-        path: The file; made if it is missing.
-        write: Whether words will be set; else the file must be there.
+        disk: Access to files.
+        path: The file; created if it is missing and `write` is set.
+        write: Whether words will be set; otherwise the file must exist.
     """
 
     def __init__(self, disk: Disk, path: Path, *, write: bool = True) -> None:
@@ -93,7 +93,7 @@ class StatePage:
             file = disk.open(path, write=False)
             try:
                 self._map = file.map_readable(PAGE)
-                #: Of the file; a page that names another one has been copied from a running store.
+                #: The file's inode number; a page that has another one was copied from a running store.
                 self.inode = file.inode()
             finally:
                 file.close()
@@ -102,7 +102,7 @@ class StatePage:
         file = disk.open(path, create=True)
         try:
             if file.size() < PAGE:
-                # Written, not only stretched: a store into a hole could meet a full disk (SIGBUS).
+                # Written, not only extended: a store into a hole could fail on a full disk (SIGBUS).
                 file.write(bytes(PAGE), 0)
             self._map = file.map_writable(PAGE)
             self.inode = file.inode()
@@ -111,16 +111,17 @@ class StatePage:
         self._words = memoryview(self._map).cast("q")
 
     def fits(self, uuid: bytes, boot: bytes, generation: int) -> bool:
-        """Return whether the page speaks of this store since this start of the machine.
+        """Return whether the page belongs to this store and was written since the machine started.
 
-        A generation behind `generation` fits: openings that were killed have drawn nothing.
+        Its generation may be lower than `generation`: openings that were killed raised the generation in
+        expstore.json only, and have drawn nothing.
         """
         head = bytes(self._map[16:48])
         known = self._words[0] == _MAGIC and self._words[1] == _FORMAT
         return known and head == uuid + boot and self.get("generation") <= generation
 
     def look(self) -> StateView:
-        """Return what readers need, in an order that fits the writer's: no id without its limits."""
+        """Return the words that readers need, read in an order in which no id is seen before its limits."""
         words = self._words
         if not _ORDERED:
             self._fence()
@@ -132,7 +133,7 @@ class StatePage:
         return StateView(generation, layout, horizon, change, min(last, drained), retired)
 
     def claim(self, uuid: bytes, boot: bytes, **words: int) -> None:
-        """Start the page anew for a writer."""
+        """Initialize the page for a writer."""
         self.unseal()
         self._words[0] = 0
         self._map[16:48] = uuid + boot
@@ -144,7 +145,7 @@ class StatePage:
         self._words[0] = _MAGIC
 
     def set_progress(self, progress: Sequence[int]) -> None:
-        """Set the four words of a sampler's progress as one: a kill leaves these or those before."""
+        """Set the four words of a sampler's progress atomically: a kill leaves the new or the old words."""
         words = self._words
         count = max(words[place] for place in _PROGRESS) + 1
         place = _PROGRESS[count & 1]
@@ -154,7 +155,7 @@ class StatePage:
         words[place] = count
 
     def get_progress(self) -> tuple[int, ...] | None:
-        """Return the words that were set last; None if none were."""
+        """Return the progress that was set last; None if none was."""
         place = max(_PROGRESS, key=self._words.__getitem__)
         return tuple(self._words[place + 1 : place + 5]) if self._words[place] else None
 
@@ -170,16 +171,16 @@ class StatePage:
 
     @property
     def sealed(self) -> bool:
-        """Whether a close has sealed the page and no writer has come since."""
+        """Whether a close has sealed the page and no writer has opened the store since."""
         return self._words[_SEAL] != 0
 
     @property
     def intact(self) -> bool:
-        """Whether the seal fits the page; True without a seal."""
+        """Whether the seal matches the page; True without a seal."""
         return self._words[_SEAL] in (0, self._checksum())
 
     def seal(self) -> None:
-        """Note the checksum of the page: the journal ends with a close, and the writer is gone."""
+        """Store the page's checksum: the journal ends with a close record, and the writer has stopped."""
         self._words[_SEAL] = self._checksum()
         if not self.intact:  # another thread has drawn a batch meanwhile
             self.unseal()
@@ -189,7 +190,7 @@ class StatePage:
         self._words[_SEAL] = 0
 
     def discard(self) -> None:
-        """Let the page fit no store: its words are damaged. `claim` sets them anew."""
+        """Invalidate a page with damaged words. `claim` initializes it again."""
         self._words[0] = 0
 
     def _checksum(self) -> int:
@@ -215,7 +216,7 @@ class StatePage:
         self.set("change", self.get("change") + 1 & ~1)
 
     def _fence(self) -> None:
-        """Keep loads and stores before it before those after it: a release, then an acquire, of one lock."""
+        """Order loads and stores before the call before later ones: release, then acquire, one lock."""
         with self._order:
             pass
         with self._order:

@@ -35,7 +35,7 @@ __all__ = [
 
 ALIGN = 64
 _PAGE = 4096
-#: Least room for records in a segment, bytes: else a checkpoint and a close record could need another
+#: Least room for records in a segment, bytes: otherwise a checkpoint and a close record could need another
 #: segment.
 _LEAST_ROOM = 1024
 #: Length of a segment if every record is synced: longer, because starting a segment costs three syncs.
@@ -47,7 +47,7 @@ _CHECKSUM = struct.Struct("<I")
 
 
 class Kind(IntEnum):
-    """What a record does."""
+    """The kind of a record."""
 
     BASE = 1
     PUBLISH = 2
@@ -65,19 +65,19 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One entry of the journal."""
+    """One record of the journal."""
 
     sequence: int
     kind: Kind
     body: bytes
 
     def json(self) -> Any:
-        """Return the body of a record that holds JSON."""
+        """Return the body of a record whose body is JSON."""
         return json.loads(self.body)
 
 
 def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
-    """Return the bytes of a record; its body may come in parts, which are copied once."""
+    """Return the bytes of a record; its body may consist of parts, which are copied once."""
     size = sum(map(len, body))
     head = HEADER.pack(size, 0, salt, sequence, kind)
     crc = google_crc32c.value(head[:4] + head[8:])
@@ -135,7 +135,7 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
     if covered > records[-1].sequence:
         raise CorruptionError(
             f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
-            f"though records up to {covered} were brought to the disk",
+            f"although records up to {covered} were synced",
         )
     return Segment(path, int(path.name), records, covered, salt, at)
 
@@ -144,7 +144,7 @@ def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
     """Return the checkpoint records beyond the segment's end: a torn record may precede them."""
     words = np.frombuffer(data, "<u8", max(0, len(data) - at) // ALIGN * (ALIGN // 8), min(at, len(data)))
     if not words.any():
-        return []  # the unused rest of a segment, most of its 4 MiB as a rule
+        return []  # the unused rest of a segment, usually most of its 4 MiB
     words = words.reshape(-1, ALIGN // 8)
     places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
     found = [parse_record(data, at + int(place) * ALIGN, salt) for place in places]
@@ -159,10 +159,10 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
 def read_segments(disk: Disk, folder: Path) -> list[Segment]:
     """Return the segments whose records are valid.
 
-    They start at the newest segment with a whole base record that was written by an opening (everything
-    before it was synced by then) or that has no predecessor any more. Segments follow each other without a
-    gap in their LSNs. A segment whose base record is not whole, or that starts after the end of its
-    predecessor, was never synced; it and all later segments are dropped.
+    They start at the newest segment that has a complete base record and was either begun by an opening
+    (everything before it was synced by then) or has no predecessor any more. Segments follow each other
+    without a gap in their LSNs. A segment whose base record is incomplete, or that starts after the end of
+    its predecessor, was never synced; it and all later segments are dropped.
 
     Raises:
         CorruptionError: A record that a durable checkpoint covers is damaged, or the first base record is.
@@ -171,7 +171,7 @@ def read_segments(disk: Disk, folder: Path) -> list[Segment]:
     paths = [folder / name for name in names]
     segments = [read_segment(path, disk.read_whole(path)) for path in paths]
     if not any(segments):
-        return []  # no segment, or a first segment whose base was never whole
+        return []  # no segment, or a first segment whose base record was never complete
     numbers = {int(path.name) for path in paths}
     start = 0
     for place, segment in enumerate(segments):
@@ -323,7 +323,7 @@ class Journal:
         text = json.dumps(base)[:-1]  # may be long if many episodes are open, so build it once
 
         def frame_base(size: int) -> bytes:
-            # The record holds the file's length, so that a truncated file is detected.
+            # The record contains the file's length, so that a truncated file is detected.
             return _frame(salt, self.sequence + 1, Kind.BASE, f'{text}, "bytes": {size}}}'.encode())
 
         longest = len(frame_base(1 << 50))
@@ -365,7 +365,7 @@ class Journal:
         return self._at + HEADER.size + size + 4 * ALIGN <= self._room
 
     def append(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, whose body may come in parts, and return its LSN."""
+        """Append a record, whose body may consist of parts, and return its LSN."""
         assert self._file is not None
         frame = _frame(self._salt, self.sequence + 1, kind, *body)
         self._file.write(frame, self._at)
@@ -385,7 +385,7 @@ class Journal:
         sequence = self.sequence + 1
         HEADER.pack_into(frame, 0, size, 0, self._salt, sequence, kind)
         data = frame.tobytes()
-        crc = google_crc32c.value(data[:4])  # of everything but the checksum itself
+        crc = google_crc32c.value(data[:4])  # of everything except the checksum itself
         _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(crc, data[8 : HEADER.size + size]))
         self._file.write(frame.tobytes(), self._at)
         self.sequence = sequence
@@ -403,7 +403,7 @@ class Journal:
         return bool(self._older)
 
     def sync_files(self) -> list[File]:
-        """Return the files that hold the records appended so far."""
+        """Return the files with the records appended so far."""
         return [*self._older, *([self._file] if self._file else [])]
 
     def find_unsettled(self) -> tuple[list[File], list[Path]]:
@@ -412,7 +412,7 @@ class Journal:
         return (files, [self._folder]) if self._fresh else (files[-1:], [])
 
     def settle(self) -> None:
-        """Note that all of `find_unsettled` was synced, with no record appended in between."""
+        """Record that all of `find_unsettled` was synced, with no record appended in between."""
         self._fresh = False
 
     @property

@@ -1,7 +1,7 @@
-"""The journal of another process, read as it grows.
+"""Read the journal of another process as it grows.
 
-Used by followers. It keeps its place in the segments, so that a look costs what is new; what records mean
-is not its business, and it writes nothing.
+Used by followers. It remembers its position in the segments, so that each call reads only new records. It
+does not interpret records and writes nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _READ_BYTES = 1 << 18
 class JournalTail:
     """Follow the journal of another process, record by record.
 
-    Not locked. `poll` fails softly: None means to begin anew with another one.
+    Not locked. If `poll` returns None, create a new object and start again.
 
     Args:
-        disk: Where files are touched; only read.
+        disk: Access to files; nothing is written.
         folder: The folder of the segments.
 
     Raises:
-        CorruptionError: As `read_journal`; or a record was being written while it was read.
-        StorageError: A segment has been removed while it was read.
+        CorruptionError: The journal is damaged, or a record was being written while it was read.
+        StorageError: A segment was removed while it was read.
     """
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk, self._folder = disk, folder
         segments = read_segments(disk, folder)
-        #: What is there already.
+        #: The records that existed when this object was created.
         self.records = [record for segment in segments for record in segment.records]
         self._number = segments[-1].number if segments else 0
         self._salt, self._at = (segments[-1].salt, segments[-1].end) if segments else (0, 0)
@@ -48,7 +48,7 @@ class JournalTail:
         self._file = disk.open(segments[-1].path, write=False) if segments else None
 
     def poll(self) -> list[Record] | None:
-        """Return the records that have come since; None if some were missed."""
+        """Return the records that were appended since the last call; None if some were missed."""
         if self._file is None:
             return None
         new: list[Record] = []
@@ -66,7 +66,7 @@ class JournalTail:
             path = self._folder / f"{self._number + 1:06d}"
             segment = read_segment(path, self._disk.read_whole(path))
             if segment is None:
-                return new  # it is only being made
+                return new  # the segment is still being created
             if not self._go_on(segment, new):
                 return None
 
@@ -83,11 +83,11 @@ class JournalTail:
         self._at += at
 
     def _go_on(self, segment: Segment, new: list[Record]) -> bool:
-        """Go on in the next segment; say whether it follows what was read."""
+        """Continue in the next segment; return whether it continues the records that were read."""
         if segment.records[0].json().get("opening"):
             return False
         if segment.records[0].sequence > self._sequence + 1 and self._file is not None:
-            self._read_on(self._file, new)  # came while the folder was looked at
+            self._read_on(self._file, new)  # appended while the folder was listed
         if segment.records[0].sequence != self._sequence + 1:
             return False
         self.close()

@@ -1,7 +1,7 @@
-"""How the fields of a store lie on disk: flat, or packed.
+"""How the fields of a store are stored on disk: flat, or packed.
 
-Settings of a new store; the Zarr storage asks when its first rows come. Afterwards each array's zarr.json
-says how it lies, and this is not asked again.
+Settings of a new store, which the Zarr storage applies when its first rows are written. Afterwards each
+array's zarr.json describes its layout, and these settings are not used again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _OPTIONS = {"layout", "codec", "rows", "share_next"}
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """How fields are stored on disk.
+    """The layout of fields on disk.
 
     Args:
         layout: "flat": rows are stored one after another, each read by a copy, and can be changed in place.
             "packed": rows are stored in compressed chunks of a few rows, and are immutable. "auto": packed
-            from 1 KiB per row on. None: not specified; columns are flat then.
+            from 1 KiB per row on. None: not specified, which means flat.
         fields: Options of single fields, by name: their `layout`, `codec`, `rows` per chunk and `share_next`.
-        share_next: Whether rows of a packed field are left out where `("next", name)` already has the same
-            bytes. None: not specified; they are left out then.
+        share_next: Whether rows of a packed field are not stored where `("next", name)` already has the same
+            bytes. None: not specified, which means True.
 
     Raises:
         SchemaError: There is no such layout, codec or option, or an option has no effect.
@@ -87,16 +87,17 @@ class ColumnLayout:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any], ranking: Ranking | None) -> ColumnLayout:
-        """Return how the columns of a store are made.
+        """Return the layout of a store's columns.
 
         Args:
-            stored: What expstore.json says.
-            ranking: By what it keeps the best rows: these come in the places of others, which needs places.
+            stored: The layout in expstore.json.
+            ranking: How the best rows are ranked, if only they are kept: they replace other rows, which is
+                only possible in flat columns.
         """
         return cls() if ranking is not None else cls(**stored)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what expstore.json keeps: nothing of what is flat anyway."""
+        """Return the value for expstore.json: {} for the defaults, with which all fields are flat."""
         if self.layout in (None, "flat") and not self.fields and self.share_next is not False:
             return {}
         kept: dict[str, Any] = {
@@ -106,7 +107,7 @@ class ColumnLayout:
         return {**kept, "share_next": False} if self.share_next is False else kept
 
     def fill_from(self, other: ColumnLayout) -> ColumnLayout:
-        """Return what this one says, and where it says nothing the other."""
+        """Return this layout, with the other layout's values for everything that is not specified here."""
         return ColumnLayout(
             self.layout or other.layout,
             self.fields or other.fields,
@@ -115,7 +116,7 @@ class ColumnLayout:
 
     @staticmethod
     def words(stored: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-        """Return what `to_json` made in the words of the arguments, where the other one is not alike."""
+        """Return a value of `to_json` as arguments, without those that are equal in `other`."""
         said = {"layout": "flat", **stored}
         return ", ".join(
             f"{name}={value!r}"
@@ -124,11 +125,11 @@ class ColumnLayout:
         )
 
     def check(self, fields: tuple[Field, ...], capacity: int | None) -> None:
-        """Check that what is asked of single fields has a meaning for these.
+        """Check that the options of single fields have an effect.
 
         Args:
-            fields: Those that users have.
-            capacity: Most readable rows; None: the store grows.
+            fields: The user's fields.
+            capacity: Most readable rows; None: unbounded.
 
         Raises:
             SchemaError: There is no such field, an option has no effect on it, or its chunks are too large.
@@ -138,8 +139,8 @@ class ColumnLayout:
             entry = known.get(name)
             if entry is None:
                 raise SchemaError(
-                    f"fields= speaks of {name!r}, which is no field",
-                    hint=_add_recreate_hint(f"there are {', '.join(sorted(known))}"),
+                    f"fields= names {name!r}, which is not a field",
+                    hint=_add_recreate_hint(f"the fields are {', '.join(sorted(known))}"),
                 )
             packed = self._packing(entry, None) is not None
             _refuse_idle(f"field {name!r}: ", asked, packed=packed, fault=self._fault(entry, fields))
@@ -149,13 +150,13 @@ class ColumnLayout:
                 raise SchemaError(
                     f"field {name!r}: chunks of {rows} rows of {entry.row_bytes} bytes are too large",
                     hint=_add_recreate_hint(
-                        f"a chunk has {MOST_BYTES >> 20} MiB and the rows of a ring at most: here {most}"
+                        f"a chunk has at most {MOST_BYTES >> 20} MiB and the rows of a ring: here {most}"
                     ),
                 )
 
     @property
     def asks_packed(self) -> bool:
-        """Whether it asks for packed fields, rather than leave that to their width."""
+        """Whether packed fields were requested explicitly, not only depending on their width."""
         return "packed" in (self.layout, *(asked.get("layout") for asked in self.fields.values()))
 
     @property
@@ -165,23 +166,23 @@ class ColumnLayout:
         return "packed" in asked or "auto" in asked
 
     def packings(self, fields: tuple[Field, ...], slots: int | None, reach: int) -> list[Packing | None]:
-        """Return how fields are packed; None: one is flat.
+        """Return how fields are packed; None for a flat field.
 
         Args:
-            fields: All of a store.
-            slots: How many rows a ring has; None: the store grows.
-            reach: How many rows behind the oldest one stay, in a ring.
+            fields: All fields of a store.
+            slots: Number of slots of a ring; None: the store is unbounded.
+            reach: Number of overwritten rows that a ring keeps for packed rows that refer to them.
         """
         shared = self._find_shared(fields) if slots is None or reach else frozenset()
         return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
 
     def reach(self, fields: tuple[Field, ...]) -> int:
-        """Return how many rows behind the oldest one must stay for rows that lie with the next ones."""
+        """Return how many overwritten rows a ring must keep for rows that are stored in the next column."""
         shared = self._find_shared(fields)
         return max((reach_for(entry) for entry in fields if entry.key in shared), default=0)
 
     def _find_shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
-        """Return the packed fields of which rows may lie with the next ones."""
+        """Return the packed fields whose rows may be stored in the column of the next observations."""
         found = set()
         for entry in fields:
             asked = self.fields.get(key_name(entry.key), {}).get("share_next", self.share_next)
@@ -191,13 +192,13 @@ class ColumnLayout:
         return frozenset(found)
 
     def _fault(self, entry: Field, fields: tuple[Field, ...]) -> str | None:
-        """Return why no rows of a packed field can lie with the next ones; None: some can."""
+        """Return why no rows of a packed field can be stored in the next column; None if they can."""
         kind = ("next", *entry.key), entry.dtype, entry.shape
         if any(
             (other.key, other.dtype, other.shape) == kind and self._packing(other, None) for other in fields
         ):
             return None
-        return "it is packed, and among packed next ones has none of its dtype and shape"
+        return "there is no packed next field of the same dtype and shape"
 
     def _packing(self, entry: Field, slots: int | None, *, shares: bool = False) -> Packing | None:
         own = self.fields.get(key_name(entry.key), {})
@@ -213,21 +214,21 @@ class ColumnLayout:
         return packing_for(entry, slots, codec=codec, rows=rows, shares=shares)
 
     def packs(self, fields: tuple[Field, ...]) -> bool:
-        """Return whether one of these fields is packed."""
+        """Return whether any of these fields is packed."""
         return any(self._packing(entry, None) is not None for entry in fields)
 
     def chunk_rows(self, fields: tuple[Field, ...]) -> int:
-        """Return of how many rows the number of slots must be a multiple."""
+        """Return a number of rows that must divide the number of slots."""
         packings = [self._packing(entry, None) for entry in fields]
         return max((packing.rows for packing in packings if packing is not None), default=1)
 
 
 def layout_of(manifest: Manifest) -> ColumnLayout:
-    """Return how the columns of a store are made that is built anew."""
+    """Return the layout for building the columns of an existing store again."""
     layout, slots = ColumnLayout.of(manifest.layout, manifest.ranking), manifest.slots
     fields = () if manifest.schema is None else manifest.schema.fields
     if slots is not None and slots % layout.chunk_rows(fields):
-        return ColumnLayout()  # a store that kept the best rows till now: its slots are no whole chunks
+        return ColumnLayout()  # a store that kept the best rows: its slots are not whole chunks
     return layout
 
 
@@ -236,7 +237,7 @@ def ask_layout(
     fields: Mapping[str, Mapping[str, Any]] | None,
     share_next: bool | None = None,
 ) -> ColumnLayout | None:
-    """Return the layout that was asked for; None if no option was given.
+    """Return the requested layout; None if no option was passed.
 
     Raises:
         SchemaError: There is no such layout, codec or option.
@@ -260,7 +261,7 @@ def _parse_fields(fields: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(asked, Mapping):
             raise SchemaError(f"field {name!r}: options must be a dict, got {asked!r}", hint=form)
         if name in named:
-            raise SchemaError(f"field {name!r}: it is in fields= twice", hint="leave one out")
+            raise SchemaError(f"field {name!r} is in fields= twice", hint="leave one out")
         named[name] = dict(asked)
     return named
 
@@ -270,25 +271,25 @@ def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: s
     for option in ("codec", "rows", "share_next"):
         if asked.get(option) and not packed:
             raise SchemaError(
-                f"{whose}{option}={asked[option]!r} is of packed fields, and "
-                f"{'this one is' if whose else 'all of these are'} flat",
-                hint=_add_recreate_hint(f'leave {option} out, or ask for layout="packed"'),
+                f"{whose}{option}={asked[option]!r} is an option of packed fields, but "
+                f"{'this field is' if whose else 'all fields are'} flat",
+                hint=_add_recreate_hint(f'omit {option}, or use layout="packed"'),
             )
     if asked.get("share_next") and fault is not None:
         raise SchemaError(
-            f"{whose}share_next=True has no meaning: {fault}", hint=_add_recreate_hint("leave share_next out")
+            f"{whose}share_next=True has no effect: {fault}", hint=_add_recreate_hint("omit share_next")
         )
 
 
 def _add_recreate_hint(hint: str) -> str:
-    return f"{hint}; a store that was made already is made anew with mode='w', or in another folder"
+    return f"{hint}; to create an existing store again, use mode='w' or another folder"
 
 
 def refuse_objects(schema: Schema) -> None:
     """Raise SchemaError for fields that cannot be stored on disk."""
     if schema.objects:
         raise SchemaError(
-            f"field {key_name(schema.objects[0])!r} holds objects, which a store on disk cannot keep",
-            hint='expstore.open(..., layout="arrow") keeps texts, numbers, lists and dicts; '
-            "LazyTensorStorage, LazyStackStorage and ListStorage keep objects, in RAM",
+            f"field {key_name(schema.objects[0])!r} has objects, which cannot be stored on disk",
+            hint='expstore.open(..., layout="arrow") stores text, numbers, lists and dicts; '
+            "LazyTensorStorage, LazyStackStorage and ListStorage store objects in RAM",
         )

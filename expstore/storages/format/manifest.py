@@ -1,7 +1,7 @@
-"""expstore.json: what a store is, in one small file that says whether it is whole.
+"""expstore.json: the description of a store, in one small file with a checksum.
 
-Used by storages to open a store and by `expstore.open` and the command line to look at one. Nothing that
-changes with every row is kept here.
+Used by storages to open a store, and by `expstore.open` and the command line to inspect one. It contains
+nothing that changes with every row.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
     "store_around",
 ]
 
-#: The format that is written. A library reads this format, and those that `UPGRADES` can convert to
+#: The format that is written. The library reads this format, and older formats that `UPGRADES` can convert to
 #: it; it refuses all others.
 FORMAT = 1
 #: How older manifests are read: format -> function that converts the JSON to that of the next format. A
-#: change that raises `FORMAT` adds the step from the format before, and keeps a fixture of that format
+#: change that raises `FORMAT` adds the step from the format before, and a fixture of that format
 #: (tests/fixtures/README.md). The next opening for writing saves the converted manifest.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "expstore.json"
 #: Fields whose key in expstore.json differs from their name.
 _KEYS = {"deleted": "gaps"}
-#: Up to this many runs of deleted ids are written as readable pairs.
+#: Up to this many runs of deleted rows are written as readable pairs.
 _LISTED = 64
 _STORES_LISTED = 10
 
@@ -73,24 +73,25 @@ class Manifest:
         schema: The fields; None before the first rows.
         created: Seconds since 1970.
         traj_key: Field with the collector's trajectory ids, if any.
-        done_keys: Fields that end an episode: terminated, truncated, done; missing ones are ignored.
-        reward_key: Field that is summed up to an episode's return.
-        reward_reduce: How several rewards of a row become one; None: no reward was given.
-        done_reduce: How several flags of a row become one; None: as "any".
-        flatten: Whether all dims of a batch are rows (else only the first one is).
+        done_keys: Fields that end an episode: terminated, truncated, done; missing fields are ignored.
+        reward_key: Field whose sum is an episode's return.
+        reward_reduce: How several rewards of a row are reduced to one; None: no reward was specified.
+        done_reduce: How several flags of a row are reduced to one; None: as "any".
+        flatten: Whether all dims of a batch are rows (otherwise only the first is).
         meta: The user's own metadata.
         deleted: Rows that were deleted by a repair or retention, between readable rows.
         ndim: How many dims of a batch are rows.
-        dims: Sizes of those dims beyond the first; () before the first rows.
+        dims: Sizes of these dims after the first; () before the first rows.
         ranking: How rows are ranked, if only the best are kept; None: the newest are kept.
         specs: The specs of the fields' values, in the form of `expstore.schema.spec_text`; "": unknown.
         layout: How columns are stored, in the form of `expstore.storages.format.layout`; {}: flat.
         reach: Slots beyond capacity and spare: rows of packed fields may refer to rows this far before them.
         column_set: How often fields were added or dropped after the first rows; in every commit record.
-        compression: Compression of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
+        compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: not compressed.
         retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
-        archive: Path of the archive for rows that leave the ring, relative to the store's folder; "": none.
+        archive: Path of the archive for rows that leave the ring, relative to the store's folder; "": no
+            archive.
     """
 
     uuid: str
@@ -128,7 +129,7 @@ class Manifest:
 
     @property
     def slots(self) -> int | None:
-        """How many rows the columns have room for; None for an unbounded store."""
+        """The number of rows for which the columns have room; None for an unbounded store."""
         return None if self.capacity is None else self.capacity + self.spare + self.reach
 
     @property
@@ -137,16 +138,16 @@ class Manifest:
         return {
             "traj_key": self.traj_key,
             "done_keys": self.done_keys,
-            "reward_key": None if self.reward_reduce is None else self.reward_key,  # found by its name
+            "reward_key": None if self.reward_reduce is None else self.reward_key,  # found by its usual name
             "reward_reduce": self.reward_reduce,
             "done_reduce": self.done_reduce,
         }
 
     def find_keys(self, schema: Schema) -> Keys:
-        """Find the fields that say what a row is to its episode.
+        """Find the fields that mark trajectories, ends and rewards.
 
         Raises:
-            SchemaError: A key that was given is no such field.
+            SchemaError: A key that was specified is not such a field.
         """
         return find_keys(
             schema,
@@ -173,7 +174,7 @@ class Manifest:
         return json.dumps(data, indent=1).encode()
 
     def save(self, disk: Disk, folder: Path) -> None:
-        """Write it as a whole; a power cut leaves the former one or this one."""
+        """Write the file atomically; a power failure leaves the former content or this one."""
         disk.write_whole(folder / MANIFEST, self.pack())
 
     @classmethod
@@ -182,7 +183,7 @@ class Manifest:
 
         Raises:
             NotFoundError: There is no store in this folder.
-            MigrationError: It has a format that this version of the library cannot read.
+            MigrationError: The manifest has a format that this version of the library cannot read.
             CorruptionError: The file is damaged.
         """
         path = folder / MANIFEST
@@ -197,15 +198,15 @@ class Manifest:
 
     @classmethod
     def unpack(cls, packed: bytes, name: str) -> Manifest:
-        """Read what `pack` returned.
+        """Parse the bytes that `pack` returned.
 
         Args:
-            packed: It.
-            name: What to call it in a message.
+            packed: The bytes.
+            name: Name of the file for messages.
 
         Raises:
-            MigrationError: It has a format that this version of the library cannot read.
-            CorruptionError: It is damaged.
+            MigrationError: The manifest has a format that this version of the library cannot read.
+            CorruptionError: The bytes are damaged.
         """
         version, data = _parse(packed, name)
         while version < FORMAT:
@@ -217,7 +218,7 @@ class Manifest:
             data, version = UPGRADES[version](data), version + 1
         if version > FORMAT:
             raise MigrationError(
-                f"{name} has format {version}, this library knows formats up to {FORMAT}",
+                f"{name} has format {version}, but this library reads formats up to {FORMAT}",
                 hint="install a newer expstore",
             )
         try:
@@ -234,21 +235,21 @@ def format_of(disk: Disk, folder: Path) -> int:
 
 
 def _parse(packed: bytes, name: str) -> tuple[int, dict[str, Any]]:
-    """Return the format of a manifest and its JSON, without what frames it."""
+    """Return the format of a manifest and its JSON, without format and checksum."""
     try:
         data = json.loads(packed)
         checksum = data.pop("crc32c")
         version = int(data["format"])
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CorruptionError(f"{name} is damaged: {exc}") from exc
-    if checksum != _checksum(data):  # first: every format is to keep it, and a flipped bit is no format
-        raise CorruptionError(f"{name} is damaged: its checksum does not fit")
+    if checksum != _checksum(data):  # first: all formats have it, and a flipped bit is not a format
+        raise CorruptionError(f"{name} is damaged: its checksum does not match")
     del data["format"]
     return version, data
 
 
 def _values_of(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest from the JSON of the present format."""
+    """Return the attributes of a manifest from the JSON of the current format."""
     ranked, specs = data["ranking"], data["specs"]
     return data | {
         "schema": Schema.from_json(data["schema"]) if data["schema"] else None,
@@ -263,7 +264,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pack_ids(deleted: IdSet) -> Any:
-    """Return runs as JSON keeps them: pairs, or, of many, the text of their compressed distances."""
+    """Return runs in their JSON form: pairs, or for many runs the text of their compressed distances."""
     if len(deleted) <= _LISTED:
         return list(deleted)
     bounds = np.stack([deleted.first, deleted.last], axis=1).reshape(-1)
@@ -283,34 +284,34 @@ def _checksum(data: dict[str, Any]) -> str:
 
 
 def check_target(disk: Disk, target: Path) -> None:
-    """Refuse a path at which nothing can be made.
+    """Refuse a path at which nothing can be created.
 
     Raises:
-        StateError: Something is there, or it would lie inside a store.
-        NotFoundError: There is no folder for it.
+        StateError: The path exists, or is inside a store.
+        NotFoundError: The parent folder does not exist.
     """
     if disk.exists(target):
         raise StateError(f"{target} exists already", hint="choose another path")
     folder = target.resolve().parent
     if not disk.is_dir(folder):
-        raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
+        raise NotFoundError(f"cannot create {target.name}: there is no folder {folder}", hint="create it")
     check_outside(disk, target)
 
 
 def check_outside(disk: Disk, target: Path) -> None:
-    """Refuse a path inside a store: the store would take what is made there for damage, or for versions.
+    """Refuse a path inside a store, which would take what is created there for damage, or for snapshots.
 
     Raises:
-        StateError: It lies inside a store (kind "path").
+        StateError: The path is inside a store (kind "path").
     """
     if above := store_around(disk, target):
         raise StateError(
             f"{target} would lie inside the store {above}",
             kind="path",
-            hint="choose a path outside of it",
+            hint="choose a path outside the store",
         )
 
 
 def store_around(disk: Disk, target: Path) -> Path | None:
-    """Return the store or version in whose folder a path lies; None: in none."""
+    """Return the store or snapshot whose folder contains a path, or None."""
     return next((above for above in target.resolve().parents if disk.exists(above / MANIFEST)), None)

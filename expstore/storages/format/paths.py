@@ -1,6 +1,6 @@
 """Names of the files and folders of a store.
 
-docs/format.md says what each of them holds.
+docs/format.md describes the content of each.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SEGMENTS = "segments"
 STATE = "STATE"
 #: In a folder that is a snapshot, which has no writer.
 VERSION = "version.json"
-#: In a snapshot: the store's own checksums when it was made; equal ones mean equal rows.
+#: In a snapshot: the store's own checksums when it was made; equal checksums mean equal rows.
 ORIGIN = "origin"
-#: Present while a repair cuts the journal: nothing else may open the store.
+#: Exists while a repair truncates the journal: nothing else may open the store.
 REPAIR = "REPAIR"
 
 
 def index_path(store: Path) -> Path | None:
-    r"""Return where the index of a store is, absolute; None: in memory, since DuckDB cannot open the path.
+    r"""Return the absolute path of a store's index; None: in memory, because DuckDB cannot open the path.
 
-    DuckDB takes what follows `?` for options and `\` for `/`, and wants UTF-8. It follows links first. A
+    DuckDB takes what follows `?` for options and `\` for `/`, and requires UTF-8. It follows links first. A
     relative path could begin with a name that DuckDB gives another meaning, such as `:memory:`.
     """
     path = store.absolute() / INDEX

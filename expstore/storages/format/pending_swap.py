@@ -1,8 +1,8 @@
-"""Add or drop a column of a store that has rows already, as one atomic act on the disk.
+"""Add or drop a column of a store with existing rows, as one atomic change on disk.
 
-Used by the Zarr storage. The files of the act are built in `late.tmp`. Renaming it to `late` announces the
-act; writing expstore.json with the new fields commits it. The next opening of the store completes a committed
-act, and undoes one that was not committed. The columns of other fields are never touched.
+Used by the Zarr storage. The files of the change are built in `late.tmp`. Renaming it to `late` announces the
+change; writing expstore.json with the new fields commits it. The next opening of the store completes a
+committed change, and undoes one that was not committed. The columns of other fields are never modified.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAN, COLUMN, _OLD = "plan", "column", "old"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is being done to the columns of a store.
+    """A change of the columns of a store.
 
     Args:
         act: Whether a field is added or dropped.
@@ -73,7 +73,7 @@ class Plan:
             data = found["plan"]
             crc = google_crc32c.value(json.dumps(data, sort_keys=True).encode())
             if crc != found["crc32c"]:
-                raise CorruptionError(f"{path} is damaged: its checksum does not fit")
+                raise CorruptionError(f"{path} is damaged: its checksum does not match")
             return cls(data["act"], tuple(data["key"]), data["top"], data["column_set"])
         except (ValueError, KeyError, TypeError) as exc:
             raise CorruptionError(f"{path} is damaged: {exc}") from exc
@@ -89,13 +89,13 @@ def begin_late(
     folders: Sequence[Path] = (),
     pool: ThreadPoolExecutor | None = None,
 ) -> None:
-    """Sync what was built, rename it to `late`, and move an added field to its place.
+    """Sync the files that were built, rename their folder to `late`, and move an added field to its place.
 
     Args:
         disk: The disk on which files are accessed.
         path: The store's folder.
-        plan: What is to be done.
-        sums: Contents of the file `checksums` afterwards.
+        plan: The change.
+        sums: Content of the file `checksums` afterwards.
         built: Files in `late.tmp` that are not synced yet.
         folders: Folders in `late.tmp` that are not synced yet.
         pool: Threads that fsync.
@@ -105,7 +105,7 @@ def begin_late(
     """
     temporary, late, place = path / TEMPORARY, path / LATE, path / COLUMNS / plan.top
     if plan.act == "add" and disk.exists(place):
-        raise StateError(f"{place} is in the way: it is no column of the store", hint="move it away")
+        raise StateError(f"{place} is in the way: it is not a column of the store", hint="move it away")
     disk.make_dir(temporary)
     disk.put(temporary / _PLAN, plan.pack())
     disk.put(temporary / CHECKSUMS, sums)
@@ -124,12 +124,12 @@ def commit_late(disk: Disk, path: Path, manifest: Manifest) -> None:
 
 
 def finish_late(disk: Disk, path: Path) -> bool:
-    """Complete the act that `begin_late` announced, or undo it if it was not committed.
+    """Complete the change that `begin_late` announced, or undo it if it was not committed.
 
     The caller holds the writer's lock. May be repeated after a crash.
 
     Returns:
-        Whether there was an unfinished act.
+        Whether there was an unfinished change.
 
     Raises:
         CorruptionError: The plan is damaged.
@@ -159,7 +159,7 @@ def _is_committed(disk: Disk, path: Path, plan: Plan) -> bool:
 
 
 def sums_path(disk: Disk, path: Path) -> Path:
-    """Return the path of the checksums of a store's columns, also while an act is unfinished."""
+    """Return the path of the checksums of a store's columns, also during an unfinished change."""
     late = path / LATE
     if disk.exists(late / CHECKSUMS) and _is_committed(disk, path, Plan.load(disk, late)):
         return late / CHECKSUMS

@@ -1,7 +1,7 @@
-"""Bodies of the journal's records: what publish, redo, mark and the others say.
+"""Bodies of the journal's records: publish, redo, mark and the others.
 
-Used by the Zarr storage and by recovery. The frame around a body is the journal's; docs/format.md has
-the byte table.
+Used by the Zarr storage and by recovery. `expstore.storages.format.journal` frames the bodies; docs/format.md
+has the byte table.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ __all__ = ["Mark", "Publish", "Redo", "RowRecord", "fetch_body", "shelve_body"]
 # number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
-#: That and the first segment.
+#: The bytes before, and the first segment.
 _FIRST = struct.Struct(_PUBLISH.format + SEGMENT_FORMAT.removeprefix("<"))
-#: Of a single row: its id, episode, step and time, which stand behind the fields.
+#: The id, episode, step and time of a row, which follow the fields.
 _NUMBERS = struct.Struct("<4q")
 #: Length of a record's bytes before its segments.
 _HEAD_BYTES = HEADER.size + _PUBLISH.size
-#: Then 12 digits and a crc32c; for rows that replace others also their number and priority.
+#: The name is followed by 12 digits and a crc32c; for rows that replace others also by their number and
+#: priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
 _DROPPED = 1 << 31
@@ -92,7 +93,7 @@ class Publish:
 
     @property
     def written(self) -> tuple[int, int]:
-        """The rows that are in the columns: id of the first, and how many."""
+        """The rows that were written: the id of the first row, and their number."""
         return self.first_id + self.skipped, self.count - self.skipped
 
     @staticmethod
@@ -122,7 +123,7 @@ class Publish:
 
     @classmethod
     def unpack(cls, body: bytes) -> Publish:
-        """Read what `pack` returned."""
+        """Parse the bytes that `pack` returned."""
         first, draw, time, count, skipped, segments, names, crc, column_set, priority, name, digest, info = (
             _PUBLISH.unpack_from(body)
         )
@@ -146,12 +147,12 @@ class Publish:
 
 
 class RowRecord:
-    """The commit record of a few rows of one stream, laid out once: what `Publish` packs for them.
+    """The commit record of a few rows of one stream: `Publish` with a layout that is prepared once.
 
     The caller writes the values of the rows to `fields`. Not locked.
 
     Args:
-        row_bytes: Size of the fields of a row.
+        row_bytes: Size of the fields of a row, bytes.
         rows: How many rows a record has.
     """
 
@@ -166,14 +167,14 @@ class RowRecord:
         self.fields = self._payload[: rows * row_bytes]
         #: Ids, episodes, steps and times. Shape `(4, rows)`.
         self._numbers: IntArray = np.frombuffer(self._payload[rows * row_bytes :], np.int64).reshape(4, rows)
-        # By number of segments, which lie before the fields: the room of the record, the bytes of its body.
+        # By number of segments, which precede the fields: the memory of the record, and the size of its body.
         self._frames = [(self._data, 0)]
         for count in range(1, rows + 1):
             begin = start - _HEAD_BYTES - SEGMENT_BYTES * count
             body = start + size - begin - HEADER.size
             end = begin + -(-(HEADER.size + body) // ALIGN) * ALIGN
             self._frames.append((self._data[begin:end], body))
-        #: How many bytes the body of the longest record has.
+        #: Size of the body of the longest record, bytes.
         self.largest_size = self._frames[-1][1]
 
     def fill(
@@ -186,13 +187,13 @@ class RowRecord:
         first_id: int,
         segments: Sequence[Segment],
     ) -> bytes:
-        """Complete the record of rows whose fields are there; return the payload.
+        """Complete the record of rows whose fields were written; return the payload.
 
         Args:
-            column_set: As of `Publish`.
-            draw: As of `Publish`.
-            time: As of `Publish`.
-            priority: As of `Publish`.
+            column_set: How often fields were added or dropped.
+            draw: Number of batches drawn so far.
+            time: Microseconds since 1970.
+            priority: Priority of all rows.
             first_id: The id of the first row.
             segments: Their episodes and steps; at most one for each row.
         """
@@ -221,25 +222,25 @@ class RowRecord:
         return data
 
     def append_to(self, journal: Journal, segments: int) -> int:
-        """Append the record, which has so many segments, to a journal; return its sequence number."""
+        """Append the record, which has this number of segments, to a journal; return its sequence number."""
         return journal.append_framed(Kind.PUBLISH, *self._frames[segments])
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Say that everything up to a record is on the disk.
+    """A checkpoint record: everything up to another record is synced.
 
     Args:
-        sequence: Of that record.
-        last_id: Published by it and those before.
-        log_length: Bytes of episodes.log that are on the disk.
-        draw: Batches handed out.
-        write_count: Rows ever written.
+        sequence: Sequence number of the last record that the checkpoint covers.
+        last_id: The newest id in the records up to it.
+        log_length: Number of bytes of episodes.log that are synced.
+        draw: Number of batches returned.
+        write_count: Number of rows that were ever written.
         max_priority: The largest priority so far.
-        progress: How far a sampler has come: four numbers.
-        set_back: Whether `draw` counts even if records before have a larger one.
+        progress: The progress of a sampler: four numbers.
+        set_back: Whether `draw` is valid even if earlier records have a larger one.
         randomness: Number of a draw and the state of the user's generator before it.
-        limits: What a rate limiter has counted, as a storage keeps it.
+        limits: The counts of a rate limiter, in the form of `DrawState.limits`.
     """
 
     sequence: int
@@ -263,7 +264,7 @@ class Mark:
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
-        """Read what `pack` returned."""
+        """Parse the bytes that `pack` returned."""
         sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
         limits, end = (0, 0), _MARK.size
         if flags & _LIMITED:
@@ -284,14 +285,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """Hold new values of rows that are about to be changed in place.
+    """New values of rows that are about to be changed in place.
 
     Args:
-        ids: Which rows. Shape `(n,)`.
+        ids: Ids of the rows. Shape `(n,)`.
         places: Positions of the columns: the schema's fields, then `ROW_FIELDS`.
         columns: Their new values. Shapes `(n, *row shape)`.
-        replaces: Whether these are other rows, which take the places of the former ones: their priorities
-            come first then, their times last.
+        replaces: Whether these are new rows that replace the former ones: then priorities are the first
+            column, and times the last.
     """
 
     ids: IntArray
@@ -307,7 +308,7 @@ class Redo:
 
     @classmethod
     def unpack(cls, body: bytes, schema: Schema) -> Redo:
-        """Read what `pack` returned."""
+        """Parse the bytes that `pack` returned."""
         n, wide = _REDO.unpack_from(body)
         replaces, wide = bool(wide & _REPLACES), wide & ~_REPLACES
         fields = (*schema.fields, *ROW_FIELDS)
@@ -342,7 +343,7 @@ class Redo:
 
 
 def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: Callable[[], None]) -> bytes:
-    """Return the journal's body of an update record: the record's body, or the name of a file that holds it.
+    """Return the journal's body of an update record: the record's body, or the name of a file with it.
 
     Earlier files are removed after `settle` has synced their changes, because no recovery needs them then.
     """
@@ -384,7 +385,7 @@ def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
         return body
     path = folder / body[4:16].decode()
     if not disk.exists(path):
-        raise CorruptionError(f"{path} is missing, which holds a change that was not finished")
+        raise CorruptionError(f"{path} is missing, which has a change that was not finished")
     shelved = disk.read_whole(path)
     if google_crc32c.value(shelved) != int.from_bytes(body[16:20], "little"):
         raise CorruptionError(f"{path} does not have its checksum")

@@ -1,7 +1,8 @@
 """The file `keys`: the newest idempotency keys of a store, a ring of entries of 64 bytes.
 
-Used by storages on disk. A key is in the publish record of its rows first; a sync brings it here before
-the mark that lets the record go. ARCHITECTURE.md has the byte table. It knows nothing of records or rows.
+Used by storages on disk. A key is first stored in the publish record of its rows; a checkpoint writes it to
+this file before the record can be removed. docs/format.md has the byte table. This module does not access
+records or rows.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def _header(slots: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeysFound:
-    """Hold what a file of keys says.
+    """The content of a file of keys.
 
     Args:
-        entries: Those that count, in the order of their numbers, which follow one another in a whole file.
-        number: Of the next key.
-        stale: Slots of entries that must not count later either: of rows that a power cut may have taken.
+        entries: The valid entries, by their numbers, which are consecutive in an undamaged file.
+        number: Number of the next entry.
+        stale: Slots of entries that must never become valid: of rows that a power failure may have undone.
         damage: What is wrong with the file; "" if it is sound.
     """
 
@@ -88,7 +89,7 @@ def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known:
 
 
 def count_keys(disk: Disk, path: Path) -> int:
-    """Return how many valid keys the file in a store's folder holds; the newest may not be in it yet."""
+    """Return the number of valid keys in the file of a store; the newest keys may not be in it yet."""
     data = disk.read_whole(path / KEYS) if disk.exists(path / KEYS) else None
     found = _read(data, tuning.IDEMPOTENCY_SLOTS, tuning.IDEMPOTENCY_KEYS, 1 << 62, 0)
     return int(np.count_nonzero(time.time_ns() // 1000 - found.entries["time"] <= KEPT_US))
@@ -112,7 +113,7 @@ def _read(data: bytes | None, slots: int, kept: int, covered: int, known: int) -
 
 
 class KeyFile(WriteKeys, Checkpointed):
-    """Store keys in a file, too: the keys of rows that a checkpoint covers.
+    """Store keys in memory and in a file: the file has the keys of rows that a checkpoint covers.
 
     Threads: as `WriteKeys`; one thread at a time syncs. Crashes: `flush` writes the keys since the last
     checkpoint. The next opening keeps those that a surviving checkpoint covers, and takes later keys from the
@@ -121,7 +122,7 @@ class KeyFile(WriteKeys, Checkpointed):
     Args:
         disk: The disk on which files are accessed.
         path: The file.
-        expected: Whether the store has taken keys; if not, there is no file, or only one without valid keys.
+        expected: Whether the store has keys; if not, there is no file, or only one without valid keys.
         covered: Newest id that a durable checkpoint covers.
         known: How many keys had been written to the file when the journal began.
         now: Microseconds since 1970.
@@ -138,7 +139,7 @@ class KeyFile(WriteKeys, Checkpointed):
         data = disk.read_whole(path) if disk.exists(path) else None
         found = read_keys(data, slots=self.slots, kept=self._kept, covered=covered, known=known)
         if found.damage:
-            _logger.warning("%s %s; it is made anew", path, found.damage)
+            _logger.warning("%s %s; it is created again", path, found.damage)
             found = _renumber(found)
             disk.write_whole(path, _header(self.slots) + found.entries.tobytes())
         elif data is None:
@@ -147,7 +148,7 @@ class KeyFile(WriteKeys, Checkpointed):
         self._file = disk.open(path)
 
     def _take(self, found: KeysFound, now: int) -> None:
-        """Take over the file's entries; older entries stay in the file until they are overwritten."""
+        """Use the file's entries; older entries stay in the file until they are overwritten."""
         entries, self._stale = found.entries, found.stale
         data = bytearray(ENTRY.size * min(found.number, self.slots))
         ring = np.frombuffer(data, _DTYPE)
@@ -202,7 +203,7 @@ class KeyFile(WriteKeys, Checkpointed):
         return Dirty(self.unsynced)
 
     def completed(self, *, tidy: bool) -> None:
-        """Note that a checkpoint covers what `flush` wrote, after the fsync of its record."""
+        """Record that a checkpoint covers what `flush` wrote, after the fsync of its record."""
         self._safe, self._stale = self._written, []
 
     def close(self) -> None:

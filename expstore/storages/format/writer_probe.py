@@ -54,7 +54,7 @@ class Watch:
         """Return whether the process that claimed the page is still writing.
 
         Args:
-            unseen: Whether the writer has worked although its process could not be seen. Then its heartbeat
+            unseen: Whether the writer was running although its process could not be seen. Then its heartbeat
                 decides.
         """
         page = self._page
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def change(self) -> int:
-        """A number that is odd while rows are changed in place."""
+        """Odd while rows are changed in place."""
         page = self._page
         return 0 if page is None else page.get("change")
 
@@ -86,12 +86,12 @@ class Watch:
         if page is None or (after == before and not before & 1):
             return False
         if after > (before & ~1) + 2:
-            return True  # several changes: the page holds the slots of only one
+            return True  # several changes: the page has the slots of only one
         low, high = page.get("change_low"), page.get("change_high")
         return self.change != after or bool(((slots >= low) & (slots <= high)).any())
 
     def find_changed(self, before: int) -> IntArray | None:
-        """Return a run of slots that contains all slots changed since `change` was this even number.
+        """Return a run of slots that contains all slots changed since `change` had this even value.
 
         Shape `(n,)`; None: any slot may have been changed.
         """
@@ -102,5 +102,5 @@ class Watch:
         return np.arange(low, high + 1) if self.change == now and high < 1 << 62 else None
 
     def close(self) -> None:
-        """Drop the page. Called when no thread reads it any more."""
+        """Close the page. Called when no thread reads it any more."""
         self._page, self._sealed = None, True

@@ -1,6 +1,6 @@
-"""What is Zarr about a store's columns: metadata (made with zarr-python, read without) and shard indexes.
+"""Zarr metadata and shard indexes of a store's columns; written with zarr-python, read without it.
 
-Used by `expstore.storages.columns`. Only small JSON files are made and read here; rows never pass through it.
+Used by `expstore.storages.columns`. Only small JSON files are written and read here, no rows.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = [
 
 #: Rows of an inner chunk; a shard has a multiple of them.
 CHUNK_ROWS = 4096
-#: Between the numbers in a shard's name, in a store.
+#: Separator of the numbers in a shard's name, in a store.
 SEPARATOR = "/"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Say how an array is cut.
+    """How an array is split into shards.
 
     Args:
-        rows: Per shard.
-        length: Of the array.
-        separator: Between the numbers in a shard's name.
+        rows: Rows per shard.
+        length: Length of the array.
+        separator: Separator of the numbers in a shard's name.
     """
 
     rows: int
@@ -65,12 +65,12 @@ def make_metadata(
     """Return the files of the Zarr v3 group: relative name -> bytes.
 
     Args:
-        fields: One array each.
-        rows: Rows per shard of each.
-        slots: How many rows the arrays have; None: one shard of them; `grow_shape` adds more.
-        attributes: Of the group.
-        separator: What stands between the numbers in a shard's name; "." where an array is packed.
-        packings: How each array is packed; None: it is not.
+        fields: The field of each array.
+        rows: Rows per shard of each array.
+        slots: Length of the arrays; None: one shard; `grow_shape` increases it.
+        attributes: Attributes of the group.
+        separator: Separator of the numbers in a shard's name; packed arrays always use ".".
+        packings: How each array is packed; None for an array that is not packed.
     """
     import zarr
     from zarr.core.sync import sync
@@ -105,14 +105,15 @@ def make_metadata(
 
 
 def _build_attributes(entry: Field, packing: Packing | None) -> dict[str, Any]:
-    """Return the attributes of an array that Zarr itself does not know."""
+    """Return the attributes of an array that Zarr itself does not define."""
     if packing is None:
         return {"dtype": entry.dtype}
     # Files that other readers ignore: the shard that is being filled, and the rows of its last chunk.
-    beside = {"filling": "open.<shard>.<turn>", "rest": "partial"}
-    about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
+    others = {"filling": "open.<shard>.<turn>", "rest": "partial"}
+    about = {"dtype": entry.dtype, "layout": "packed", "beside": others}
     if packing.shares:
-        # Rows that other readers see as zeros: their bytes are in that array's earlier rows, see the tables.
+        # Rows that other readers see as zeros: the tables say in which earlier rows of that array their bytes
+        # are.
         partner = "/".join(("next", *entry.key))
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
@@ -123,10 +124,10 @@ _OPTIONAL = ("attributes", "dimension_names", "storage_transformers")
 
 
 def parse_metadata(data: bytes) -> Any:
-    """Return what a zarr.json says, without what says nothing.
+    """Parse a zarr.json, and omit empty entries.
 
     Raises:
-        ValueError: It is no JSON.
+        ValueError: The data is not JSON.
     """
     found = json.loads(data)
     if isinstance(found, dict):
@@ -137,16 +138,16 @@ def parse_metadata(data: bytes) -> Any:
 
 
 def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequence[int]) -> None:
-    """Check what rows and other programs depend on: that each zarr.json is there and describes its column.
+    """Check that each zarr.json exists and describes its column, as rows and other programs require.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to files.
         folder: The group's folder.
-        fields: One array each.
-        rows: Rows per shard of each.
+        fields: The field of each array.
+        rows: Rows per shard of each array.
 
     Raises:
-        CorruptionError: One is missing or says something else.
+        CorruptionError: A zarr.json is missing or describes something else.
     """
     for entry, shard in zip(fields, rows, strict=True):
         path = folder.joinpath(*entry.key, "zarr.json")
@@ -167,7 +168,7 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
 
 
 def _read_json(disk: Disk, path: Path) -> Any:
-    """Return what a file says; raise CorruptionError if it is missing, StorageError if the disk fails."""
+    """Parse a JSON file; raise CorruptionError if it is missing, StorageError if the disk fails."""
     try:
         return json.loads(disk.read_whole(path))
     except StorageError as exc:
@@ -177,7 +178,7 @@ def _read_json(disk: Disk, path: Path) -> Any:
 
 
 def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
-    """Return how an array is packed; None: it is not.
+    """Return how an array is packed; None if it is not packed.
 
     Raises:
         CorruptionError: zarr.json cannot be read, or does not describe a column of this field.
@@ -201,12 +202,12 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
 
 
 def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
-    """Return how an array is cut.
+    """Return how an array is split into shards.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to files.
         folder: The array's folder.
-        entry: The field it holds.
+        entry: The field of the array.
 
     Raises:
         CorruptionError: zarr.json is missing or does not describe a column of this field.
@@ -228,7 +229,7 @@ def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
 
 
 def shard_name(number: int, dims: int, separator: str) -> str:
-    """Return where a shard lies in its array's folder.
+    """Return the path of a shard in its array's folder.
 
     >>> shard_name(3, 1, "/"), shard_name(3, 0, ".")
     ('c/3/0', 'c.3')
@@ -237,7 +238,7 @@ def shard_name(number: int, dims: int, separator: str) -> str:
 
 
 def grow_shape(disk: Disk, folder: Path, rows: int) -> None:
-    """Let an array be at least `rows` long."""
+    """Extend an array to at least `rows` rows."""
     path = folder / "zarr.json"
     data = json.loads(disk.read_whole(path))
     if data["shape"][0] < rows:
@@ -246,7 +247,7 @@ def grow_shape(disk: Disk, folder: Path, rows: int) -> None:
 
 
 def shard_footer(rows: int, row_bytes: int) -> bytes:
-    """Return the chunk index at the end of a shard, which is known beforehand: chunks in their order."""
+    """Return the chunk index at the end of a shard, which is known in advance: chunks in their order."""
     chunk = CHUNK_ROWS * row_bytes
     index = np.empty((rows // CHUNK_ROWS, 2), "<u8")
     index[:, 0] = np.arange(index.shape[0]) * chunk

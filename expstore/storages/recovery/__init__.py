@@ -1,1 +1,1 @@
-"""What the journal of a store says, and what a crash has left."""
+"""Read the journal of a store, and recover the store after a crash."""

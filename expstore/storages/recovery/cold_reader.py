@@ -1,7 +1,8 @@
 """Read the journal of a store without a writer, and write nothing.
 
-Used by followers. Records are judged as in recovery: a batch after the last durable checkpoint must be whole.
-What recovery would write to the columns is kept in memory instead, and hides the columns' rows.
+Used by followers. The rules for records are those of recovery: a batch after the last durable checkpoint must
+be whole. Rows that recovery would write to the columns are kept in memory instead, and hide the columns'
+rows.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _whole(publish: Publish, found: Replay, storage: StoreFolder, same_boot: boo
 
 
 def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
-    """Put the rows in a record over the columns."""
+    """Put the rows of a record over the columns."""
     assert found.columns is not None
     slots, group = _slots_in(pieces), found.columns
     run = join_payload(group, split_payload(group, publish.payload, publish.count), pieces)
@@ -177,7 +178,7 @@ def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]
 
 
 def _lay_priorities(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
-    """Put the priority in a record over the priorities of its rows."""
+    """Put the priority of a record over the priorities of its rows."""
     assert found.columns is not None
     place, slots = len(found.columns.columns) - 1, _slots_in(pieces)
     found.overlay.put(place, slots, np.full(slots.size, publish.priority, np.float32))

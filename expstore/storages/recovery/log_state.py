@@ -1,7 +1,7 @@
-"""What the records of a journal say: a fold over them.
+"""The state that the records of a journal describe: a fold over them.
 
-The only interpreter of records. Used by the writer's opening, by readers of a store without a writer, by
-followers of one with a writer, and by verification. It reads no file and looks at no column.
+The only interpreter of records. Used by the writer's opening, by readers of a store with and without a
+writer, and by verification. It reads no files and no columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from expstore.storages.format.records import Mark, Publish, Redo
 
 __all__ = ["LogState", "apply_to_episodes"]
 
-#: The records that say something of rows or episodes.
+#: The records that concern rows or episodes.
 _OF_ROWS = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kind.END, Kind.RESUME})
 
 
@@ -27,21 +27,21 @@ _OF_ROWS = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kin
 class LogState:
     """The state after some records of a journal.
 
-    Invariant: it follows from the base record and the records that were applied, in their order, alone.
+    Invariant: it depends only on the base record and the records that were applied, in their order.
 
     Args:
         generation: The number of the opening that wrote the base record.
         sequence: LSN of the last record that was applied.
         last: The newest id that was committed.
-        retired: The newest id that left otherwise than by age.
-        draw: How many batches were handed out, as far as records say.
-        progress: How far a sampler had come at the newest checkpoint.
+        retired: The newest id that was removed other than by age.
+        draw: How many batches were returned, as far as records say.
+        progress: The progress of a sampler at the newest checkpoint.
         max_priority: The largest priority so far.
-        write_count: How many rows were ever written.
-        content: Position of the last record that says something of rows: generation and LSN.
-        index_floor: An index of SQL older than this position must be built anew.
+        write_count: The number of rows that were ever written.
+        content: Position of the last record that concerns rows or episodes: generation and LSN.
+        index_floor: A SQL index older than this position must be rebuilt.
         randomness: The state of the user's generator at the newest checkpoint.
-        limits: What a rate limiter had counted then.
+        limits: The counts of a rate limiter at the newest checkpoint.
     """
 
     generation: int
@@ -59,7 +59,7 @@ class LogState:
 
     @classmethod
     def of(cls, record: Record) -> LogState:
-        """Return the state that a base record keeps."""
+        """Return the state in a base record."""
         base = record.json()
         position = (base["content"][0], base["content"][1])
         return cls(
@@ -78,11 +78,11 @@ class LogState:
         )
 
     def apply(self, record: Record, publish: Publish | None = None) -> None:
-        """Follow one record.
+        """Apply one record.
 
         Args:
-            record: It follows the last one.
-            publish: What it says, if it is a commit record that was read already.
+            record: The record after the last one that was applied.
+            publish: The parsed body, if it is a commit record that was parsed already.
         """
         if record.kind is Kind.PUBLISH:
             publish = publish or Publish.unpack(record.body)
@@ -101,7 +101,7 @@ class LogState:
         elif record.kind is Kind.RETIRE:
             said = record.json()
             self.retired = max(self.retired, said["through"])
-            if "blocks" in said:  # rows between others have left, of which no delta speaks
+            if "blocks" in said:  # an incremental update of the index misses these rows
                 self.index_floor = (self.generation, record.sequence)
         elif record.kind is Kind.DELETE:
             self.retired = self.last = record.json()["last"]
@@ -110,23 +110,23 @@ class LogState:
             self.content = (self.generation, record.sequence)
 
     def window_low(self, capacity: int | None) -> int:
-        """Return the newest id that cannot be read any more."""
+        """Return the newest id that can no longer be read."""
         return self.retired if capacity is None else max(self.retired, self.last - capacity)
 
     def window(self, capacity: int | None, deleted: IdSet) -> Window:
-        """Return the rows that can be read, of which `deleted` have left."""
+        """Return the rows that can be read, except the deleted rows `deleted`."""
         low = self.window_low(capacity)
-        # Ids beyond the last one will be given again, to rows that can be read.
+        # Deleted ids after the last one are not included: they will be reused for readable rows.
         return Window(low, self.last, deleted.between(low, self.last))
 
 
 def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | None = None) -> list[LogEntry]:
-    """Let a table of episodes follow one record; return the log entries that it brings.
+    """Apply one record to a table of episodes; return the resulting log entries.
 
     Args:
-        record: It follows the last one.
-        table: Has followed the records before.
-        publish: What the record says, if it is a commit record that was read already.
+        record: The record after the last one that was applied.
+        table: The episodes after the records before.
+        publish: The parsed body, if it is a commit record that was parsed already.
     """
     if record.kind is Kind.ANNOTATE:
         return table.annotate(unpack_entry(record.body), record.sequence)

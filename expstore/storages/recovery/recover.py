@@ -1,7 +1,7 @@
 """Decide which records of a journal are valid after a crash, and what must be redone.
 
-Used by the writer's opening, by readers of a store without a writer, and by verification. The order (see the
-crash rule in ARCHITECTURE.md): verify what was committed after the newest durable checkpoint, stop at the
+Used by the writer's opening, by readers of a store without a writer, and by verification. The order (see
+"Recovery" in docs/format.md): verify what was committed after the newest durable checkpoint, stop at the
 first batch that is not whole, reapply updates, rebuild the episodes. This module changes no file.
 """
 
@@ -49,7 +49,7 @@ class Past:
         synced: The newest id that the checkpoint covers.
         log_length: How many bytes of episodes.log the checkpoint covers.
         clean: Whether the writer closed the store.
-        deleted: Rows that have left, as listed in expstore.json.
+        deleted: Deleted rows, as listed in expstore.json.
         state: The state after the records; `verify` computes it.
         cut: How many batches were not whole, and are dropped.
         publishes: The commit records among `records`.
@@ -84,7 +84,7 @@ def read_past(records: list[Record], deleted: IdSet) -> Past:
 
     Args:
         records: The records of the journal.
-        deleted: Rows that have left, as listed in expstore.json.
+        deleted: Deleted rows, as listed in expstore.json.
     """
     base = records[0].json()
     rest = records[1:]
@@ -143,7 +143,7 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
             if place >= past.settled and column_set not in (None, publish.column_set):
                 raise CorruptionError(
                     f"record {record.sequence} of the journal has rows of column set {publish.column_set}, "
-                    f"the store has {column_set}"
+                    f"but the store has {column_set}"
                 )
             if place >= past.settled and not whole(publish):
                 past.cut = sum(r.kind is Kind.PUBLISH for r in past.records[place:])
@@ -198,7 +198,7 @@ def find_pending_changes(
 
     Args:
         past: The journal, verified.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         load: Reads an update from the body of its record.
         times: Returns `_row/time` of rows, as stored in the columns. None: the columns cannot be trusted,
             because a power failure may have lost priorities of rows whose newer times survived.
@@ -238,7 +238,7 @@ def find_unsettled_blocks(
 
     Args:
         past: The journal, verified.
-        slots: How many rows a ring has; None: the store grows.
+        slots: Number of slots of a ring; None: the store is unbounded.
         spare: How many of the slots are spare.
         horizon: The newest id whose slot may have been written to, by STATE; None: STATE is from before the
             machine's last start.

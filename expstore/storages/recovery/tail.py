@@ -1,7 +1,7 @@
 """The episodes of a store that another process writes to, read from its journal as it grows.
 
-Used by followers, which need it for SQL and for samplers that look at episodes. It never goes beyond the
-rows that can be read, and writes nothing.
+Used by followers, for SQL and for samplers that need episodes. It reads only up to the newest readable row,
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MANY = 200_000
 
 
 class LiveTail:
-    """The episodes up to an id that can be read; `go_on` follows the writer.
+    """The episodes of the rows up to a readable id; `go_on` follows the writer.
 
     Threads: the storage calls it under its lock.
 
     Args:
-        storage: Whose journal it is.
+        storage: The storage that follows the store.
         limit: The newest id that can be read.
-        rows: Returns episodes and steps of a run of rows: (first id, rows); None if it cannot.
+        rows: Returns episodes and steps of a run of rows: (first id, rows); None if they cannot be read.
 
     Raises:
         CorruptionError: The journal is damaged, or was written to while it was read.
@@ -53,17 +53,17 @@ class LiveTail:
         self._waiting = records[ready:]
         past = read_past(records[:ready], storage.manifest.deleted)
         verify(past, lambda publish: True)
-        #: What the records say so far.
+        #: The state that the records describe so far.
         self.state = past.state
         #: The episodes of the rows that they commit.
         self.table = EpisodeTable(generation=self.state.generation)
         entries = rebuild_episodes(past, self.table, self.state.window_low(storage.capacity), rows)
-        #: Log entries that no checkpoint covers yet, with the record that they belong to.
+        #: Log entries that no checkpoint covers yet, with the records that they belong to.
         self._entries = [(self.state.sequence, entry) for entry in entries]
         self._log_length = past.log_length
 
     def go_on(self, limit: int) -> bool:
-        """Follow the writer up to id `limit`; return whether that was possible: else make another tail."""
+        """Follow the writer up to id `limit`; return False if another tail must be created instead."""
         new = self._journal.poll()
         if new is None or self.table.waiting > _MANY:
             self.close()
@@ -89,7 +89,7 @@ class LiveTail:
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
 
     def log_entries(self) -> Iterator[LogEntry]:
-        """Return everything that was noted about episodes that ended, in order."""
+        """Return all entries of ended episodes, in order."""
         yield from read_log(self._disk, self._log_path, self._log_length)
         for _, entry in self._entries:
             yield entry
@@ -100,7 +100,7 @@ class LiveTail:
 
 
 def _last_of(record: Record) -> int:
-    """Return the newest id after a record that brings some, else 0."""
+    """Return the newest id after a record that adds rows, otherwise 0."""
     if record.kind is Kind.PUBLISH:
         return Publish.last_of(record.body)
     return int(record.json()["last"]) if record.kind is Kind.DELETE else 0

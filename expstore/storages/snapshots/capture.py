@@ -39,15 +39,15 @@ class Frozen:
         base: The state that a journal's base record stores.
         window: The readable rows.
         pieces: Where the rows are: (first slot, offset in the run, number of rows).
-        columns: Per column, in the order of `fields`, a view of each piece; empty for columns that
-            are `apart`.
+        columns: Per column, in the order of `fields`, a view of each piece; empty for columns that are
+            `apart`.
         captures: The columns that are `apart`, because their rows cannot be viewed.
         counted: Whether the last column is how often each row was sampled.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
-        sums: An entry per block of 4096 slots, by which changed blocks can be told from unchanged ones; None
-            if the storage has no checksums.
-        snapshot_pin: Is told which rows are copied.
+        sums: An entry per block of 4096 slots, which shows whether the block has changed; None if the storage
+            has no checksums.
+        snapshot_pin: Called with the rows that are copied.
     """
 
     manifest: Manifest
@@ -79,7 +79,7 @@ class Frozen:
 
     @property
     def packings(self) -> list[Packing | None]:
-        """How each column is packed; None: it is not packed."""
+        """How each column is packed; None for a column that is not packed."""
         known = {place: how for capture in self.captures for place, how in capture.packings.items()}
         return [known.get(place) for place in range(len(self.fields))]
 
@@ -96,7 +96,7 @@ class Frozen:
 
     @property
     def summed(self) -> int:
-        """How many columns, counted from the first, have checksums."""
+        """The number of columns, counted from the first, that have checksums."""
         return max(0, len(self.fields) - (2 if self.counted else 1))
 
 

@@ -1,8 +1,9 @@
 """The snapshots in a folder: list them, find one, and remove old ones.
 
 Used by buffers, `expstore.open` and the command line; `expstore.storages.snapshots.create` makes the
-snapshots. A snapshot (also called a version) is a folder `vNNNN` that holds a complete, closed store and
-`version.json`. A folder whose name ends in `.tmp` is not one. This module never changes a file of a snapshot.
+snapshots. A snapshot (also called a version) is a folder `vNNNN` with a complete, closed store and
+`version.json`. A folder whose name ends in `.tmp` is not a snapshot. This module never changes a file of a
+snapshot.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = [
 
 #: File with the name of the newest snapshot; replaced by a rename.
 CURRENT = "CURRENT"
-#: Folder inside a store's folder in which `tag` puts snapshots.
+#: Folder inside a store's folder for the snapshots that `tag` makes.
 OWN_FOLDER = "versions"
 SCRAP = ".tmp"
 #: Lock file that is held while a snapshot is made.
@@ -99,7 +100,7 @@ class Version:
             data = json.loads(disk.read_whole(path))
             checksum = data.pop("crc32c")
             if checksum != _checksum(data):
-                raise ValueError("its checksum does not fit")
+                raise ValueError("its checksum does not match")
             return cls(**data, path=folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"{path} is damaged: {exc}", hint="open another version") from exc
@@ -123,8 +124,8 @@ def check_tag(tag: str) -> None:
     """Raise SnapshotError if a snapshot cannot have this name."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise SnapshotError(
-            f"{tag!r} is no name for a version",
-            hint="give 1 to 100 letters, digits or . _ - that are not a number",
+            f"{tag!r} is not a valid tag",
+            hint="use 1 to 100 letters, digits or . _ -, but not a number",
         )
 
 
@@ -146,14 +147,14 @@ def foreign_names(disk: Disk, place: Path) -> list[str]:
 
 
 def is_snapshots(disk: Disk, path: Path) -> bool:
-    """Return whether a folder holds snapshots, as `dumps` makes it."""
+    """Return whether a folder has snapshots, as `dumps` creates it."""
     # A crash may have happened after the first snapshot was renamed and before CURRENT was written.
     some = disk.exists(path / CURRENT) or disk.exists(path / version_name(1))
     return some and not disk.exists(path / MANIFEST)
 
 
 def list_versions(disk: Disk, path: Path) -> list[Version]:
-    """Return the snapshots in a folder, the oldest first; leave out any whose description is damaged."""
+    """Return the snapshots in a folder, the oldest first, without those whose description is damaged."""
     found = []
     for number in _numbers(disk, path):
         try:
@@ -187,7 +188,7 @@ def versions(path: str | Path) -> list[Version]:
 
 
 def place_of(disk: Disk, path: Path) -> Path:
-    """Return the folder that holds the snapshots: `path`, or the one inside the store at `path`."""
+    """Return the folder with the snapshots: `path`, or the one inside the store at `path`."""
     return path / OWN_FOLDER if disk.exists(path / MANIFEST) else path
 
 
@@ -264,7 +265,7 @@ def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
     scraps = [version.path.with_name(version.path.name + SCRAP) for version in old]
     for version, scrap in zip(old, scraps, strict=True):
         disk.rename(version.path, scrap)
-    disk.sync_dir(place)  # else a power failure could restore the name without its contents
+    disk.sync_dir(place)  # otherwise a power failure could restore the name without its contents
     for scrap in scraps:
         remove_files(disk, scrap, pool)
         disk.remove_tree(scrap)

@@ -14,14 +14,14 @@ __all__ = ["ContentAccess"]
 
 
 class ContentAccess(SnapshotAccess):
-    """Give the content of a storage, and replace it: all of it, or nothing.
+    """Read the content of a storage, and replace it: completely or not at all.
 
     Threads and crashes: as the storage.
 
     Args:
-        storage: Whose content.
-        check: As of `SnapshotAccess`.
-        convert: What load hooks make of the content of a snapshot; None: it stays as it is.
+        storage: The storage.
+        check: Called before a snapshot is made; raises SnapshotError if none can be made.
+        convert: Applies load hooks to the content of a snapshot; None: there are no hooks.
     """
 
     __slots__ = ("_convert",)
@@ -49,7 +49,7 @@ class ContentAccess(SnapshotAccess):
 
     @abstractmethod
     def adopt(self, content: ContentLike) -> None:
-        """Replace the content by another one.
+        """Replace the content.
 
         Raises:
             SchemaError: The storage has other fields.

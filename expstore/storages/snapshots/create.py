@@ -60,7 +60,7 @@ from expstore.storages.snapshots.previous_snapshot import Former, find_former
 __all__ = ["dump"]
 
 SHARD_ROWS = 8192
-#: Between the numbers in a shard's name: all shards of an array are in one folder, which is synced once.
+#: Separator of the numbers in a shard's name: all shards of an array are in one folder, which is synced once.
 SEPARATOR = "."
 _THREADS = 8
 
@@ -85,7 +85,7 @@ def dump(
         sampler: Settings of a buffer's sampler that its `loads` restores. They must be JSON values.
 
     Raises:
-        SnapshotError: The folder holds something else, the tag is taken or invalid, or rows hold objects.
+        SnapshotError: The folder has other content, the tag is taken or invalid, or rows have objects.
         LockedError: Another snapshot is being made in the folder.
         StateError: The storage is closed, or open for reading only.
         StorageError: The disk failed or is full; existing snapshots are unchanged.
@@ -103,7 +103,7 @@ def dump(
         remove_scraps(disk, place)
         known = list_versions(disk, place)
         if tag is not None and tag in [version.tag for version in known]:
-            raise SnapshotError(f"{place} has a version {tag!r} already", hint="choose another tag")
+            raise SnapshotError(f"{place} already has a snapshot {tag!r}", hint="choose another tag")
         number = next_number(disk, place)
         name, current = version_name(number), place / (CURRENT + SCRAP)
         scrap = place / (name + SCRAP)
@@ -141,15 +141,15 @@ def _refuse_objects(storage: Storage) -> None:
     schema = storage.schema
     if schema is not None and schema.variable and storage.manifest is None:
         raise SnapshotError(
-            f"field {key_name(schema.variable[0])!r} has rows of no fixed size, which only a store on disk "
-            "has versions of",
-            hint="state_dict() keeps them",
+            f"field {key_name(schema.variable[0])!r} has variable length: only a store on disk can make "
+            "snapshots of it",
+            hint="use state_dict()",
         )
     if schema is not None and schema.objects:
         what = "the storage" if storage.row_traits.whole else f"field {key_name(schema.objects[0])!r}"
         raise SnapshotError(
-            f"{what} holds objects, for which files have no form",
-            hint="make tensors of them, or save them yourself",
+            f"{what} has objects, which cannot be written to files",
+            hint="convert them to tensors, or save them yourself",
         )
 
 
@@ -167,17 +167,17 @@ def _make_place(disk: Disk, place: Path) -> None:
     if (above := store_around(disk, place)) and place.resolve() != above / OWN_FOLDER:
         raise SnapshotError(
             f"{place} would lie inside the store {above}",
-            hint="give a folder outside of it; rb.snapshots.tag(name) puts a version into the store",
+            hint="use a folder outside it, or rb.snapshots.tag(name), which stores the snapshot in the store",
         )
     if not new:
         if disk.exists(place / MANIFEST):
-            raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
-        # A store may be in the same folder: torchrl's users dump into the folder above the scratch_dir.
+            raise SnapshotError(f"{place} is a store or a snapshot", hint="use another folder, or tag()")
+        # A store may be in the same folder: users of TorchRL dump into the folder above the scratch_dir.
         foreign = [name for name in foreign_names(disk, place) if not disk.exists(place / name / MANIFEST)]
         if foreign:
             raise SnapshotError(
-                f"{place} is not a folder of versions: it holds {', '.join(foreign[:3])}",
-                hint="give a new or empty folder",
+                f"{place} is not a folder of snapshots: it has {', '.join(foreign[:3])}",
+                hint="use a new or empty folder",
             )
     disk.make_dir(place)
     for folder in reversed(new):
@@ -223,13 +223,13 @@ class _Build:
         self.note(path, len(data))
 
     def note(self, path: Path, size: int) -> None:
-        """Note a file that was written: it holds `size` bytes of data, the rest is holes."""
+        """Record a file that was written: it has `size` bytes of data, the rest is holes."""
         self.written.append(path)
         self.new_bytes += size
 
 
 def _shard_rows(columns: int, slots: int) -> int:
-    """Return how many rows a shard has in a snapshot with so many columns and slots."""
+    """Return the rows per shard of a snapshot with this number of columns and slots."""
     rows = SHARD_ROWS
     while columns * -(-slots // rows) > tuning.SNAPSHOT_FILES:
         rows *= 2
@@ -257,7 +257,7 @@ class _Copy:
         #: Length of a shard file, bytes, per column.
         self._sizes = [self.rows * w + len(f) for w, f in zip(self._widths, self.footers, strict=True)]
         blocks = self.shards * self.rows // BLOCK_ROWS
-        #: The blocks that hold readable rows.
+        #: The blocks with readable rows.
         self.blocks = blocks_of(state.pieces)
         #: A checksum per block and column, for the columns that have checksums.
         self.sums = np.zeros(blocks, entry_dtype(state.summed))
@@ -336,7 +336,7 @@ class _Copy:
             self.build.put(f"{COLUMNS}/{name}", data)
 
     def _find_unchanged(self) -> BoolArray:
-        """Return which shards hold the same rows in the previous snapshot. Shape `(shards,)`."""
+        """Return which shards have the same rows in the previous snapshot. Shape `(shards,)`."""
         former, now = self.former, self.state.sums
         same = np.zeros(self.sums.size, bool)
         if former is None or now is None:
@@ -417,7 +417,7 @@ class _Copy:
         return same
 
     def _block(self, place: int, slot: int, count: int) -> Array:
-        """Return the rows of a run of slots, zeros where no row is readable. Shape `(count, *row shape)`."""
+        """Return the rows of a run of slots, with zeros for unreadable rows. Shape `(count, *row shape)`."""
         parts = list(self._parts(place, slot, count))
         if len(parts) == 1 and len(parts[0][1]) == count:
             return parts[0][1]
@@ -469,8 +469,8 @@ def _describe(build: _Build, state: Frozen) -> None:
         segment_bytes=ALIGN,
     )
     try:
-        beside = {"opening": True, "generation": manifest.generation, "log_length": len(state.log)}
-        journal.start_segment(state.base | beside)
+        extra = {"opening": True, "generation": manifest.generation, "log_length": len(state.log)}
+        journal.start_segment(state.base | extra)
         journal.append(Kind.CLOSE, b"{}")
         for file in journal.sync_files():
             build.note(file.path, file.size())

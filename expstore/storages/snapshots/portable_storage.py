@@ -1,7 +1,7 @@
 """Storages whose rows are lost with the process, but can be saved by `state_dict`.
 
-Base of the storages in RAM, and of those in a folder for one run. The format of the state is defined in
-`expstore.storages.snapshots.state_dict`. This module touches no files.
+Base class of the storages in RAM, and of those in a folder for one run.
+`expstore.storages.snapshots.state_dict` defines the format of the state. This module uses no files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PortableStorage(Storage):
         would have followed in the saved storage. No memory is shared with the state.
 
         Raises:
-            StateError: The state holds no rows, or the storage is closed.
+            StateError: The state has no rows, or the storage is closed.
             SchemaError: This storage has other fields, or the argument is not such a state.
             CorruptionError: The state's description of the storage is damaged.
         """
@@ -96,22 +96,22 @@ class PortableStorage(Storage):
     def _check_hooks(self) -> None:
         if self._save_hooks and call_hooks(self, self._save_hooks):
             raise SnapshotError(
-                "a save hook has changed the rows, and versions hold them as they are",
-                hint="state_dict() keeps what hooks return",
+                "a save hook has changed the rows, but snapshots store them unchanged",
+                hint="state_dict() stores what hooks return",
             )
 
     def _hook_content(self, content: Any) -> Any:
         return hook_rows(content, self._load_hooks) if self._load_hooks else content
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
+        """Make a snapshot of the current content in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
         Args:
-            path: A folder for snapshots; made if it is missing.
+            path: A folder for snapshots; created if it is missing.
             keep: How many snapshots remain.
 
         Raises:
-            SnapshotError: The folder holds something else, or rows are objects, which snapshots cannot store.
+            SnapshotError: The folder has other content, or rows are objects, which snapshots cannot store.
             StateError: The storage is closed.
             StorageError: The disk failed or is full; existing snapshots are unchanged.
 
@@ -138,13 +138,13 @@ class PortableStorage(Storage):
         self.holders.tell(self)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
+        """Make a snapshot: an alias of `dumps`."""
         return self.dumps(path, keep=keep)
 
     def save(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
+        """Make a snapshot: an alias of `dumps`."""
         return self.dumps(path, keep=keep)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
-        """Do as `loads`."""
+        """Restore a snapshot: an alias of `loads`."""
         self.loads(path, version)

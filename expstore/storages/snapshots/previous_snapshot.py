@@ -1,6 +1,6 @@
-"""The version before the one that is being made: what of its files may be shared.
+"""The previous snapshot of a store: which of its files a new snapshot can share.
 
-Used by snapshots. It compares stamps and sums, and never reads a row.
+Used by snapshots. Stamps and checksums are compared; rows are never read.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """The version before.
+    """The previous snapshot.
 
     Args:
         folder: Its folder.
-        sums: Its checksums, by the columns that there are now.
-        origin: The store's when it was made, likewise.
-        whole: Which entries of `sums` are. Shape `(blocks,)`.
-        shared: Which of the columns that have sums it has, too. Shape `(columns,)`.
-        layout: How its arrays are cut.
-        counted: Whether it has counts.
+        sums: Its checksums, for the current columns of the store.
+        origin: The store's own checksums when it was made, for the same columns.
+        whole: Which entries of `sums` are of completely summed blocks. Shape `(blocks,)`.
+        shared: Which of the current columns with checksums it has, too. Shape `(columns,)`.
+        layout: How its arrays are split into shards.
+        counted: Whether it has sample counts.
     """
 
     folder: Path
@@ -53,12 +53,12 @@ class Former:
 
 
 def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
-    """Return a version if its files may be shared; None if everything is to be copied.
+    """Return a snapshot if its files can be shared; None if everything must be copied.
 
     Args:
-        disk: Where files are touched.
-        folder: The version's; columns that came or went since are not shared.
-        state: What is to be kept now.
+        disk: Access to files.
+        folder: The snapshot's folder. Fields that were added or dropped since are not shared.
+        state: The state to be stored now.
     """
     if state.manifest.schema is None or state.sums is None:
         return None
@@ -70,7 +70,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
         origin = read_entries(disk.read_whole(folder / ORIGIN), len(fields), folder / ORIGIN)
         layout = read_layout(disk, folder / COLUMNS / ROW_FIELDS[0].path, ROW_FIELDS[0])
     except (StorageError, NotFoundError, MigrationError):
-        return None  # it cannot be trusted, or was made before the first rows
+        return None  # it is damaged, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
     if not (same and _have_same_packings(disk, folder / COLUMNS, state, set(fields))):
@@ -88,7 +88,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
 
 
 def _have_same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
-    """Return whether the fields below a folder that are `known` there are packed as a storage's are."""
+    """Return whether the `known` fields are packed in a snapshot's columns as in the captured storage."""
     packings = state.packings
     users = [(state.fields[place], packings[place]) for place in state.arrays]
     try:
@@ -102,7 +102,7 @@ def _have_same_packings(disk: Disk, columns: Path, state: Frozen, known: Contain
 
 
 def _select_places(entries: Array, places: Sequence[int]) -> Array:
-    """Return entries with the sums of the columns at these places, 0 at place -1."""
+    """Return entries with the sums of the columns at these places, and 0 for place -1."""
     found = np.zeros(entries.size, entry_dtype(len(places)))
     found["generation"], found["sequence"] = entries["generation"], entries["sequence"]
     for new, old in enumerate(places):

@@ -1,7 +1,7 @@
-"""A store's own rows for another capacity: what stays keeps its id, and lies in another slot.
+"""A store's own rows as new content for another capacity: rows keep their ids, but get other slots.
 
-Used by the storage on disk, which has it built aside as a version's content would be. It never changes what
-it reads.
+Used by the storage on disk, which builds the new content in the same way as that of a snapshot. The store's
+current content is not changed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
 
 __all__ = ["Progress", "capacity_for", "read_resized", "surplus"]
 
-#: Is told bytes done and bytes in all.
+#: Called with bytes done and bytes in all.
 Progress = Callable[[int, int], None]
 
 
 def capacity_for(storage: Storage, capacity: int | None) -> int | None:
-    """Return the capacity that a store gets which is asked for one: whole steps of time."""
+    """Return a capacity rounded up to whole steps of time."""
     return None if capacity is None else round_up(capacity, storage.geometry.lanes)
 
 
 def surplus(storage: Storage, capacity: int | None) -> int:
-    """Return how many of a store's rows do not fit into a capacity."""
+    """Return the number of a store's rows that do not fit into a capacity."""
     window = storage.window
     if capacity is None or window.size <= capacity:
         return 0
@@ -47,12 +47,12 @@ def surplus(storage: Storage, capacity: int | None) -> int:
 
 
 def read_resized(storage: Storage, capacity: int | None, progress: Progress | None = None) -> Arrival:
-    """Return a store's own content as it is to be for another capacity.
+    """Return a store's own content for another capacity.
 
     Args:
-        storage: The store's, whose lock is held and which has nothing that waits.
-        capacity: As `capacity_for` returned it.
-        progress: Is told how far reading has come.
+        storage: The store's storage, with its lock held and all rows written to the columns.
+        capacity: The result of `capacity_for`.
+        progress: Called with the progress of reading.
     """
     told = progress or (lambda done, total: None)
     if storage.ranking is not None and capacity is not None and storage.window.size > capacity:
@@ -62,13 +62,13 @@ def read_resized(storage: Storage, capacity: int | None, progress: Progress | No
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Show what a store holds; its rows are copies.
+    """The content of a store; its rows are copied.
 
     Args:
-        storage: The store's.
-        manifest: What it is.
-        base: Its state, as a journal's base record keeps it.
-        entries: Of episodes.log.
+        storage: The store's storage.
+        manifest: Its manifest.
+        base: Its state, as a journal's base record stores it.
+        entries: Entries of episodes.log.
     """
 
     storage: Storage
@@ -78,28 +78,28 @@ class _Own:
 
     @classmethod
     def of(cls, storage: Storage) -> _Own:
-        """Return what it holds now."""
+        """Return the current content of a storage."""
         return cls(storage, manifest_of(storage), base_of(storage.state), list(storage.state.log.read()))
 
     @property
     def name(self) -> str:
-        """Return the folder's."""
+        """The path of the store's folder."""
         return str(self.storage.path)
 
     @property
     def places(self) -> range:
-        """Of all columns, those of the row fields behind the others."""
+        """Positions of all columns: the fields, then the row fields."""
         return range(len(self.storage.require_schema().fields) + len(ROW_FIELDS))
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
+        """The size of a row, bytes."""
         fields = (*self.storage.require_schema().fields, *ROW_FIELDS)
         return sum(entry.row_bytes for entry in fields)
 
     @property
     def counted(self) -> bool:
-        """Whether it says how often each row was handed out."""
+        """Whether the store has sample counts."""
         return self.storage.state.sampled is not None
 
     @property
@@ -108,11 +108,11 @@ class _Own:
         return self.storage.window.low
 
     def rows(self, first_id: int, count: int) -> list[Array]:
-        """Copy a run of rows, all columns."""
+        """Copy a run of rows: one array per column."""
         return self.storage.read(np.arange(first_id, first_id + count), self.places)
 
     def counts(self, first_id: int, count: int) -> Array:
-        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+        """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
         sampled = self.storage.state.sampled
         if sampled is None:
             return np.zeros(count, np.uint32)
@@ -121,7 +121,7 @@ class _Own:
 
 
 class _Newest(Arrival):
-    """Keep ids, episodes and numbers as they are; the oldest rows go if there are too many."""
+    """Content with the newest rows that fit; ids, episodes and numbers are unchanged."""
 
     def __init__(self, storage: Storage, capacity: int | None, progress: Progress) -> None:
         self._own, self._progress = _Own.of(storage), progress
@@ -132,11 +132,11 @@ class _Newest(Arrival):
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def base(self, content: tuple[int, int]) -> dict[str, Any]:
-        """Return the state that a base record keeps: open episodes stay open."""
+        """Return the state for a base record: open episodes stay open."""
         return self.content.base | {"content": content, "last": self.last, "retired": self.low}
 
     def entries(self) -> Iterator[LogEntry]:
-        """Yield what episodes.log says."""
+        """Yield the entries of episodes.log."""
         return iter(self.content.entries)
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
@@ -149,9 +149,9 @@ class _Newest(Arrival):
 
 
 class _Best(Arrival):
-    """Keep the best rows, the earlier place of those that rank alike.
+    """Content with the best rows that fit; among rows of equal rank, those in earlier places.
 
-    Their ids are those of places there are no more: they get new ones, above all that there were.
+    Their former ids are not consecutive; they get new ids above all ids of the store.
     """
 
     def __init__(self, storage: Storage, ranking: Ranking, capacity: int, progress: Progress) -> None:
@@ -162,7 +162,7 @@ class _Best(Arrival):
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
-        """Yield the rows that stay: (first id, one array per field and row field)."""
+        """Yield the remaining rows: (first id, one array per field and row field)."""
         each = self._own.row_bytes
         step = max(1, STEP_BYTES // each)
         for start in range(0, self.count, step):
@@ -175,10 +175,10 @@ class _Best(Arrival):
 
 
 def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:
-    """Return the ids of so many rows, ascending."""
+    """Return the ids of the `count` best rows, ascending."""
     schema, window = storage.require_schema(), storage.window
     if storage.state.sampled is not None:
-        raise StateError("a store that keeps the best rows does not count how often they are handed out")
+        raise StateError("a store that keeps the best rows cannot count samples")
     place, found = schema.place(ranking.key), []
     ids = np.arange(window.low + 1, window.last + 1)
     ids = ids[window.holds(ids)]
@@ -192,15 +192,15 @@ def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:
 
 
 def _manifest_for(storage: Storage, own: Manifest, capacity: int | None) -> Manifest:
-    """Return what expstore.json says afterwards.
+    """Return the manifest of the store afterwards.
 
     Raises:
-        SchemaError: Chunks of packed fields were asked for that are longer than the capacity.
-        StateError: Whole episodes leave it, which is for stores without bound.
+        SchemaError: Chunks of packed fields are longer than the capacity.
+        StateError: The store has a retention policy, which requires a store without a capacity.
     """
     if own.retain and capacity is not None:
         raise StateError(
-            "this store says by retain= which rows stay, and with a capacity the last ones do",
+            "this store has a retain= policy: a store with a capacity keeps the newest rows instead",
             hint="open it with retain={} first",
         )
     ring = RingGeometry(capacity, own.ndim, own.dims)

@@ -69,7 +69,7 @@ STEP_BYTES = 8 << 20
 
 
 class ContentLike(Protocol):
-    """Content that a storage can take over."""
+    """Content that a storage can adopt."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class ContentLike(Protocol):
 
     @property
     def entries(self) -> Sequence[LogEntry]:
-        """The entries of episodes.log: what happened to its episodes."""
+        """The entries of episodes.log."""
 
     @property
     def low(self) -> int:
@@ -97,7 +97,7 @@ class ContentLike(Protocol):
 
     @property
     def counted(self) -> bool:
-        """Whether it holds how often each row was sampled."""
+        """Whether it has sample counts."""
 
     def rows(self, first_id: int, count: int) -> list[Array]:
         """Copy a run of rows: one array per column."""
@@ -140,7 +140,7 @@ class Content:
 
     @property
     def counted(self) -> bool:
-        """Whether the snapshot holds how often each row was sampled."""
+        """Whether the snapshot has sample counts."""
         return self.sampled is not None
 
     @property
@@ -192,7 +192,7 @@ def read_content(disk: Disk, folder: Path) -> Content:
     manifest = Manifest.load(disk, folder)
     records = read_journal(disk, folder / JOURNAL)
     if [record.kind for record in records] != [Kind.BASE, Kind.CLOSE]:
-        raise CorruptionError(f"{folder / JOURNAL} is not that of a version", hint="load another version")
+        raise CorruptionError(f"{folder / JOURNAL} is not a snapshot's journal", hint="load another snapshot")
     base = records[0].json()
     entries = list(read_log(disk, folder / LOG, base["log_length"]))
     columns, sampled = None, None
@@ -213,7 +213,7 @@ class Arrival:
     """A snapshot's content with the ids that it gets in a storage.
 
     If the storage has had rows, ids and episode ids continue above those of the storage and of the snapshot,
-    so that no id that a caller still holds names another row. Otherwise they are not changed. Ids are shifted
+    so that no id that a caller still has names another row. Otherwise they are not changed. Ids are shifted
     by a multiple of the capacity. In a ring the shift is so large that all former ids of the storage count as
     overwritten, and a caller that has just drawn some draws again.
 
@@ -222,9 +222,9 @@ class Arrival:
         manifest: The manifest of the storage afterwards.
         session: The storage's own session.
         low: The newest id of the content that is left out.
-        count: Number of rows that are taken over.
-        id_shift: Is added to ids.
-        episode_shift: Is added to episode ids.
+        count: Number of rows that are restored.
+        id_shift: Added to ids.
+        episode_shift: Added to episode ids.
     """
 
     def __init__(
@@ -271,9 +271,9 @@ class Arrival:
         low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
         if content.manifest.ranking is not None and low > content.low:
             raise StateError(
-                f"{content.name} holds the best {last - content.low} rows by {content.manifest.ranking}; "
-                f"there is room for {own.capacity}, and the first to come would go, not the worst",
-                hint="load it into a store of that capacity",
+                f"{content.name} has the best {last - content.low} rows by {content.manifest.ranking}; "
+                f"there is room for {own.capacity}, and the oldest rows would be lost, not the worst",
+                hint="load it into a store with a sufficient capacity",
             )
         former = max(storage.last, storage.state.horizon)
         # In a storage that never had rows ids are kept: no caller knows them as ids of other rows.
@@ -345,7 +345,7 @@ class Arrival:
 
     @property
     def counted(self) -> bool:
-        """Whether the snapshot holds how often each row was sampled."""
+        """Whether the snapshot has sample counts."""
         return self.content.counted
 
     def counts(self) -> Array:
@@ -371,24 +371,24 @@ def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema
             if asked.get(key) != found.get(key)
         ]
         raise SchemaError(
-            f"{name} holds other fields than this store ({', '.join(differ[:3])})",
-            hint="load it into a store of its own",
+            f"{name} has other fields than this store ({', '.join(differ[:3])})",
+            hint="load it into another store",
         )
     return offered
 
 
 def _fit_layout(own: Manifest, content: ContentLike) -> None:
-    """Raise StateError if the storage cannot keep the best rows, as the content does."""
+    """Raise StateError if the content keeps the best rows and the storage has packed fields."""
     if content.manifest.ranking is not None and ColumnLayout(**own.layout).asks_packed:
         raise StateError(
-            f"{content.name} holds the best rows, and this store was made with packed fields, whose rows "
-            "cannot give way to better ones",
+            f"{content.name} has the best rows, but this store has packed fields, whose rows "
+            "cannot be replaced by better ones",
             hint="load it into a store with layout='flat'",
         )
 
 
 def _fit_specs(offered: str, own: str, schema: Schema | None, former: Schema | None) -> str:
-    """Return the specs of the storage afterwards: those of the snapshot, else the storage's own."""
+    """Return the specs of the storage afterwards: those of the snapshot, or else the storage's own."""
     if schema is not None and former is not None and schema != former:
         return offered  # the storage's own specs describe other fields
     if not offered and own and schema is not None:
@@ -397,7 +397,7 @@ def _fit_specs(offered: str, own: str, schema: Schema | None, former: Schema | N
 
 
 def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
-    """Return the storage's manifest with the dims that its rows have afterwards."""
+    """Return the storage's manifest with the dims of its rows afterwards."""
     there = content.manifest
     if own.schema is None and there.schema is not None:
         lanes = math.prod(there.dims)
@@ -406,8 +406,8 @@ def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
     if there.schema is not None and own.dims != there.dims:
         found, asked = _more(there.dims), _more(own.dims)
         raise SchemaError(
-            f"{content.name} holds rows of dims [time{found}], this store those of [time{asked}]",
-            hint="load it into a store of its own",
+            f"{content.name} has rows of dims [time{found}], but this store has dims [time{asked}]",
+            hint="load it into another store",
         )
     return own
 
@@ -533,8 +533,8 @@ def _build_journal(
         segment_bytes=ALIGN,
     )
     try:
-        beside = {"opening": True, "generation": manifest.generation, "log_length": log_length}
-        journal.start_segment(arrival.base(stamp) | beside)
+        extra = {"opening": True, "generation": manifest.generation, "log_length": log_length}
+        journal.start_segment(arrival.base(stamp) | extra)
         journal.append(Kind.CLOSE, b"{}")
         return [file.path for file in journal.sync_files()]
     finally:
@@ -551,9 +551,9 @@ def refuse_half_loaded(disk: Disk, path: Path) -> None:
     """Raise StorageError if a restore was interrupted while its files were moved to their places."""
     if disk.exists(path / LOAD):
         raise StorageError(
-            f"{path} was left in the middle of loads() or a change of its capacity",
+            f"loads() or a change of the capacity of {path} was interrupted",
             kind="half_loaded",
-            hint="open it for writing once, which brings that to its end",
+            hint="open it for writing once, which completes the operation",
         )
 
 

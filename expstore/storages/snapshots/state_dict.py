@@ -1,7 +1,7 @@
-"""A storage's whole content as tensors and plain values, and such a content in a storage's place.
+"""Convert a storage's whole content to tensors and plain values, and read such a state.
 
-Used by storages for `state_dict` and `load_state_dict`. What it returns shares no memory with the storage; it
-touches no file.
+Used by storages for `state_dict` and `load_state_dict`. The state shares no memory with the storage. This
+module uses no files.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
 
     Returns:
         `rows`, unless hooks return something else: name -> a tensor of all rows, oldest first (objects: a
-        list; rows of no fixed size: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`:
-        uint8, what happened to episodes; `manifest` and `base`: JSON.
+        list; variable-length rows: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`: uint8,
+        the content of episodes.log; `manifest` and `base`: JSON.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
@@ -82,7 +82,7 @@ def _rows(state: Frozen) -> dict[str, Any]:
 
 
 def _tell(hook: Hook, state: Frozen) -> None:
-    """Set the attributes that a hook has, as torchrl does."""
+    """Set the attributes of a hook, as torchrl does."""
     capacity = state.manifest.capacity
     if hasattr(hook, "is_full"):
         hook.is_full = capacity is not None and state.window.rows == capacity
@@ -116,12 +116,12 @@ def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Hold a content that `content_of` returned, for `restore.Arrival`.
+    """Content that `content_of` returned, for `restore.Arrival`.
 
     Args:
-        manifest: What the storage was.
-        base: Its state, as a journal's base record keeps it.
-        entries: What became of its episodes.
+        manifest: The manifest of the storage.
+        base: Its state, as a journal's base record stores it.
+        entries: The entries of episodes.log.
         columns: All rows, oldest first: fields, row fields, and counts if there are any.
     """
 
@@ -139,7 +139,7 @@ class Carried:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
+        """The size of a row, bytes."""
         return sum(column[:1].nbytes for column in self.columns) or 1
 
     @property
@@ -149,47 +149,47 @@ class Carried:
 
     @property
     def counted(self) -> bool:
-        """Whether it says how often each row was handed out."""
+        """Whether it has sample counts."""
         return len(self.columns) > self._own
 
     def rows(self, first_id: int, count: int) -> list[Array]:
-        """Copy a run of rows, all columns."""
+        """Copy a run of rows: one array per column."""
         start = first_id - self.low - 1
         parts = [column[start : start + count] for column in self.columns[: self._own]]
         return [_copy(part) for part in parts]
 
     def counts(self, first_id: int, count: int) -> Array:
-        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+        """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
         start = first_id - self.low - 1
         return self.columns[-1][start : start + count] if self.counted else np.zeros(count, np.uint32)
 
 
 def _copy(part: Any) -> Any:
     if not isinstance(part, np.ndarray):
-        return part  # Arrow arrays never change
+        return part  # Arrow arrays are immutable
     return copy.deepcopy(part) if part.dtype.hasobject else part.copy()
 
 
 def read_state(state: Mapping[str, Any], hooks: Sequence[Hook] = ()) -> Carried:
-    """Read what `content_of` returned.
+    """Read a state that `content_of` returned.
 
     Args:
-        state: It; nothing of it is kept or changed.
-        hooks: Each is given what is kept and returns the rows.
+        state: The state; it is not changed, and no reference to it is kept.
+        hooks: Each is called with the stored rows and returns the rows to use instead.
 
     Raises:
-        StateError: It holds no rows: it is of a store on disk.
-        SchemaError: It is no such state, or its rows are not those that it speaks of.
-        CorruptionError: What it says of the storage is damaged.
+        StateError: The state has no rows, because it is from a store on disk.
+        SchemaError: The argument is not such a state, or its rows do not match its description.
+        CorruptionError: The description of the storage is damaged.
     """
     if not isinstance(state, Mapping) or "uuid" in state:
         raise StateError(
-            "this state holds no rows: it is that of a store on disk, which keeps them itself",
-            hint="bring them over with dumps() and loads()",
+            "this state has no rows: it is from a store on disk, whose rows are in its folder",
+            hint="copy them with dumps() and loads()",
         )
     for name, kind in _PARTS.items():
         if state.get(name) is None or not isinstance(state[name], kind):
-            raise SchemaError(f"this is no state of a storage: {name!r} is missing", hint="see state_dict()")
+            raise SchemaError(f"not the state of a storage: {name!r} is missing", hint="see state_dict()")
     manifest = Manifest.unpack(state["manifest"].encode(), "the state's manifest")
     log = np.asarray(state["log"], np.uint8).tobytes()
     rows = state["rows"]
@@ -226,7 +226,7 @@ def _columns(fields: Sequence[Field], rows: Mapping[str, Any]) -> list[Any]:
     """Return rows as columns, one for each field."""
     columns = [_part(entry, rows) for entry in fields]
     if len({len(column) for column in columns}) > 1 or len(rows) != len(fields):
-        raise SchemaError("the state's fields are not those that it speaks of, or of different lengths")
+        raise SchemaError("the fields of the state do not match its description, or have different lengths")
     return columns
 
 

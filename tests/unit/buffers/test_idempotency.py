@@ -389,7 +389,7 @@ def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.Lo
     assert outcome.acts[0] == f"{KEYS} rebuilt"
     assert not outcome.left
     assert [r.getMessage() for r in caplog.records if KEYS in r.getMessage()] == [
-        f"{path / KEYS} is damaged: 1 keys are lost; it is made anew"
+        f"{path / KEYS} is damaged: 1 keys are lost; it is created again"
     ]
     assert verify(path) == []
     with disk(tmp_path, None) as rb:

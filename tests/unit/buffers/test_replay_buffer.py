@@ -242,7 +242,7 @@ def test_an_index_that_is_not_there(turned: TensorDictReplayBuffer) -> None:
 
 
 def test_indices_that_are_none(turned: TensorDictReplayBuffer) -> None:
-    with pytest.raises(TypeError, match="rows are found by integers, not float64"):
+    with pytest.raises(TypeError, match="an index of rows must be integers, got float64"):
         turned[[0.5]]
     with pytest.raises(NotFoundError, match=r"the mask has shape \(3,\), the store 10 rows"):
         turned[[True, False, True]]
@@ -283,7 +283,7 @@ def test_rows_can_be_replaced(turned: TensorDictReplayBuffer) -> None:
 
 def test_replacing_what_does_not_fit_changes_nothing(turned: TensorDictReplayBuffer) -> None:
     before = turned[:]
-    with pytest.raises(SchemaError, match="2 rows are to be replaced by 3"):
+    with pytest.raises(SchemaError, match="cannot replace 2 rows by 3"):
         turned[:2] = rows([1, 2, 3])
     with pytest.raises(SchemaError, match="lacks 'observation'"):
         turned[:2] = rows([1, 2]).exclude("observation")

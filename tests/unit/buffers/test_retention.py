@@ -460,14 +460,14 @@ def test_what_is_no_policy(store_path: Path, given: Any, said: str) -> None:
 
 
 def test_where_no_policy_can_be(store_path: Path) -> None:
-    with pytest.raises(ValueError, match="with capacity=10"):
+    with pytest.raises(ValueError, match="capacity and retain exclude each other"):
         expstore.open(store_path, capacity=10, retain={"age": 1})
     with expstore.open(store_path, capacity=10) as rb:
-        with pytest.raises(StateError, match="keeps its last 10 rows"):
+        with pytest.raises(StateError, match="keeps its newest 10 rows"):
             rb.retention.set({"age": 1})
-        with pytest.raises(StateError, match="is a ring"):
+        with pytest.raises(StateError, match="evicted by age, not deleted"):
             rb.storage.retention.delete(np.array([1]))
-    with pytest.raises(StateError, match="keeps its last 10 rows"):
+    with pytest.raises(StateError, match="keeps its newest 10 rows"):
         expstore.open(store_path, retain={"age": 1})
     with pytest.raises(ValueError, match="mode='r'"):
         expstore.open(store_path, mode="r", retain={"age": 1})

@@ -479,7 +479,7 @@ def test_a_zarr_store_refuses_such_columns_by_name(tmp_path: Path, form: str, na
         return
     with pytest.raises(SchemaError) as caught:
         back(source, tmp_path / "back.exp", storage="zarr")
-    assert f"column {name!r} {why or 'is ' + field}: a zarr storage keeps" in str(caught.value)
+    assert f"column {name!r} {why or 'is ' + field}: a zarr storage needs" in str(caught.value)
     assert 'storage="arrow"' in str(caught.value.hint)
     assert os.listdir(tmp_path) == ["in"]
 
@@ -597,7 +597,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["export", paths[0], str(tmp_path / "z"), "--npz"]) == 2
     said = capsys.readouterr().err
     assert "field 'prompt' is string: exports to NPZ need fields of fixed size" in said
-    assert "Parquet and Arrow take all" in said
+    assert "Parquet and Arrow store all" in said
 
 
 def test_texts_of_types_are_kept_by_name(tmp_path: Path) -> None:

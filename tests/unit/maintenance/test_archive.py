@@ -64,6 +64,6 @@ def test_an_archive_that_is_gone_or_anothers_is_found(ring: Path, tmp_path: Path
     assert "archive=False" in finding.message
     shutil.copytree(ring, tmp_path / "old.exp")
     (finding,) = verify(ring)
-    assert "a store, and no archive" in finding.message
-    with pytest.raises(StateError, match="a store, and no archive"):
+    assert "a store, but not an archive" in finding.message
+    with pytest.raises(StateError, match="a store, but not an archive"):
         expstore.open(ring)

@@ -330,7 +330,7 @@ def test_rows_that_left_by_episodes_stay_away(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(path, retain={"where": "terminated"}) as rb:
         rb.extend(batch(20))
-    with pytest.raises(StateError, match="says by retain= which rows stay"):
+    with pytest.raises(StateError, match="has a retain= policy"):
         expstore.resize(path, capacity=8)
     expstore.open(path, retain={}).close()
     assert expstore.resize(path, capacity=8).rows == 8
@@ -464,7 +464,7 @@ def test_what_cannot_be_changes_nothing(tmp_path: Path) -> None:
         expstore.resize(path, capacity=0)
     with pytest.raises(NotFoundError, match="is not a store"):
         expstore.resize(tmp_path / "no.exp", capacity=5)
-    with pytest.raises(StateError, match="is a version, which is only read"):
+    with pytest.raises(StateError, match="is a snapshot, which is read-only"):
         expstore.resize(path / "versions/v0001", capacity=5)
     assert read_files(path) == before
     assert os.listdir(tmp_path) == ["run.exp"]

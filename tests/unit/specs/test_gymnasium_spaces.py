@@ -32,7 +32,7 @@ from expstore import (
     OneHot,
     Unbounded,
 )
-from expstore.collectors.gymnasium import Collector
+from expstore.collectors.lanes import LaneCollector as Collector
 from expstore.specs.gymnasium_spaces import from_space, to_space
 from tests.support.flat_storages import flatten_dims
 

@@ -188,7 +188,7 @@ def test_specs_of_a_store_are_of_its_library_and_fields(tmp_path: Any) -> None:
 @pytest.mark.parametrize("storage", [expstore.ListStorage, expstore.LazyStackStorage])
 def test_objects_have_no_fields_to_be_described(storage: Any) -> None:
     rb = expstore.ReplayBuffer(storage=storage(10, seed=0), collate_fn=list)
-    with pytest.raises(SchemaError, match="name 'a', and rows of a .* are objects"):
+    with pytest.raises(SchemaError, match="name the field 'a', but rows of a .* are objects"):
         rb.set_specs(Composite(a=Bounded(0, 1, (1,))))
     assert rb.specs is None
     rb.set_specs(None)

@@ -274,7 +274,7 @@ def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -
     storage = make(4)
     put(storage, 6)
     new = values_of(np.array([1, 3]), 5)
-    with pytest.raises(NotFoundError, match="left the store"):
+    with pytest.raises(NotFoundError, match="no longer in the store"):
         storage.change(np.array([1, 3]), range(4), new)
     with pytest.raises(NotFoundError):
         storage.change(np.array([3, 7]), range(4), new)

@@ -470,7 +470,7 @@ def test_any_object_in_a_list() -> None:
     assert len(rb.sample()) == 3
     assert rb.sql("SELECT _data FROM transitions WHERE _index = 1").fetchall() == [("other",)]
     assert (rb.add("more"), len(rb)) == (1, 4)
-    with pytest.raises(SnapshotError, match="holds objects"):
+    with pytest.raises(SnapshotError, match="has objects"):
         rb.dumps("anywhere")
     state, again = rb.storage.state_dict(), ListStorage(4)
     again.load_state_dict(state)

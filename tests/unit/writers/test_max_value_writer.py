@@ -549,7 +549,7 @@ def test_a_version_for_which_there_is_no_room(make: Make, tmp_path: Path) -> Non
     rb.extend(rows([7.0, 8.0, 9.0, 10.0]))
     rb.dumps(tmp_path / "versions")
     small = make(3)
-    with pytest.raises(StateError, match="holds the best 4 rows by sum of score; there is room for 3"):
+    with pytest.raises(StateError, match="has the best 4 rows by sum of score; there is room for 3"):
         small.loads(tmp_path / "versions")
     larger = make(6)
     larger.loads(tmp_path / "versions")
@@ -563,7 +563,7 @@ def test_best_rows_are_not_counted(make: Make) -> None:
         rb.extend(rows([1.0]))
     best = make(3)
     best.extend(rows([1.0]))
-    with pytest.raises(StateError, match="are not counted"):
+    with pytest.raises(StateError, match="cannot count samples"):
         best.set_sampler(ConsumingSampler())
 
 

@@ -1,1 +1,1 @@
-"""Columns of variable length, in Arrow segments."""
+"""Variable-length columns, in Arrow segments."""

@@ -100,7 +100,7 @@ class SegmentCapture(Capture):
 
 
 def _share(disk: Disk, segment: _Held, path: Path) -> bool:
-    """Give a segment a second name if it is what is known of it: it may have been merged just now."""
+    """Hard-link a segment if the file still has the known batches: it may just have been merged."""
     if not disk.exists(segment.path) or not disk.link(segment.path, path):
         return False
     file = disk.open(path, write=False)

@@ -1,6 +1,6 @@
-"""A field without a fixed size among the columns of a store: its rows lie in the segments of all such fields.
+"""A variable-length field as a column of a store; its rows are in the segments that all such fields share.
 
-Used by the set of columns. Slots stand for the newest ids that belong to them.
+Used by the set of columns. A slot means the newest id that belongs to it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["SegmentColumn", "SegmentFields", "in_place"]
 
 
 class SegmentColumn(Column):
-    """Take rows of one field out of segments.
+    """Read rows of one field from segments.
 
     Threads: as `Segments`.
 
     Args:
         entry: The field.
-        segments: Where its rows are.
-        folder: Where a column of it would lie.
+        segments: The segments with its rows.
+        folder: The folder that a Zarr array of the field would have.
     """
 
     def __init__(self, entry: Field, segments: Segments, folder: Path) -> None:
@@ -49,11 +49,11 @@ class SegmentColumn(Column):
         return self.take(np.arange(slot, slot + count))
 
     def views(self, first_id: int, count: int) -> list[pa.Array]:
-        """Return a run of rows, an array per batch; rows that have left meanwhile are None."""
+        """Return a run of rows, one array per batch; rows that were removed meanwhile are None."""
         return self._segments.views(self._number, first_id, count)
 
     def mix(self, slots: IntArray, newer: Array, rows: pa.Array) -> pa.Array:
-        """Return rows, some of which are in memory alone; see `Column`."""
+        """Return rows of which some are only in memory; see `Column`."""
         here = newer >= 0
         written = self.take(slots[~here])
         places = np.empty(slots.size, np.int64)
@@ -62,11 +62,11 @@ class SegmentColumn(Column):
         return pa.concat_arrays([written, rows]).take(pa.array(places))
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
-        """Raise SchemaError: what lies in a segment stays as it is."""
+        """Raise SchemaError: rows in segments are immutable."""
         raise in_place([self.entry], "its rows cannot be changed")
 
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
-        """Return how the field lies on disk; see `Column`."""
+        """Return how the field is stored on disk; see `Column`."""
         rows, sizes = self._segments.field_bytes()
         used = sizes[self._number]
         return FieldSize("segments", self._segments.codec, None, used, None, None, used / max(1, rows))
@@ -78,27 +78,27 @@ class SegmentColumn(Column):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFields(ReadTogether):
-    """The fields whose rows lie in one set of segments.
+    """The fields whose rows are in one set of segments.
 
     Args:
-        segments: Where the rows are.
-        places: Of the fields among all columns, in the order of the segments' fields.
+        segments: The segments.
+        places: Positions of the fields among all columns, in the order of the segments' fields.
     """
 
     segments: Segments
     places: tuple[int, ...]
 
     def columns(self, folder: Path) -> dict[int, SegmentColumn]:
-        """Return a column for each field, by place; `folder` is that of all columns."""
+        """Return a column for each field, by position; `folder` is the folder of all columns."""
         entries = zip(self.places, self.segments.fields, strict=True)
         return {n: SegmentColumn(entry, self.segments, folder.joinpath(*entry.key)) for n, entry in entries}
 
     def capture(self, low: int) -> Capture:
-        """Return the rows as they are now; those up to an id need not be kept."""
+        """Return the rows as they are now; rows up to an id need not be kept."""
         return SegmentCapture(self.segments, self.places, low)
 
     def renumber(self, number: Callable[[int], int | None]) -> SegmentFields:
-        """Return the fields with other places, all of which `number` returns."""
+        """Return the fields with other positions, which `number` returns for each of them."""
         places = (number(place) for place in self.places)
         return SegmentFields(self.segments, tuple(place for place in places if place is not None))
 
@@ -113,9 +113,9 @@ class SegmentFields(ReadTogether):
 
 
 def in_place(entries: Sequence[Field], what: str) -> SchemaError:
-    """Return what is raised where rows without a fixed size would have to change."""
+    """Return the error for changing variable-length rows in place."""
     names = ", ".join(sorted(f"{key_name(entry.key)!r} ({entry})" for entry in entries))
     return SchemaError(
         f"{'fields' if entries[1:] else 'field'} {names} without a fixed size: {what}",
-        hint="fields of fixed size can be changed; add rows anew where others must change",
+        hint="only fixed-size fields can be changed; append changed rows as new rows",
     )

@@ -1,6 +1,7 @@
-"""Which segments are made one, and what it holds: long batches in the place of short ones, no row that left.
+"""Compaction: which segments are merged, and the bytes of the merged segment.
 
-Used by what writes segments, for rows that a mark covers. It touches no file.
+Short batches are merged into long ones, and removed rows are left out. Used by the writer of segments, for
+rows that a checkpoint covers. This module uses no files.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["compact_segment", "merge_segments", "worth_merging"]
 
-#: So many segments of about the same length become one.
+#: Number of segments of about the same length that are merged into one.
 TOGETHER = 8
 _LEAST = 4096
 
 
 def worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_bytes: int) -> list[Segment]:
-    """Return segments that are to be one, neighbours; none: all are well as they are.
+    """Return neighbouring segments that should be merged, or [].
 
-    Each row is written again at most once for its batch, and once for each eightfold of its segment's length.
+    Each row is written again at most once for its batch, and once for each time its segment's length grows
+    eightfold.
 
     Args:
-        segments: Sealed, in the order of their ids.
-        segment_bytes: How long one may become.
-        batch_bytes: How long a batch becomes.
+        segments: Sealed segments, in the order of their ids.
+        segment_bytes: Maximum length of a merged segment, bytes.
+        batch_bytes: Maximum length of a merged batch, bytes.
     """
     for segment in reversed(segments):
         short = segment.size < len(segment.headers) * batch_bytes // 4
@@ -61,13 +63,13 @@ def _level(size: int) -> int:
 
 
 def _shortens(segment: Segment, batch_bytes: int) -> bool:
-    """Return whether there would be at most half as many batches."""
+    """Return whether merging would at least halve the number of batches."""
     groups = list(_groups([segment], batch_bytes))
     return 2 * len(groups) <= len(segment.headers)
 
 
 def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Segment, Header, int]]]:
-    """Return batches that are to be one: they follow one another, and are short."""
+    """Return the groups of consecutive batches that fit into one batch together."""
     found: list[list[tuple[Segment, Header, int]]] = []
     size = 0
     for segment in segments:
@@ -83,7 +85,7 @@ def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Se
 
 
 def merge_segments(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
-    """Return the bytes of a segment that holds the rows of these; its end is left out."""
+    """Return the bytes of a segment with the rows of these segments, without the end mark."""
     widths = store.widths_of(segments)
     parts = [np.frombuffer(widths.head, np.uint8)]
     for group in _groups(segments, batch_bytes):
@@ -98,13 +100,13 @@ def merge_segments(store: SegmentWriter, segments: Sequence[Segment], batch_byte
 
 
 def compact_segment(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
-    """Return the bytes of a segment without the rows that have left; its end is left out.
+    """Return the bytes of a segment without its removed rows, and without the end mark.
 
     Args:
-        store: Its segments.
+        store: The segments.
         segment: One of them.
-        low: Rows up to this id have left.
-        deleted: So have these.
+        low: All rows up to this id were removed.
+        deleted: Rows above `low` that were removed.
     """
     parts = [np.frombuffer(segment.widths.head, np.uint8)]
     near = deleted.between(segment.first - 1, segment.last)

@@ -1,6 +1,6 @@
-"""How Arrow columns lie in the buffers of a batch, and how runs of their rows are copied out of many batches.
+"""The layout of Arrow columns in the buffers of a batch, and copies of runs of rows out of many batches.
 
-Used by segments. It knows addresses and types, and nothing of ids or files.
+Used by segments. This module knows addresses and types, but no ids and no files.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from expstore.errors import CorruptionError, SchemaError
 
 __all__ = ["Gather", "Plan", "unpack"]
 
-#: What 32-bit offsets can say.
+#: The largest value of a 32-bit offset.
 _MOST_VALUES = (1 << 31) - 1
 _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Say how the values of a type lie.
+    """The layout of the values of a type.
 
     Args:
-        kind: Its type.
-        node: Its number among all nodes, depth first.
-        buffer: Number of its first buffer, the one that says which values there are.
-        width: Bytes of a value, 0 for bits; of a list those of an offset, of a fixed-size list its length.
-        inner: What it holds.
-        text: Whether it holds bytes, in a buffer of its own.
+        kind: The Arrow type.
+        node: Number of the node among all nodes, depth first.
+        buffer: Number of its first buffer, the validity bitmap.
+        width: Bytes of a value, 0 for bits; for a list the bytes of an offset, for a fixed-size list its
+            length.
+        inner: The nodes of the values that it contains.
+        text: Whether it contains bytes, in a separate buffer.
     """
 
     kind: pa.DataType
@@ -45,7 +46,7 @@ class _Node:
 
 
 class Plan:
-    """Know where the nodes and buffers of some columns are in a batch.
+    """The positions of the nodes and buffers of some columns in a batch.
 
     Args:
         kinds: The columns' types.
@@ -54,7 +55,7 @@ class Plan:
     def __init__(self, kinds: Sequence[pa.DataType]) -> None:
         self._nodes = self._buffers = 0
         self.columns = tuple(self._add(kind) for kind in kinds)
-        #: How many nodes and buffers a batch has.
+        #: Number of nodes and of buffers in a batch.
         self.nodes, self.buffers = self._nodes, self._buffers
 
     def _add(self, kind: pa.DataType) -> _Node:
@@ -83,13 +84,13 @@ class Plan:
         return _Node(kind, node, buffer, 0 if is_a.is_boolean(kind) else kind.bit_width // 8)
 
     def fits(self, count: int, lengths: IntArray, buffers: IntArray, body: int) -> bool:
-        """Return whether the nodes and buffers of a batch are as many and as long as they must be.
+        """Return whether a batch has as many nodes and buffers, of the lengths, that the columns require.
 
         Args:
             count: Rows of the batch.
-            lengths: How many values each node has. Shape `(nodes,)`.
-            buffers: Where each begins in the body, and its length. Shape `(buffers, 2)`.
-            body: Length of the body.
+            lengths: Number of values of each node. Shape `(nodes,)`.
+            buffers: Offset of each buffer in the body, and its length, bytes. Shape `(buffers, 2)`.
+            body: Length of the body, bytes.
         """
         if len(lengths) != self.nodes or len(buffers) != self.buffers:
             return False
@@ -127,15 +128,18 @@ def unpack(
     *,
     offsets_only: bool = False,
 ) -> tuple[IntArray, IntArray, Array]:
-    """Unpack the buffers of some columns; return where all buffers are then, how long, and what holds them.
+    """Decompress the buffers of some columns.
 
     Args:
-        loops: The module of compiled loops that do so.
-        columns: Of a plan.
-        where: Address of each buffer of each batch; 0: it is empty. Shape `(batches, buffers)`.
-        sizes: Its length. Shape `(batches, buffers)`.
-        compressed: Whether the batch's buffers are. Shape `(batches,)`.
-        offsets_only: Unpack the offsets of lists and texts alone.
+        loops: The module of compiled loops.
+        columns: Columns of a plan.
+        where: Address of each buffer of each batch; 0 for an empty one. Shape `(batches, buffers)`.
+        sizes: Length of each buffer, bytes. Shape `(batches, buffers)`.
+        compressed: Whether the buffers of each batch are compressed. Shape `(batches,)`.
+        offsets_only: Decompress only the offsets of lists and texts.
+
+    Returns:
+        Addresses and lengths of all buffers afterwards, and the memory with the decompressed ones.
 
     Raises:
         CorruptionError: A buffer is damaged.
@@ -172,12 +176,12 @@ def _buffers_of(node: _Node, offsets_only: bool) -> Iterator[int]:
 
 @dataclass(slots=True)
 class _Runs:
-    """Hold which values of which batches are wanted: runs of them.
+    """Runs of values in batches.
 
     Args:
-        batches: In which batch each run lies. Shape `(n,)`, as the others.
-        starts: Number of its first value.
-        lengths: How many it has.
+        batches: Number of the batch of each run. Shape `(n,)`, like the next two arguments.
+        starts: Number of each run's first value.
+        lengths: Number of values of each run.
     """
 
     batches: IntArray
@@ -186,16 +190,16 @@ class _Runs:
 
 
 class Gather:
-    """Copy runs of rows out of batches whose buffers lie in memory as they are.
+    """Copy runs of rows out of batches with uncompressed buffers in memory.
 
     Threads: any number.
 
     Args:
         loops: The module of compiled loops.
-        where: Address of each buffer of each batch; 0: it is empty. Shape `(batches, buffers)`.
-        sizes: Its length. Shape `(batches, buffers)`.
-        lengths: How many values each node of each batch has. Shape `(batches, nodes)`.
-        ways: Which row of `codes` is each batch's. Shape `(batches,)`.
+        where: Address of each buffer of each batch; 0 for an empty one. Shape `(batches, buffers)`.
+        sizes: Length of each buffer, bytes. Shape `(batches, buffers)`.
+        lengths: Number of values of each node of each batch. Shape `(batches, nodes)`.
+        ways: The row of `codes` for each batch. Shape `(batches,)`.
         codes: Bytes of each node's integers, as `Widths.codes`. Shape `(ways, nodes)`.
     """
 
@@ -212,13 +216,13 @@ class Gather:
         self._ways, self._codes = ways, codes
 
     def take(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
-        """Return runs of rows one behind another.
+        """Return runs of rows, concatenated.
 
         Args:
-            column: Of a plan.
-            batches: In which batch each run lies. Shape `(n,)`.
-            starts: Number of its first row there. Shape `(n,)`.
-            lengths: How many rows it has. Shape `(n,)`.
+            column: A column of a plan.
+            batches: Number of the batch of each run. Shape `(n,)`.
+            starts: Number of each run's first row in the batch. Shape `(n,)`.
+            lengths: Number of rows of each run. Shape `(n,)`.
 
         Raises:
             CorruptionError: Offsets of a batch are damaged.
@@ -227,9 +231,16 @@ class Gather:
         return self._take(column, _Runs(batches, starts, lengths))
 
     def sizes(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
-        """Return how many bytes runs of rows take, by offsets alone. Shape `(n,)`.
+        """Return the bytes of runs of rows, computed from offsets alone. Shape `(n,)`.
 
-        Args and CorruptionError as `take`.
+        Args:
+            column: A column of a plan.
+            batches: Number of the batch of each run. Shape `(n,)`.
+            starts: Number of each run's first row in the batch. Shape `(n,)`.
+            lengths: Number of rows of each run. Shape `(n,)`.
+
+        Raises:
+            CorruptionError: Offsets of a batch are damaged.
         """
         each: IntArray = lengths
         if isinstance(column.kind, pa.StructType):
@@ -247,7 +258,7 @@ class Gather:
     def _bounds(
         self, node: _Node, batches: IntArray, starts: IntArray, lengths: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return where the values begin that runs of lists hold, and where they end. Shapes `(n,)`."""
+        """Return the first value, and the end, of the values in runs of lists. Shapes `(n,)`."""
         some = lengths > 0
         sources = np.ascontiguousarray(self._where[batches[some], node.buffer + 1])
         if (sources == 0).any():
@@ -294,7 +305,7 @@ class Gather:
         return pa.Array.from_buffers(node.kind, count, [valid, values], nulls)
 
     def _valid(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer | None, int]:
-        """Return which values are there, and how many are not; None: all are."""
+        """Return the validity bitmap of values (None: all are valid), and the number of nulls."""
         if not self._where[runs.batches, node.buffer].any():
             return None, 0
         bits, unset = self._bits(node.buffer, runs, count)
@@ -314,7 +325,7 @@ class Gather:
         return pa.py_buffer(out)
 
     def _widen(self, node: _Node, runs: _Runs) -> pa.Buffer | None:
-        """Return integers of which some lie in fewer bytes than they are to have; None: none do."""
+        """Return integers, widened to the field's type; None if no batch has narrower ones."""
         codes = self._codes[self._ways[runs.batches], node.node]
         if not codes.any():
             return None
@@ -324,7 +335,7 @@ class Gather:
         return pa.py_buffer(out)
 
     def _follow(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs]:
-        """Return the offsets of lists, and the runs of what they hold."""
+        """Return the offsets of lists, and the runs of the values in them."""
         sources = np.ascontiguousarray(self._where[runs.batches, node.buffer + 1])
         if node.text:
             limits = self._sizes[runs.batches, node.buffer + 2]
@@ -348,7 +359,7 @@ class Gather:
             return pa.py_buffer(offsets), inner
         if offsets[-1] > _MOST_VALUES:
             raise SchemaError(
-                f"these rows hold {offsets[-1]} values, and an Arrow array {_MOST_VALUES}",
+                f"these rows have {offsets[-1]} values, but an Arrow array has at most {_MOST_VALUES}",
                 hint="read fewer rows at once",
             )
         short: Array = offsets.astype(np.int32)

@@ -1,8 +1,8 @@
-"""Integers of fields without a fixed size, in a segment of an Arrow store, in as few bytes as they need.
+"""Integers of variable-length fields, stored in a segment of an Arrow store in as few bytes as they need.
 
-Used by segments: each has one width per integer, which its stream's schema says, so that any program reads
-it. The schema's metadata names the fields' own types, and has a crc32c of what the schema takes: a flipped
-bit could make a type another that fits, too. It touches no file.
+Used by segments. In each segment every integer node has one width, which the stream's schema specifies, so
+that any program can read it. The schema's metadata names the fields' own types, and has a crc32c of the
+schema: a flipped bit could turn a type into another valid one. This module uses no files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from expstore.storages.columns.arrow.gather import Plan
 
 __all__ = ["Bounds", "Widths", "bounds_of", "own_widths", "read_widths", "together", "widths_for"]
 
-#: The least and the largest value of each integer, depth first; 0 is always between them.
+#: The smallest and the largest value of each integer node, depth first; 0 is always between them.
 Bounds = tuple[tuple[int, int], ...]
 
 _CRC, _TYPES = b"expstore", b"expstore.types"
@@ -32,14 +32,14 @@ _SMALLER = (pa.uint8(), pa.int8(), pa.uint16(), pa.int16(), pa.uint32(), pa.int3
 
 @dataclass(frozen=True)
 class Widths:
-    """Say of which types the values of some fields are in a segment; equal if the streams begin alike.
+    """The types of the values of some fields in a segment; equal if the streams begin with the same bytes.
 
     Args:
-        schema: The stream's, without metadata.
-        head: What the stream begins with.
-        kinds: The fields' types there.
-        codes: Of each node, depth first: bytes of an integer, less than zero if it has a sign; 0: the field's
-            own type. Shape `(nodes,)`.
+        schema: The stream's schema, without metadata.
+        head: The first bytes of the stream.
+        kinds: The fields' types in the segment.
+        codes: For each node, depth first: bytes of an integer, negative for a signed one; 0: the field's own
+            type. Shape `(nodes,)`.
     """
 
     schema: pa.Schema
@@ -49,38 +49,38 @@ class Widths:
 
     @cached_property
     def plan(self) -> Plan:
-        """Where nodes and buffers are in a batch."""
+        """The positions of nodes and buffers in a batch."""
         return Plan(self.kinds)
 
     @cached_property
     def limits(self) -> Bounds:
-        """What its integers can be."""
+        """The range of each integer type."""
         return tuple(_limits(leaf) for kind in self.kinds for leaf in _integers(kind))
 
     def holds(self, bounds: Bounds) -> bool:
-        """Return whether such values fit in."""
+        """Return whether values in these ranges fit."""
         pairs = zip(self.limits, bounds, strict=True)
         return all(low <= least and most <= high for (low, high), (least, most) in pairs)
 
     def narrow(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
-        """Return columns of the fields' own types, whose values fit in, as they lie in the segment."""
+        """Convert columns of the fields' own types, with values that fit, to the types in the segment."""
         pairs = zip(columns, self.kinds, strict=True)
-        # What stands where there is no value may be anything, and is cut.
+        # Values at null positions can be anything, and are truncated.
         return [one if one.type == kind else one.cast(kind, safe=False) for one, kind in pairs]
 
 
 def own_widths(schema: pa.Schema) -> Widths:
-    """Return those of segments all of whose values are of the fields' own types."""
+    """Return the widths of segments in which all values have the fields' own types."""
     kinds = tuple(schema.types)
     return Widths(schema, schema.serialize().to_pybytes(), kinds, _codes(kinds, kinds))
 
 
 def widths_for(own: Widths, bounds: Bounds) -> Widths:
-    """Return the narrowest ones that hold such values.
+    """Return the narrowest widths for values in these ranges.
 
     Args:
-        own: Those of the fields themselves.
-        bounds: What the integers are.
+        own: The widths of the fields' own types.
+        bounds: The ranges of the integers.
     """
     left = iter(bounds)
     kinds = tuple(_narrow(kind, left) for kind in own.kinds)
@@ -95,18 +95,18 @@ def widths_for(own: Widths, bounds: Bounds) -> Widths:
 
 
 def read_widths(head: bytes, own: Widths) -> Widths | None:
-    """Read what a stream of ours begins with; None: it is another's, or damaged.
+    """Read the widths at the beginning of a stream; None if it is not one of a store, or is damaged.
 
     Args:
-        head: Its first message.
-        own: The widths of the fields themselves.
+        head: The first message of the stream.
+        own: The widths of the fields' own types.
     """
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(head))
         if len(head) == len(own.head) and schema.equals(own.schema) and not schema.metadata:
             return own
         said = (schema.metadata or {}).get(_CRC, b"")
-    except (pa.ArrowException, OSError, ValueError):  # what a damaged one may raise
+    except (pa.ArrowException, OSError, ValueError):  # the errors that a damaged message can cause
         return None
     crc = google_crc32c.value(head.replace(said, _MARK + b"0" * _DIGITS)) if said else None
     if crc is None or said != _MARK + f"{crc:0{_DIGITS}x}".encode() or schema.names != own.schema.names:
@@ -118,12 +118,12 @@ def read_widths(head: bytes, own: Widths) -> Widths | None:
 
 
 def bounds_of(columns: Sequence[pa.Array]) -> Bounds:
-    """Return what the integers of some columns are."""
+    """Return the ranges of the integers of some columns."""
     return tuple(pair for column in columns for pair in _bounds(column))
 
 
 def together(first: Bounds, second: Bounds) -> Bounds:
-    """Return what holds the values of both."""
+    """Return ranges that contain both ranges."""
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
@@ -131,7 +131,7 @@ def together(first: Bounds, second: Bounds) -> Bounds:
 
 
 def _inner(kind: pa.DataType) -> list[pa.Field]:
-    """Return what a type holds whose integers are looked at; those of maps stay as they are."""
+    """Return the children of a type with integers that can be narrowed; those of maps keep their types."""
     if isinstance(kind, pa.StructType):
         return list(kind)
     if isinstance(kind, (pa.ListType, pa.LargeListType, pa.FixedSizeListType)):
@@ -170,7 +170,7 @@ def _narrow(kind: pa.DataType, bounds: Iterator[tuple[int, int]]) -> pa.DataType
 
 
 def _widens(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return whether all values of one type are values of another, which has the same nodes and buffers."""
+    """Return whether all values of one type are values of another, with the same nodes and buffers."""
     if kind == wanted:
         return True
     if pa.types.is_integer(kind) and pa.types.is_integer(wanted):

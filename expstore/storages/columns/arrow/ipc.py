@@ -1,9 +1,9 @@
-"""Arrow IPC messages: a batch of rows as bytes, and what a message says before its rows.
+"""Arrow IPC messages: convert a batch of rows to bytes, and parse the header of a message.
 
 Used by segments. The format is Arrow's, "Encapsulated message format": ff ff ff ff, u32 length of a
-flatbuffer, the flatbuffer, the body. The flatbuffer's custom metadata holds, under "expstore", what tells the
-rows: hex digits, 16 first id, 8 rows, 8 generation, 8 crc32c of the message with zeros in this place. It
-touches no file.
+flatbuffer, the flatbuffer, the body. The flatbuffer's custom metadata has, under "expstore", the identity of
+the rows in hex digits: 16 first id, 8 rows, 8 generation, 8 crc32c of the message with zeros in this place.
+This module uses no files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["END", "HEAD_BYTES", "Header", "crc_of", "encode", "read_header"]
 
 #: Marks the end of a stream.
 END = b"\xff\xff\xff\xff\0\0\0\0"
-#: Length of the prefix that holds the size of a message's flatbuffer.
+#: Length of the prefix with the size of a message's flatbuffer.
 HEAD_BYTES = 8
 _KEY = b"expstore"
 _CRC_DIGITS = 8
@@ -33,19 +33,19 @@ _BATCH = 3  # MessageHeader.RecordBatch
 
 
 class Header(NamedTuple):
-    """Contents of a message.
+    """The header of a message.
 
     Args:
         first: Id of its first row.
-        rows: How many.
-        generation: Of who wrote it.
-        crc: Of the whole message, with zeros in its place.
-        crc_at: That place.
-        body: Where the body begins, from the message's beginning.
-        size: Length of the message.
-        lengths: How many values each node of its columns has, depth first.
-        buffers: Where each buffer begins in the body, and its length. Shape `(m, 2)`.
-        compressed: Whether the buffers are.
+        rows: Number of rows.
+        generation: Generation of its writer.
+        crc: crc32c of the whole message, with zeros in its place.
+        crc_at: Offset of the crc32c in the message.
+        body: Offset of the body in the message.
+        size: Length of the message, bytes.
+        lengths: Number of values of each node of its columns, depth first.
+        buffers: Offset of each buffer in the body, and its length, bytes. Shape `(m, 2)`.
+        compressed: Whether the buffers are compressed.
     """
 
     first: int
@@ -71,15 +71,15 @@ def encode(
     """Return a batch of rows as a message.
 
     Args:
-        schema: Of the batch.
-        columns: One array each.
+        schema: Schema of the batch.
+        columns: One array per field.
         first: Id of the first row.
-        generation: Of who writes.
-        compression: "lz4" or "zstd"; None: none.
+        generation: Generation of the writer.
+        compression: "lz4" or "zstd"; None: no compression.
     """
     batch = pa.record_batch(columns, schema=schema)
     prefix = schema.serialize().size
-    # A compressed buffer can be longer than it was, by its frame.
+    # A compressed buffer can be longer than the original, because of its frame.
     room = (
         prefix
         + pa.ipc.get_record_batch_size(batch)

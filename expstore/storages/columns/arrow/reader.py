@@ -25,15 +25,15 @@ __all__ = ["SegmentReader"]
 
 
 class SegmentReader(Segments, FollowedPart):
-    """Read rows without a fixed size.
+    """Read variable-length rows.
 
     Threads: one thread calls the `look` methods, any number take rows. Crashes: a reader changes nothing.
 
     Args:
         disk: The disk on which files are accessed.
         folder: The folder `segments/`.
-        fields: The fields without a fixed size, in the order of the schema.
-        slots: How many rows a ring has; None: the store grows.
+        fields: The variable-length fields, in the order of the schema.
+        slots: Number of slots of a ring; None: the store is unbounded.
         compression: How the store's settings compress rows.
     """
 
@@ -60,7 +60,7 @@ class SegmentReader(Segments, FollowedPart):
             self._looked = True
 
     def _look_anew(self) -> None:
-        """Find all rows again from scratch; batches that were merged into another segment count once."""
+        """Find all rows again from scratch; batches merged into another segment count once."""
         self._close_last()
         found: list[Segment] = []
         top = 0
@@ -93,7 +93,7 @@ class SegmentReader(Segments, FollowedPart):
             self._set_top(max(self.top, last))
 
     def have_left(self, ids: IntArray) -> Array:
-        """Return which rows have left; the writer records that before it removes files. Shapes `(n,)`."""
+        """Return which rows were removed; the writer records this before it removes files. Shapes `(n,)`."""
         store = self.folder.parent
         left: Array = Manifest.load(self._disk, store).deleted.holds(ids)
         # Read after the manifest: deleted ids that the manifest no longer lists are below `retired` by then.
@@ -113,7 +113,7 @@ class SegmentReader(Segments, FollowedPart):
         return segment.last >= last
 
     def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
-        """Make rows that are only in memory readable, behind all others. Nothing is written."""
+        """Make rows that are only in memory readable, after all others. Nothing is written."""
         message = encode(self.schema, columns, first=first_id, generation=0, compression=None)
         header = read_header(message.tobytes())
         assert header is not None
@@ -125,7 +125,7 @@ class SegmentReader(Segments, FollowedPart):
             self.show(segment, [header], [0])
 
     def _let_go_behind(self, last: int) -> None:
-        """Forget batches of rows that the writer has not committed, because it may write other rows there."""
+        """Forget rows that the writer has not committed, because it may write other rows instead."""
         if not self.segments or self.segments[-1].last <= last:
             return
         kept = []

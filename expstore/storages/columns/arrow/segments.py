@@ -1,7 +1,7 @@
-"""Rows without a fixed size: Arrow IPC streams of batches, found by id and read through memory maps.
+"""Variable-length rows: Arrow IPC streams of batches, found by id and read through memory maps.
 
-Base of the writer and the reader of segments. A segment is a file named by its first id. An opening reads
-only the headers of its batches; values are read when rows are taken. This module changes no file.
+Base class of the writer and the reader of segments. A segment is a file named by its first id. An opening
+reads only the headers of its batches; values are read when rows are taken. This module changes no file.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Segment:
         return place.address if isinstance(place, AddressRange) else int(place.ctypes.data)
 
     def add(self, header: Header, at: int) -> None:
-        """Note another batch at the end of the segment."""
+        """Record another batch at the end of the segment."""
         self.headers.append(header)
         self.offsets.append(at)
         self.end = at + header.size
@@ -110,11 +110,11 @@ class Segment:
 
 
 class _Locations(NamedTuple):
-    """Where batches can be read now. Entries behind `held` may be filled in; earlier ones never change.
+    """Where batches can be read now. Entries after `held` may be filled in; earlier ones never change.
 
     Args:
         held: Number of batches.
-        firsts: Id of the first row of each batch. Shape `(m,)`, as the next seven; m is at least `held`.
+        firsts: Id of the first row of each batch. Shape `(m,)`, like the next seven; m is at least `held`.
         lasts: Id of the last row of each batch.
         at: Address of the batch's message.
         sizes: Length of the message, bytes.
@@ -122,10 +122,10 @@ class _Locations(NamedTuple):
         crc_at: Offset of the crc32c in the message.
         compressed: Whether the batch's buffers are compressed.
         checked: Whether the checksum was verified.
-        where: Address of each buffer, compressed or not; 0: it is empty. Shape `(m, buffers)`.
+        where: Address of each buffer, compressed or not; 0 for an empty one. Shape `(m, buffers)`.
         bytes: Length of each buffer. Shape `(m, buffers)`.
         lengths: Number of values of each node. Shape `(m, nodes)`.
-        ways: Which of the known widths the batch has. Shape `(m,)`.
+        ways: Number of the batch's widths among the known ones. Shape `(m,)`.
         maps: Objects that keep the addresses valid.
     """
 
@@ -146,15 +146,15 @@ class _Locations(NamedTuple):
 
 
 class Segments(AppendedPart):
-    """Find and copy rows of the fields without a fixed size.
+    """Find and copy rows of the variable-length fields.
 
     Threads: any number take rows while one adds rows. Crashes: this class changes no file.
 
     Args:
         disk: The disk on which files are accessed.
         folder: The folder `segments/`.
-        fields: The fields without a fixed size, in the order of the schema.
-        slots: How many rows a ring has; None: the store grows.
+        fields: The variable-length fields, in the order of the schema.
+        slots: Number of slots of a ring; None: the store is unbounded.
         compression: How the store's settings compress rows.
     """
 
@@ -206,7 +206,7 @@ class Segments(AppendedPart):
 
     @abstractmethod
     def have_left(self, ids: IntArray) -> Array:
-        """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        """Return which rows were removed from the store, so that they may be missing here. Shapes `(n,)`."""
 
     def require_rows(self, first_id: int, count: int) -> None:
         """Raise CorruptionError if rows of a readable run are missing."""
@@ -234,7 +234,7 @@ class Segments(AppendedPart):
         if segment is None:
             addresses = AddressRange(max(1, size))
             if size:
-                # A writer may seal the segment meanwhile, and cut off the unused space behind its rows.
+                # A writer may seal the segment meanwhile, and cut off the unused space after its rows.
                 addresses.attach(file, at=0, size=size, may_shrink=True)
             end, widths = self._begins(file)
             segment = Segment(path, addresses, widths, end=end)
@@ -269,7 +269,7 @@ class Segments(AppendedPart):
         return size
 
     def _begins(self, file: File) -> tuple[int, Widths]:
-        """Return the offset of a file's first batch, behind the schema, and the file's widths."""
+        """Return the offset of a file's first batch, after the schema, and the file's widths."""
         head = file.read(0, max(_HEADER_BYTES, len(self.own.head)))
         size = 8 + int.from_bytes(head[4:8], "little")
         if head[:4] == END[:4] and size <= file.size():
@@ -391,7 +391,7 @@ class Segments(AppendedPart):
         return batches, inside
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out; rows that have left, or are older than all stored rows, become None.
+        """Copy rows out; rows that were removed, or are older than all stored rows, become None.
 
         Args:
             ids: Row ids. Shape `(n,)`.
@@ -413,7 +413,7 @@ class Segments(AppendedPart):
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
 
     def _explain(self, locations: _Locations, ids: IntArray) -> None:
-        """Raise CorruptionError if missing rows have not left the store."""
+        """Raise CorruptionError if missing rows were not removed from the store."""
         oldest = int(locations.firsts[0]) if locations.held else 1 << 62
         young = ids[ids >= oldest]
         if young.size:
@@ -447,7 +447,7 @@ class Segments(AppendedPart):
     def _unpack(
         self, locations: _Locations, names: IntArray, numbers: Sequence[int]
     ) -> tuple[IntArray, IntArray, Array]:
-        """Unpack buffers of some fields; return all addresses and lengths, and the memory that holds them."""
+        """Decompress buffers of some fields; return all addresses and lengths, and the results' memory."""
         loops = self._unpacking
         packed = names[locations.compressed[names]]
         bad = loops.find_damaged(
@@ -497,7 +497,7 @@ class Segments(AppendedPart):
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
     def sizes(self, ids: IntArray) -> IntArray:
-        """Return how many bytes rows take, all fields together; 0 for a row that is not here. Shapes `(n,)`.
+        """Return the bytes of rows, all fields together; 0 for a row that is not here. Shapes `(n,)`.
 
         Only offsets are read, not values.
 
@@ -548,12 +548,12 @@ class Segments(AppendedPart):
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
         """Return a run of rows, one array per batch. Values that have the field's width are not copied.
 
-        Rows that have left meanwhile are None.
+        Rows that were removed meanwhile are None.
 
         Args:
             number: Number of the field.
             first_id: Id of the first row.
-            count: How many rows.
+            count: Number of rows.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -574,7 +574,7 @@ class Segments(AppendedPart):
         return found
 
     def _build_nulls(self, number: int, first: int, end: int) -> pa.Array:
-        """Return nulls for rows that have left; raise CorruptionError if missing rows have not."""
+        """Return nulls for rows that were removed; raise CorruptionError for other missing rows."""
         missing = np.arange(first, end)
         young = missing[~self.have_left(missing)]
         if young.size:
@@ -582,7 +582,7 @@ class Segments(AppendedPart):
         return pa.nulls(end - first, self.kinds[number])
 
     def _names(self, locations: _Locations, first_id: int, count: int) -> Iterator[int]:
-        """Yield the numbers of the batches that hold rows of a run."""
+        """Yield the numbers of the batches with rows of a run."""
         low = int(np.searchsorted(locations.lasts[: locations.held], first_id))
         high = int(np.searchsorted(locations.firsts[: locations.held], first_id + count))
         return iter(range(low, high))
@@ -679,7 +679,7 @@ class Segments(AppendedPart):
     # -- rows in the journal ---------------------------------------------------------------------
 
     def pack(self, columns: Sequence[pa.Array]) -> bytes:
-        """Return rows as bytes: an Arrow IPC message behind its u32 length."""
+        """Return rows as bytes: an Arrow IPC message after its u32 length."""
         message = pa.record_batch(list(columns), schema=self.schema).serialize().to_pybytes()
         return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
 

@@ -1,7 +1,7 @@
-"""Segments that are written: batches appended, sealed, merged, and removed when all their rows have left.
+"""Write segments: append batches, seal and merge segments, and remove segments without remaining rows.
 
-Used by the Arrow storage. Rows come in the order of their ids. It decides nothing about order: what is
-published, marked or given up the storage says.
+Used by the Arrow storage. Rows are appended in the order of their ids. The storage decides which rows are
+published, covered by a checkpoint or deleted.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = ["SegmentWriter"]
 
 _logger = logging.getLogger("expstore")
 
-#: A segment that is made once more; it has no other name before it is complete.
+#: Temporary name of a segment that is written again, until it is complete.
 AGAIN = "again"
 
 
 class SegmentWriter(Segments, WrittenPart, Appender):
-    """Keep rows without a fixed size.
+    """Write variable-length rows.
 
     Threads: one appends; one other may remove and merge meanwhile; any number take rows. Crashes: a batch
-    that was written can be found again after a kill; after a power cut as much as had been synced.
+    that was written can be found again after a kill; after a power failure, all synced batches can.
 
     Args:
-        disk: Where files are touched.
-        folder: `segments/`.
-        fields: As `Segments`.
-        slots: As `Segments`.
-        compression: "narrow", "lz4" or "zstd"; None: none.
-        generation: What batches are to say of who wrote them.
+        disk: Access to files.
+        folder: The folder `segments/`.
+        fields: The variable-length fields, in the order of the schema.
+        slots: Number of slots of a ring; None: the store is unbounded.
+        compression: "narrow", "lz4" or "zstd"; None: no compression.
+        generation: Generation of the writer, which is stored in batches.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         super().__init__(disk, folder, fields, slots, compression=compression)
         self.compression = None if compression == "narrow" else compression
         self.narrow, self.generation = compression is not None, generation
-        self._needed: Bounds | None = None  # what the rows of the newest segment are
+        self._needed: Bounds | None = None  # ranges of the integers in the newest segment
         self._open: Segment | None = None
-        self._torn = False  # whether a write has failed behind the end of the open segment
-        self._finished: list[Segment] = []  # sealed, and not synced yet
-        self._marking: list[Segment] = []  # which the sync under way brings to the disk
+        self._torn = False  # whether a write after the end of the open segment has failed
+        self._finished: list[Segment] = []  # sealed, but not synced yet
+        self._marking: list[Segment] = []  # segments that the running checkpoint syncs
         self._marked = 0
-        self._low, self._deleted = 0, NO_IDS  # rows up to this id have left, and these between others
-        self._unsound: set[Path] = set()  # what is found so stays, for a repair
+        self._low, self._deleted = 0, NO_IDS  # all rows up to this id were removed, and these
+        self._unsound: set[Path] = set()  # segments with damaged batches, which are kept for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
         #: Bytes that were written since the last sync began.
@@ -80,15 +80,15 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     # -- opening ---------------------------------------------------------------------------------
 
     def open_files(self) -> None:
-        """Find all that is there; `settle` says afterwards what counts."""
-        self._disk.unlink(self.folder / AGAIN)  # of an opening or a merge that was killed
+        """Find all segments; `settle` then decides which rows are valid."""
+        self._disk.unlink(self.folder / AGAIN)  # left over from an opening or a merge that was killed
         found: list[Segment] = []
         top = 0
         for path in self.paths():
             file = self._disk.open(path)
             segment = self.scan(path, file, size=file.size())
             segment.file = file
-            if segment.last <= top:  # merged into another, or there is not one whole batch
+            if segment.last <= top:  # merged into another segment, or without a whole batch
                 file.close()
                 self._disk.unlink(path)
                 self.new_folders.add(self.folder)
@@ -98,7 +98,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self.show_all(found)
 
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind a row; see `Appender`. Bytes that a checkpoint covers stay as they are."""
+        """Continue after the last valid row; see `Appender`. Bytes that a checkpoint covers are kept."""
         with self.changing:
             self._cut(last)
             for segment in self.segments:
@@ -113,7 +113,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             self._set_top(last)
 
     def _cut(self, last: int) -> None:
-        """Forget rows behind this one."""
+        """Drop the rows after this one."""
         kept = [segment for segment in self.segments if 0 < segment.first <= last]
         for segment in self.segments[len(kept) :]:
             self._remove(segment)
@@ -134,11 +134,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self.new_folders.add(self.folder)
 
     def _cut_segment(self, segment: Segment, last: int) -> Segment:
-        """Drop the rows of a segment behind this one; versions, and who reads it, keep the former file."""
+        """Drop the rows of a segment after this one; snapshots and readers keep the former file."""
         number = next(i for i, header in enumerate(segment.headers) if header.last > last)
         at, torn = segment.offsets[number], segment.headers[number]
         messages: list[Array] = []
-        if torn.first <= last:  # of rows that were kept back the journal had some
+        if torn.first <= last:  # the journal has committed only some rows of this batch
             rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
             messages = self.encode(torn.first, rows, segment.widths)
         return self._write_again(
@@ -146,18 +146,18 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         )
 
     def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]], widths: Widths) -> None:
-        """Make a segment of these batches, on the disk when this returns; nothing is open meanwhile.
+        """Write a segment with these batches; it is durable when this returns. No file may be open meanwhile.
 
         Args:
-            path: Where it lies, or is to lie.
-            batches: Id of the first row of each, and the message.
-            widths: Theirs.
+            path: The segment's path.
+            batches: Id of the first row of each batch, and its message.
+            widths: The types of their values.
         """
         parts = [widths.head, *(message for _, message in sorted(batches))]
         self._put_again(path, [np.frombuffer(part, np.uint8) for part in parts], ends=True)
 
     def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
-        """Put a file of these bytes in the place of a segment, on the disk when this returns."""
+        """Replace the file of a segment by one with these bytes, which is durable when this returns."""
         self._put_again(segment.path, parts, ends=ends)
         if segment.file is not None:
             self.touched.discard(segment.file)
@@ -186,7 +186,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._disk.sync_dir(self.folder)
 
     def _go_on(self) -> None:
-        """Append to the last segment if it has no end yet; seal and close the others."""
+        """Append to the last segment if it is not sealed yet; seal and close the others."""
         for segment in self.segments[:-1]:
             if not segment.sealed:
                 self._end(segment)
@@ -201,7 +201,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             else:
                 self._let_go(newest)
             return
-        newest.file.truncate(newest.end)  # what lies behind was never published
+        newest.file.truncate(newest.end)  # bytes after it were never published
         newest.file.truncate(tuning.ARROW_SEGMENT_BYTES)
         longer = AddressRange(tuning.ARROW_SEGMENT_BYTES)
         longer.attach(newest.file, at=0, size=tuning.ARROW_SEGMENT_BYTES)
@@ -212,7 +212,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self.show_all(self.segments)
 
     def _let_go(self, segment: Segment) -> None:
-        """Close the file of a segment whose bytes are on the disk, or are to be synced first."""
+        """Close the file of a sealed segment, after the next sync if it has unsynced bytes."""
         if segment.file is None:
             return
         if segment.file in self.touched:
@@ -228,35 +228,35 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return self.append(run.first_id, run.variable)
 
     def write_again(self, run: Run, synced: int) -> None:
-        """Append rows that are not there, when a store is opened."""
+        """Append rows that are missing, when a store is opened."""
         if self.lacks(run.first_id, run.count):
             if self.top >= run.first_id:
                 self.settle(run.first_id - 1, synced)
             self.write(run)
 
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows without a fixed size cannot be changed."""
+        """Return the error that variable-length rows cannot be changed."""
         return in_place(fields, "their rows cannot be changed")
 
     def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows without a fixed size cannot give way to better ones."""
-        return in_place(fields, "rows cannot give way to better ones")
+        """Return the error that variable-length rows cannot be replaced by better ones."""
+        return in_place(fields, "rows cannot be replaced by better ones")
 
     def check_removable(self, entry: Field) -> None:
-        """Raise SchemaError if a field has no fixed size."""
+        """Raise SchemaError if a field has variable length."""
         if entry in self.fields:
             raise SchemaError(
-                f"field {key_name(entry.key)!r} has no fixed size: its rows lie with those of other such "
-                "fields, and stay",
-                hint="make another store for rows without it",
+                f"field {key_name(entry.key)!r} has variable length: it shares files with other such "
+                "fields and cannot be dropped",
+                hint="create another store for rows without it",
             )
 
     def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
-        """Write a run of rows; those that are there already, after a failure, are left out.
+        """Write a run of rows; rows that already exist, after a failure, are skipped.
 
         Args:
-            first_id: Of the first row.
-            columns: One array per field. Of length n.
+            first_id: Id of the first row.
+            columns: One array per field. Length n.
 
         Returns:
             The checksums of their batches.
@@ -274,7 +274,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return checksums
 
     def _rows_of_batch(self, columns: Sequence[pa.Array], size: int) -> int:
-        """Return how many rows make about so many bytes."""
+        """Return how many rows make about `size` bytes."""
         held = sum(column.nbytes for column in columns)
         return max(1, len(columns[0]) * size // max(1, int(held)))
 
@@ -296,7 +296,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         ]
 
     def widths_of(self, segments: Sequence[Segment]) -> Widths:
-        """Return widths that hold the rows of some segments."""
+        """Return widths for the rows of some segments together."""
         first, *others = (segment.widths for segment in segments)
         if all(one == first for one in others):
             return first
@@ -306,7 +306,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return widths_for(self.own, bounds)
 
     def _append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
-        """Write rows in one go, as batches of one segment."""
+        """Write rows at once, as batches of one segment."""
         needed = bounds_of(columns) if self.narrow else self.own.limits
         both = needed if self._needed is None else together(self._needed, needed)
         segment, messages = self._open, list[Array]()
@@ -350,14 +350,14 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return [header.crc for header in headers]
 
     def _begin(self, first_id: int, size: int, widths: Widths) -> Segment:
-        """Open a new segment for so many bytes, and end the one before."""
+        """Create a segment with room for `size` bytes, and seal the one before."""
         if self._open is not None and self._open.headers:
             self._end(self._open)
             self._open = None
         head = widths.head
         bound = max(tuning.ARROW_SEGMENT_BYTES, len(head) + size + len(END))
         path = self.path_of(first_id)
-        if self._open is not None:  # one without rows, which was too short; others may have read its schema
+        if self._open is not None:  # a segment without rows that was too short; readers may have its schema
             self._disk.unlink(path)
         file = self._disk.open(path, create=True)
         try:
@@ -377,7 +377,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return self._open
 
     def _end(self, segment: Segment) -> None:
-        """Seal a segment: nothing is ever written to it again."""
+        """Seal a segment: it is never written to again."""
         if segment.file is not None:
             segment.file.write(END, segment.end)
             segment.file.truncate(segment.end + len(END))
@@ -388,16 +388,16 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def note_left(self, low: int, deleted: IdSet) -> None:
-        """Note which rows have left, as the disk has it, or will with the next checkpoint.
+        """Record which rows are removed, on disk already or with the next checkpoint.
 
         Args:
-            low: All up to this id.
-            deleted: Those between others.
+            low: All rows up to this id are removed.
+            deleted: Rows above `low` that are removed.
         """
         self._low, self._deleted = low, deleted
 
     def have_left(self, ids: IntArray) -> Array:
-        """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        """Return which rows were removed from the store, so that they may be missing here. Shapes `(n,)`."""
         left: Array = (ids <= self._low) | self._deleted.holds(ids)
         return left
 
@@ -407,16 +407,16 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return self.touched.copy()
 
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them."""
+        """Return the folders with new names in them, each only once."""
         return take_all(self.new_folders)
 
     def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
-        """Return what was written since the last checkpoint began."""
+        """Return the files and folders with changes since the last checkpoint began."""
         self.note_left(low, deleted)
         return Dirty(take_all(self.touched), self.take_new_folders())
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
-        """Return what no checkpoint covers."""
+        """Return the files and folders that no checkpoint covers."""
         self._marking += self._finished
         self._finished = []
         self._marked = checkpoint.last
@@ -424,12 +424,12 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return self.begin_opening(checkpoint.low, checkpoint.deleted)
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back the segments that `begin` has finished: nothing was synced."""
+        """Mark the segments that `begin` has returned as unsynced again."""
         self._finished = [*self._marking, *self._finished]
         self._marking = []
 
     def completed(self, *, tidy: bool) -> None:
-        """Close what was synced; merge and remove segments if files may go, after the checkpoint record."""
+        """Close synced segments; merge and remove segments if files may be removed."""
         for segment in self._marking:
             if segment.file is not None and segment.file not in self.touched:
                 segment.file.close()
@@ -443,23 +443,23 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         except StorageError as exc:
             if exc.lost:
                 raise
-            # Rows are where they were: the next checkpoint tries again.
+            # No row was moved: the next checkpoint tries again.
             _logger.warning("segments of %s are not merged: %s", self.folder.parent, exc)
 
     def free(self, deleted: Deleted) -> set[File]:
-        """Give back the space of rows that have left; no file is changed in place.
+        """Free the space of removed rows; no file is changed in place.
 
-        No checkpoint may run meanwhile, which merges segments.
+        No checkpoint may run meanwhile, because it could merge segments.
         """
         self.note_left(deleted.low, deleted.above)
         self.give_up()
         return set()
 
     def give_up(self) -> None:
-        """Give back the space of rows that have left, as stands on the disk; no sync is under way.
+        """Free the space of rows whose removal is durable; no sync may be running.
 
-        Segments without others go. One at least half of whose rows have left is made once more, of the
-        others.
+        Segments without remaining rows are removed. A segment with at least half of its rows removed is
+        written again without them.
         """
         self._drop()
         settled = self._find_settled()
@@ -469,12 +469,12 @@ class SegmentWriter(Segments, WrittenPart, Appender):
                 self._put_for([segment], compact_segment(self, segment, self._low, self._deleted))
 
     def _find_settled(self) -> list[Segment]:
-        """Return the segments that are sealed, and on the disk."""
+        """Return the segments that are sealed and synced."""
         with self.changing:
             return [segment for segment in self.segments if segment.sealed and segment.file is None]
 
     def _live(self, segments: Sequence[Segment]) -> list[int]:
-        """Return how many rows of each segment have not left."""
+        """Return the number of remaining rows of each segment."""
         first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
         last = np.array([segment.last for segment in segments], np.int64)
         left = self._deleted.counts(last) - self._deleted.counts(first - 1)
@@ -482,7 +482,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return live
 
     def _is_whole(self, segment: Segment) -> bool:
-        """Return whether a segment has no damaged batch: what is written anew has a sum of its own."""
+        """Return whether a segment has no damaged batch, which would be written again with a new checksum."""
         if segment.path in self._unsound:
             return False
         with self.reading(segment) as read:
@@ -492,7 +492,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return whole
 
     def _drop(self) -> None:
-        """Remove the segments whose rows have all left."""
+        """Remove the segments without remaining rows."""
         settled = self._find_settled()
         gone = [one for one, live in zip(settled, self._live(settled), strict=True) if not live]
         with self.changing:
@@ -505,7 +505,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return next(number for number, one in enumerate(self.segments) if one is segment)
 
     def _merge(self, marked: int) -> None:
-        """Make long batches of short ones, and long segments of short ones."""
+        """Merge short batches into long ones, and short segments into long ones."""
         settled = [segment for segment in self._find_settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
         size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
@@ -514,7 +514,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             self._put_for(chosen, merge_segments(self, chosen, size))
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
-        """Put a segment of these bytes in the place of some, neighbours."""
+        """Replace some neighbouring segments by one with these bytes."""
         again = self._write_again(chosen[0], parts, ends=True)
         self._let_go(again)
         with self.changing:
@@ -523,20 +523,20 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             self._disk.unlink(segment.path)
 
     def give_back(self) -> None:
-        """Give back disk space that only a writer needs."""
+        """Free the disk space that is only needed for further writes."""
         segment = self._open
         if segment is not None and segment.file is not None and segment.headers:
             segment.file.truncate(segment.end)
 
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
         super().close()
         if self._open is not None and self._open.file is not None:
             self._open.file.close()
 
 
 def _has_room(segment: Segment, messages: Sequence[Array]) -> bool:
-    """Return whether batches have room in a segment."""
+    """Return whether a segment has room for batches."""
     room = segment.addresses.size - segment.end - len(END)
     return (
         sum(message.nbytes for message in messages) <= room

@@ -1,6 +1,6 @@
-"""All packed columns of a store together, as rows are appended to them.
+"""Append rows to all packed columns of a store.
 
-Used by the set of columns. Columns that have rows of others are written first.
+Used by the set of columns. Columns in which other columns store rows are written first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["PackedAppender"]
 
 
 class PackedAppender(Appender):
-    """Appends rows to packed columns.
+    """Append rows to packed columns.
 
-    Threads: one writes; the one that runs checkpoints says when. Crashes: as `PackedColumn`.
+    Threads: one writes; the thread that runs checkpoints decides when to sync. Crashes: as `PackedColumn`.
 
     Args:
-        columns: By place.
-        pairs: What `pair_columns` returned for them.
-        reach: How many rows before the oldest one that can be read stay as they are; None: all do.
+        columns: The columns, by position.
+        pairs: The result of `pair_columns` for them.
+        reach: How many rows before the oldest readable one are kept; None: all of them.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class PackedAppender(Appender):
         self.fields = [column.entry for column in columns.values()]
         self._pairs = pairs
         self._partners = {pair.place: pair.partner for pair in pairs}
-        #: In the order in which they are written: what others keep rows in comes first.
+        #: In the order of writing: columns in which others store rows come first.
         self._columns = sorted(columns.items(), key=lambda item: item[0] in self._partners)
         self._finders: dict[int, NextRows] = {}
-        self._unnamed: list[tuple[PackedColumn, list[Filling]]] = []  # shards of the checkpoint that runs
+        self._unnamed: list[tuple[PackedColumn, list[Filling]]] = []  # shards of the running checkpoint
         each = max((column.packing.rows for column in columns.values()), default=0)
         for column in columns.values():
             column.lent = 0
@@ -63,18 +63,18 @@ class PackedAppender(Appender):
         return _build_packed_error(fields, "rows cannot be changed")
 
     def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that packed rows cannot give way to better ones."""
-        return _build_packed_error(fields, "rows cannot give way to better ones")
+        """Return the error that packed rows cannot be replaced by better ones."""
+        return _build_packed_error(fields, "rows cannot be replaced by better ones")
 
     def check_removable(self, entry: Field) -> None:
-        """Raise SchemaError if another column keeps rows in that of a field."""
+        """Raise SchemaError if another column stores rows in the column of a field."""
         columns = dict(self._columns)
         for place, partner in self._partners.items():
             if columns[partner].entry == entry:
                 name, kept = key_name(columns[place].entry.key), key_name(entry.key)
                 raise SchemaError(
-                    f"rows of field {name!r} are kept with those of {kept!r}, which has to stay",
-                    hint="make the store with Layout(share_next=False) for fields that may go",
+                    f"rows of field {name!r} are stored with those of {kept!r}, which cannot be dropped",
+                    hint="create the store with Layout(share_next=False) for fields that may be dropped",
                 )
 
     def warm(self) -> None:
@@ -100,16 +100,16 @@ class PackedAppender(Appender):
         return []
 
     def write_again(self, run: Run, synced: int) -> None:
-        """Append rows that are not there, when a store is opened."""
+        """Append rows that are missing, when a store is opened."""
         before = run.first_id - 1
         if not all(column.ends_with(before) for _, column in self._columns):
             if self._has(run):
-                return  # then perhaps later ones, too, which stay
+                return  # if one row is missing, later ones may exist, and are kept
             self.settle(before, synced)
         self.write(run)
 
     def _has(self, run: Run) -> bool:
-        """Return whether these very rows are there."""
+        """Return whether exactly these rows exist."""
         return not any(column.lacks(run.first_id, run.count) for _, column in self._columns) and all(
             np.array_equal(
                 column.part(slot, n).reshape(-1).view(np.uint8),
@@ -120,7 +120,7 @@ class PackedAppender(Appender):
         )
 
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind a row; see `Appender`."""
+        """Continue after a row; see `Appender`."""
         for _, column in reversed(self._columns):
             column.settle(last, synced)
 
@@ -136,38 +136,38 @@ class PackedAppender(Appender):
         return {file for _, column in self._columns for file in column.touched.copy()}
 
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them."""
+        """Return the folders with new names in them, each only once."""
         return set[Path]().union(*(take_all(column.new_folders) for _, column in self._columns))
 
     def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
-        """Return what was written; finished shards get their names once it is synced."""
+        """Return the written files and folders; finished shards are renamed once these are synced."""
         self._unnamed = [(column, column.note_mark()) for _, column in self._columns]
         files = set[File]().union(*(take_all(column.touched) for _, column in self._columns))
         return Dirty(files, self.take_new_folders())
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
-        """Return what no checkpoint covers."""
+        """Return the files and folders that no checkpoint covers."""
         return self.begin_opening(checkpoint.low, checkpoint.deleted)
 
     def synced(self) -> None:
-        """Give finished shards their names, after the fsync of what `begin` returned."""
+        """Rename finished shards, after the fsync of the files and folders that `begin` returned."""
         finished, self._unnamed = self._unnamed, []
         for column, fillings in finished:
             column.name(fillings)
 
     def completed(self, *, tidy: bool) -> None:
-        """Reuse what only the former checkpoint needed, after the fsync of the record of this one."""
+        """Reuse areas that only the former checkpoint needed, when the new record is synced."""
         for _, column in self._columns:
             column.note_marked()
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back the shards that `begin` has finished: they were not synced."""
+        """Undo `begin` after a failed sync: its finished shards were not synced."""
         for column, fillings in self._unnamed:
             column.put_back(fillings)
         self._unnamed = []
 
     def give_back(self) -> None:
-        """Give back the disk space that only further writing needs."""
+        """Free the disk space that is only needed for further writes."""
         for _, column in self._columns:
             column.give_back()
 

@@ -206,7 +206,7 @@ class PackedCapture(Capture):
 
     Args:
         columns: Columns by position, in the order in which they are written.
-        pairs: Which of them keep rows in another column.
+        pairs: Which of them store rows in another column.
     """
 
     def __init__(self, columns: Mapping[int, PackedRows], pairs: Sequence[PackedPair]) -> None:

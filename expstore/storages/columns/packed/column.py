@@ -44,11 +44,11 @@ from expstore.storages.format.zarr_metadata import shard_name
 __all__ = ["PARTIAL", "Filling", "Frame", "PackedRows", "Source", "holds_chunks"]
 
 PARTIAL = "partial"
-#: Number of slots that are sampled to estimate how many rows chunks hold.
+#: Number of slots that are sampled to estimate how many rows are in chunks.
 _SAMPLE = 65_536
 #: For this many of the sampled slots, look up where their bytes are stored.
 _SOME = 4096
-#: Prefixes of the names of files that hold rows.
+#: Prefixes of the names of files with rows.
 _FILES = ("c.", "open.", PARTIAL)
 _NONE = np.empty(0, np.int64)
 #: Number of chunks that a reader unpacks without the compiled loop before it loads the loop.
@@ -129,7 +129,7 @@ class PackedRows(Column, AppendedPart):
         disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
-        slots: How many rows a ring has; None: the column grows.
+        slots: Number of slots of a ring; None: the column is unbounded.
         packing: How the field is packed.
         write: Whether the files are opened for writing.
     """
@@ -230,7 +230,7 @@ class PackedRows(Column, AppendedPart):
             self._locations = locations._replace(where=where, sizes=sizes, laps=laps)
 
     def _show(self, shard: int, lap: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
-        """Make the chunks of a file readable, in the place of older ones."""
+        """Make the chunks of a file readable instead of older ones."""
         self._grow(shard)
         locations = self._locations
         held = locations.maps.get(shard, ())
@@ -268,7 +268,7 @@ class PackedRows(Column, AppendedPart):
         )
 
     def paths(self) -> list[Path]:
-        """Return the files that hold rows."""
+        """Return the files with rows."""
         return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(_FILES)]
 
     def shards(self) -> Iterator[tuple[str, int, int]]:
@@ -419,7 +419,7 @@ class PackedRows(Column, AppendedPart):
     def _lender(self) -> PackedRows:
         """Return the column that stores some rows of this one."""
         if self.partner is None:
-            raise CorruptionError(f"rows of {self.folder} lie in a column that cannot be read")
+            raise CorruptionError(f"rows of {self.folder} are in a column that cannot be read")
         return self.partner
 
     def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
@@ -514,7 +514,7 @@ class PackedRows(Column, AppendedPart):
         raise NotImplementedError
 
     def _find_lost_slots(self, first: int, stop: int, lap: int) -> IntArray:
-        """Return the slots of a run that hold no whole row of this lap, in ascending order.
+        """Return the slots of a run without a whole row of this lap, in ascending order.
 
         Only correct while a store is opened, before rows are added.
         """
@@ -550,7 +550,7 @@ class PackedRows(Column, AppendedPart):
             self.partner.require_rows(*self._older(first_id, count))
 
     def _pieces(self, first_id: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a run of rows at the ring's end: (first slot, lap, number of rows)."""
+        """Split a run of rows at the ring's end: (first slot, lap, number of rows)."""
         for slot, offset, n in cut_run(first_id, count, self.slots):
             if n:
                 yield slot, self.place_behind(first_id + offset - 1)[0], n
@@ -658,7 +658,7 @@ class PackedRows(Column, AppendedPart):
         """Raise SchemaError: packed rows are immutable."""
         raise SchemaError(
             f"field {key_name(self.entry.key)!r} is packed: its rows cannot be changed",
-            hint="give the field layout='flat' when the store is made",
+            hint="create the store with layout='flat' for the field",
         )
 
     # -- sums and space --------------------------------------------------------------------------
@@ -709,5 +709,5 @@ class PackedRows(Column, AppendedPart):
 
 
 def holds_chunks(disk: Disk, folder: Path) -> bool:
-    """Return whether the folder of an array holds files of a packed column."""
+    """Return whether the folder of an array has files of a packed column."""
     return disk.exists(folder) and any(name.startswith(_FILES) for name in disk.names(folder))

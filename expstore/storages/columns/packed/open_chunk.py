@@ -1,7 +1,7 @@
-"""The rows of a packed column whose chunk is not full yet: raw, in a file of four areas.
+"""The rows of a packed column whose chunk is not full yet: uncompressed, in a file of four areas.
 
-Used by packed columns. An area is written to while a chunk fills, and left alone as long as a durable mark
-may depend on it. Every row has a checksum. It never packs a row.
+Used by packed columns. An area is written to while a chunk fills, and kept unchanged as long as a durable
+checkpoint may depend on it. Every row has a checksum. Rows are not compressed here.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from expstore.errors import StateError
 
 __all__ = ["Area", "PartialFile"]
 
-#: u64 stamp, u64 lap of the ring, u64 chunk, u32 crc32c of these, u32 zero; then a u32 per row: the crc32c
-#: of stamp and row.
+#: u64 stamp, u64 lap of the ring, u64 chunk, u32 crc32c of these, u32 zero; then for each row a u32: the
+#: crc32c of stamp and row.
 _HEADER = struct.Struct("<QQQII")
 _AREAS = 4
 _PAGE = 4096
 
 
 class Area(NamedTuple):
-    """Say what an area holds.
+    """The content of an area.
 
     Args:
-        stamp: The larger, the newer.
-        lap: Of the ring.
-        chunk: Which one.
-        number: Of the area.
-        rows: As bytes. Shape `(chunk rows, row bytes)`.
-        whole: Which of them are there. Shape `(chunk rows,)`.
+        stamp: Newer areas have larger stamps.
+        lap: Lap of the ring.
+        chunk: Number of the chunk.
+        number: Number of the area.
+        rows: The rows as bytes. Shape `(chunk rows, row bytes)`.
+        whole: Which rows match their checksums. Shape `(chunk rows,)`.
     """
 
     stamp: int
@@ -48,17 +48,17 @@ class Area(NamedTuple):
 
 
 class PartialFile:
-    """Keep the raw rows of the chunk that is being filled.
+    """Store the uncompressed rows of the chunk that is being filled.
 
-    Threads: one writes; the one that syncs says when. Crashes: rows that a mark covers are in an area that
-    is not written to again before another mark covers them elsewhere, but for rows that follow them.
+    Threads: one writes; the thread that syncs decides when. Crashes: the area of rows that a checkpoint
+    covers is kept, and only later rows are added to it, until another checkpoint covers the rows elsewhere.
 
     Args:
-        disk: Where files are touched.
-        path: The file; made with the first rows.
-        rows: Per chunk.
-        row_bytes: Length of a row.
-        write: Whether it is written to.
+        disk: Access to files.
+        path: The file; created with the first rows.
+        rows: Rows per chunk.
+        row_bytes: Length of a row, bytes.
+        write: Whether the file is written to.
     """
 
     def __init__(self, disk: Disk, path: Path, rows: int, row_bytes: int, *, write: bool = True) -> None:
@@ -67,9 +67,9 @@ class PartialFile:
         self._disk, self._write = disk, write
         self._rows, self._row_bytes = rows, row_bytes
         self._stride = _PAGE + -(-rows * row_bytes // _PAGE) * _PAGE
-        self._stamp = self._written = 0  # the newest one, and that of the area that is written to
+        self._stamp = self._written = 0  # newest stamp; stamp of the area that is being written
         self._area = -1
-        #: What the last durable mark, and the one that is on its way, may depend on.
+        #: The areas on which the last durable checkpoint, and the running one, may depend.
         self._durable = self._pending = -1
         self._kept: list[int] = []
         if disk.exists(path):
@@ -77,7 +77,7 @@ class PartialFile:
             self._stamp = max((area.stamp for area in self.areas()), default=0)
 
     def areas(self) -> list[Area]:
-        """Return what the areas hold, the newest last."""
+        """Return the content of the areas, the newest last."""
         found = []
         for number in range(_AREAS):
             data = b"" if self.file is None else self.file.read(number * self._stride, self._stride)
@@ -95,12 +95,12 @@ class PartialFile:
         return Area(stamp, lap, chunk, number, rows, self._sums(stamp, rows) == table)
 
     def find(self, lap: int, chunk: int, rows: int) -> NDArray[np.uint8] | None:
-        """Return the first rows of a chunk; None: they are not in any area, or not any more.
+        """Return the first rows of a chunk; None if no area has them.
 
         Args:
-            lap: Of the ring.
-            chunk: Which one.
-            rows: How many.
+            lap: Lap of the ring.
+            chunk: Number of the chunk.
+            rows: Number of rows.
         """
         if self.file is None and self._disk.exists(self.path):
             self.file = self._disk.open(self.path, write=self._write)
@@ -123,19 +123,19 @@ class PartialFile:
         return np.array([google_crc32c.extend(seed, row.reshape(-1).view(np.uint8)) for row in rows], "<u4")
 
     def adopt(self, lap: int, chunk: int, rows: int) -> None:
-        """Keep until the next mark the areas on which the last one may depend.
+        """Keep, until the next checkpoint, the areas on which the last one may depend.
 
         Args:
-            lap: Of the chunk that was not full then.
-            chunk: Which one.
-            rows: How many of its rows it covers.
+            lap: Lap of the chunk that was not full at the checkpoint.
+            chunk: Number of the chunk.
+            rows: How many of its rows the checkpoint covers.
         """
         same = [area for area in self.areas() if (area.lap, area.chunk) == (lap, chunk)]
-        # A recovery that was killed may have left a second copy; of one that is torn nothing depends.
+        # A recovery that was killed may have left a second copy; no checkpoint depends on a torn copy.
         self._kept = [area.number for area in same if area.whole[:rows].all()][-2:]
 
     def begin(self, lap: int, chunk: int) -> bool:
-        """Take an area for a chunk; say whether the file was made for it."""
+        """Choose a free area for a chunk; return whether the file was created."""
         made = self.file is None
         if self.file is None:
             self.file = self._disk.open(self.path, create=True)
@@ -148,37 +148,37 @@ class PartialFile:
         return made
 
     def go_on(self, lap: int, chunk: int, rows: Array) -> bool:
-        """Go on in the newest area of a chunk if it holds these rows, its first ones; say whether it does."""
+        """Continue in the newest area of a chunk if it begins with these rows; return whether it does."""
         areas = [area for area in self.areas() if (area.lap, area.chunk) == (lap, chunk)]
         own = rows.reshape(len(rows), -1).view(np.uint8)
         if not areas or not (areas[-1].whole[: len(own)].all() and (areas[-1].rows[: len(own)] == own).all()):
             return False
         self._area, self._written = areas[-1].number, areas[-1].stamp
-        self.write(0, rows)  # the very same bytes: they were not synced perhaps
+        self.write(0, rows)  # the same bytes again, because they may not be synced
         return True
 
     def write(self, first: int, rows: Array) -> None:
-        """Write rows of the chunk, from number `first` of it on. Shape `(n, *row shape)`."""
+        """Write rows of the chunk, beginning with row number `first`. Shape `(n, *row shape)`."""
         if self.file is None:
-            raise StateError("rows are written before their chunk was begun")
+            raise StateError("rows were written before `begin` was called for their chunk")
         start = self._area * self._stride
         self.file.write(rows, start + _PAGE + first * self._row_bytes)
         self.file.write(self._sums(self._written, rows), start + _HEADER.size + 4 * first)
 
     def end(self) -> None:
-        """Note that the chunk is in a shard now."""
+        """Record that the chunk is in a shard now."""
         self._area = -1
 
     def note_mark(self) -> None:
-        """Begin a checkpoint, which covers what has been written."""
+        """Begin a checkpoint, which covers the rows written so far."""
         self._pending = self._area
 
     def note_marked(self) -> None:
-        """Note that the checkpoint record is on the disk."""
+        """Record that the checkpoint record is synced."""
         self._durable, self._kept = self._pending, []
 
     def give_back(self) -> None:
-        """Give back the disk space of areas on which nothing depends: the writer ends."""
+        """Free the disk space of areas on which nothing depends, when the writer closes the store."""
         held = (self._area, self._durable, self._pending, *self._kept)
         for number in range(_AREAS):
             if self.file is not None and number not in held:

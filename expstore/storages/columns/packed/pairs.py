@@ -1,7 +1,8 @@
-"""Packed columns that keep rows in one another, and how such two are read: each chunk is unpacked once.
+"""Pairs of packed columns, of which one stores rows in the other.
 
-Used by the set of columns. The column of a field may keep rows in that of its next values: the bytes of a row
-are often those that came next after an earlier one.
+Used by the set of columns. The column of a field may store rows in the column of its next values, because the
+bytes of a row often equal the next value of an earlier row. The two are read together, so that each chunk is
+unpacked once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ __all__ = ["PackedPair", "pair_columns"]
 
 @dataclass(frozen=True, slots=True)
 class PackedPair(ReadTogether):
-    """Two packed columns, one of which keeps rows in the other one.
+    """Two packed columns, of which the first one stores rows in the other.
 
     Args:
-        place: The number of the first one.
-        partner: The number of the one that has rows of it.
-        column: The first one.
+        place: Position of the first column.
+        partner: Position of the column that stores some of its rows.
+        column: The first column.
     """
 
     place: int
@@ -31,7 +32,7 @@ class PackedPair(ReadTogether):
     column: PackedRows
 
     def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Array]:
-        """Copy rows of both out, if both are wanted: each chunk is unpacked once."""
+        """Copy rows of both columns out, if both are requested: each chunk is unpacked once."""
         if self.place not in places or self.partner not in places:
             return {}
         own, other = self.column.take_pair(slots)
@@ -39,7 +40,7 @@ class PackedPair(ReadTogether):
 
 
 def pair_columns(columns: Mapping[int, PackedRows]) -> list[PackedPair]:
-    """Tell packed columns, given by place, which ones have rows of theirs."""
+    """Set the partner of each packed column whose rows may be stored in another one; return the pairs."""
     found = []
     by_key = {column.entry.key: (place, column) for place, column in columns.items()}
     for key, (place, column) in by_key.items():

@@ -1,6 +1,6 @@
-"""What packed columns hand one another: a chunk in memory, and where rows are found.
+"""Objects that packed columns share: a chunk in memory, and the positions of rows.
 
-Used by columns that are written and by those that are only read. It touches no file.
+Used by the writer and the reader of packed columns. This module uses no files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Frame:
     """A packed chunk in memory.
 
     Args:
-        data: It.
+        data: The bytes of the chunk.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -28,16 +28,16 @@ class Frame:
 
 
 class Locations(NamedTuple):
-    """Say where rows are to be found; replaced as a whole, but for chunks that take the places of others.
+    """The positions of all rows. Replaced as a whole, except for chunks that replace others.
 
     Args:
-        where: Address of each chunk's frame; 0: there is no such chunk. Shape `(chunks,)`, int64.
-        sizes: Length of its frame; below 0: it has none. Shape `(chunks,)`, int64.
-        laps: In which lap of the ring it was written. Shape `(chunks,)`, int64.
-        maps: What keeps those addresses valid, by shard: the newest last.
+        where: Address of each chunk's frame; 0 if there is no such chunk. Shape `(chunks,)`, int64.
+        sizes: Length of its frame; negative if the chunk has no frame. Shape `(chunks,)`, int64.
+        laps: Lap of the ring in which the chunk was written. Shape `(chunks,)`, int64.
+        maps: Objects that keep the addresses valid, by shard: the newest last.
         base: First slot of the chunk that is not full.
-        held: How many of its rows are there.
-        rows: These. Shape `(chunk rows, *row shape)`.
+        held: Number of rows in that chunk.
+        rows: These rows. Shape `(chunk rows, *row shape)`.
     """
 
     where: IntArray

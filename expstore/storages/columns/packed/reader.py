@@ -36,7 +36,7 @@ class PackedReader(PackedRows, FollowedPart):
         disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
-        slots: How many rows a ring has; None: the column grows.
+        slots: Number of slots of a ring; None: the column is unbounded.
         packing: How the field is packed.
     """
 
@@ -82,7 +82,7 @@ class PackedReader(PackedRows, FollowedPart):
             file.close()
             return None
         chunks = scan_chunks(file, self.packing.chunks, lap, table=self.packing.table_bytes)
-        # The writer may have filled the shard since, and cut off the unused space behind the chunks.
+        # The writer may have filled the shard since, and cut off the unused space after the chunks.
         found = Source(shard, lap, self._map(file, size, may_shrink=True), chunks)
         self._open[lap, shard] = file, found
         return found
@@ -145,7 +145,7 @@ class PackedReader(PackedRows, FollowedPart):
         for _ in range(_LOOKS):
             if self._reach(*self.place_behind(last)):
                 return
-        raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
+        raise StorageError(f"rows of {self.folder} were not found", hint="try again")
 
     def _reach(self, lap: int, slot: int) -> bool:
         each, goal = self.packing.rows, (lap, slot // self.packing.shard)

@@ -55,7 +55,7 @@ class PackedColumn(PackedRows, WrittenPart):
         disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
-        slots: How many rows a ring has, a multiple of the rows of a chunk; None: the column grows.
+        slots: Number of slots of a ring, a multiple of the rows of a chunk; None: the column is unbounded.
         packing: How the field is packed.
     """
 
@@ -125,11 +125,11 @@ class PackedColumn(PackedRows, WrittenPart):
         behind = self._next - slot + (0 if self.slots is None else (self._lap - lap) * self.slots)
         count = min(behind, len(rows))
         if count > 0 and self.part(slot, count).tobytes() != rows[:count].tobytes():
-            raise StateError(f"rows of {self.folder} are there already, and are others")
+            raise StateError(f"{self.folder} already has other rows in these slots")
         return max(count, 0)
 
     def _move_to(self, lap: int, slot: int) -> None:
-        """Seek to (lap, slot). Skipped slots hold no readable rows."""
+        """Seek to (lap, slot). Skipped slots have no readable rows."""
         each = self.packing.rows
         if self._locations.held and (lap, slot // each) != (self._lap, self._next // each):
             self._away[self._next % each :] = 0
@@ -173,7 +173,7 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def _end_partial(self) -> None:
         self._partial.end()
-        # A new state is set; readers that hold the former one keep reading it.
+        # A new state is set; readers that have the former one keep reading it.
         self._set_locations(self._locations._replace(base=0, held=0))
 
     def _pack_some(self, rows: Array) -> list[bytes]:
@@ -298,7 +298,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return Filling(shard, lap, file, self._map(file, self._bound), chunks)
 
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind the last valid row; see `Appender`."""
+        """Continue after the last valid row; see `Appender`."""
         place, each = self.place_behind(last), self.packing.rows
         (lap, slot), covered = place, self.place_behind(synced)
         shard, inside = slot // self.packing.shard, slot % each
@@ -356,7 +356,7 @@ class PackedColumn(PackedRows, WrittenPart):
             else:
                 filling = self._filling = self._forget(filling, current)
             end = filling.chunks.end
-            filling.file.truncate(end)  # bytes behind it were never synced
+            filling.file.truncate(end)  # bytes after it were never synced
             filling.file.truncate(self._bound)
             filling.file.write(filling.file.read(0, end), 0)
             self.touched.add(filling.file)
@@ -447,7 +447,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return set()
 
     def _unread(self, number: int, dead: IdSet) -> IntArray:
-        """Return which chunks of a shard hold no readable row. Shape `(chunks,)`, bool."""
+        """Return which chunks of a shard have no readable row. Shape `(chunks,)`, bool."""
         each, lent = self.packing.rows, self.lent
         before = number * self.packing.shard + each * np.arange(self.packing.chunks)
         unread: IntArray = dead.counts(before + each + lent) - dead.counts(before) == each + lent

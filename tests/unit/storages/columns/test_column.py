@@ -222,7 +222,7 @@ def test_rows_can_be_changed_or_say_that_they_cannot(store: Store, kind: Kind) -
     store.columns.check_changeable([5])
     with pytest.raises(SchemaError, match=kind.change):
         store.columns.check_changeable([0, 5])
-    with pytest.raises(SchemaError, match="'a' .*rows cannot give way to better ones"):
+    with pytest.raises(SchemaError, match="'a' .*rows cannot be replaced by better ones"):
         store.columns.check_replaceable()
 
 
@@ -268,7 +268,7 @@ def test_a_column_says_how_it_lies_on_disk(store: Store, kind: Kind) -> None:
 
 def test_a_set_without_a_column_has_the_others_in_their_places(store: Store, kind: Kind) -> None:
     if kind.layout == "segments":
-        with pytest.raises(SchemaError, match="'a' has no fixed size"):
+        with pytest.raises(SchemaError, match="'a' has variable length"):
             store.columns.check_removable(0)
         return
     store.columns.check_removable(0)

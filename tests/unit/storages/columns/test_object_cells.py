@@ -162,13 +162,13 @@ def test_objects_say_nothing_of_episodes() -> None:
 def test_no_file_keeps_objects(tmp_path: Path) -> None:
     storage = make(4)
     put(storage, ["a"])
-    with pytest.raises(SnapshotError, match=r"'_data' holds objects"):
+    with pytest.raises(SnapshotError, match=r"'_data' has objects"):
         ReplayBuffer(storage=storage).dumps(tmp_path / "versions")
     assert not (tmp_path / "versions").exists()
     with ReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 4)) as rb:
-        with pytest.raises(SchemaError, match=r"'_data' holds objects.*ListStorage"):
+        with pytest.raises(SchemaError, match=r"'_data' has objects.*ListStorage"):
             rb.storage.prepare(SCHEMA, find_keys(SCHEMA))
         assert rb.schema is None
-    with pytest.raises(SchemaError, match="holds objects"):
+    with pytest.raises(SchemaError, match="has objects"):
         ZarrStorage(tmp_path / "other.exp", 4, settings=Settings(schema=SCHEMA))
     assert not (tmp_path / "other.exp").exists()

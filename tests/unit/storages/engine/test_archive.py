@@ -317,7 +317,7 @@ def test_another_capacity_sends_rows_there(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         assert ids_in(rb) == list(range(1, 151))
         assert ids_in(rb, "transitions") == list(range(126, 151))
-    with pytest.raises(StateError, match="without a capacity no row would leave"):
+    with pytest.raises(StateError, match="requires a capacity: otherwise no row leaves"):
         expstore.resize(tmp_path / "run.exp", capacity=None)
 
 
@@ -439,21 +439,21 @@ def test_a_failing_archive_stops_who_needs_it(tmp_path: Path, monkeypatch: pytes
 
 def test_what_is_no_place_for_an_archive_is_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
-    with pytest.raises(ValueError, match="give a capacity"):
+    with pytest.raises(ValueError, match="archive= requires a capacity"):
         expstore.open(path, archive=old)
     with pytest.raises(ValueError, match="path of a store, or False"):
         expstore.open(path, capacity=60, archive=True)  # type: ignore[arg-type]
     for place in (path, path / "old.exp", tmp_path):
-        with pytest.raises(StateError, match="lie in one another"):
+        with pytest.raises(StateError, match="is inside the other"):
             expstore.open(path, capacity=60, archive=place)
     assert not path.exists()
     filled(path, 100, archive=old).close()
-    with pytest.raises(StateError, match="no archive of a new one"):
+    with pytest.raises(StateError, match="cannot be the archive of a new one"):
         expstore.open(tmp_path / "new.exp", capacity=60, archive=old)
     filled(tmp_path / "second.exp", 10).close()
     with pytest.raises(StateError, match="archive of another store"):
         expstore.open(tmp_path / "second.exp", archive=old)
-    with pytest.raises(StateError, match="and no archive"):
+    with pytest.raises(StateError, match="but not an archive"):
         expstore.open(tmp_path / "second.exp", archive=path)
     with pytest.raises(ValueError, match="mode='r'"):
         expstore.open(path, mode="r", archive=old)
@@ -466,9 +466,9 @@ def test_what_is_no_place_for_an_archive_is_refused(tmp_path: Path) -> None:
 def test_what_an_archive_cannot_follow_is_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with filled(path, 100, archive=old) as rb:
-        with pytest.raises(StateError, match="would come or go"):
+        with pytest.raises(StateError, match="cannot add or drop field"):
             rb.columns.add("more", fill=1)
-        with pytest.raises(StateError, match="would come or go"):
+        with pytest.raises(StateError, match="cannot add or drop field"):
             rb.columns.drop("frame")
     best = TensorDictMaxValueWriter("score")
     batch = TensorDict({"score": torch.rand(8)}, [8])

@@ -246,7 +246,7 @@ def test_a_field_that_shares_can_be_dropped_but_not_its_source(tmp_path: Path) -
     path = tmp_path / "a.exp"
     with buffer(path) as rb:
         extend_all(rb, *ROWS.parts(75))
-        with pytest.raises(SchemaError, match=r"'frame' are kept with those of 'next\.frame'"):
+        with pytest.raises(SchemaError, match=r"'frame' are stored with those of 'next\.frame'"):
             rb.columns.drop(("next", "frame"))
         rb.columns.add("more", fill=7, dtype="int64")
         assert numbers_in(rb) == list(range(15, 75))

@@ -140,18 +140,22 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"fields": ["frame"]}, r"fields= must be a dict, got \['frame'\]"),
         ({"fields": {3: {"rows": 4}}}, "a key is a name or a tuple of names, got 3"),
         ({"fields": {("next", 3): {"rows": 4}}}, r"names, got \('next', 3\)"),
-        ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b': it is in fields= twice"),
-        ({"fields": {"frame": {"layout": "flat", "codec": "zstd"}}}, "codec='zstd' is of packed fields"),
-        ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is of packed fields"),
+        ({"fields": {("a", "b"): {}, "a.b": {}}}, "field 'a.b' is in fields= twice"),
+        (
+            {"fields": {"frame": {"layout": "flat", "codec": "zstd"}}},
+            "codec='zstd' is an option of packed fields",
+        ),
+        ({"fields": {"frame": {"layout": "flat", "rows": 4}}}, "rows=4 is an option of packed fields"),
         (
             {"fields": {"frame": {"layout": "flat", "share_next": True}}},
-            "field 'frame': share_next=True is of packed fields, and this one is flat; .*layout=\"packed\"",
+            "field 'frame': share_next=True is an option of packed fields, but this field is flat; .*"
+            'layout="packed"',
         ),
         (
             {"layout": "flat", "share_next": True},
-            '^share_next=True is of packed fields, and all of these are flat; .*layout="packed"',
+            '^share_next=True is an option of packed fields, but all fields are flat; .*layout="packed"',
         ),
-        ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all of these are"),
+        ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all fields are"),
     ],
 )
 def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
@@ -165,17 +169,20 @@ def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], mat
     [
         (
             {"fields": {"pixel": {"layout": "flat"}}},
-            "'pixel', .* there are action, frame, next.frame; .*mode='w'",
+            "'pixel', .* the fields are action, frame, next.frame; .*mode='w'",
         ),
-        ({"fields": {"_row.id": {"layout": "packed"}}}, "'_row.id', which is no field"),
-        ({"fields": {"action": {"codec": "zstd"}}}, "'action': codec='zstd' .* this one is flat"),
-        ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this one is flat"),
+        ({"fields": {"_row.id": {"layout": "packed"}}}, "'_row.id', which is not a field"),
+        ({"fields": {"action": {"codec": "zstd"}}}, "'action': codec='zstd' .* this field is flat"),
+        ({"fields": {"action": {"rows": 8}}}, "'action': rows=8 .* this field is flat"),
         ({"layout": "flat", "fields": {"frame": {"codec": "zstd"}}}, "'frame': codec='zstd' .* is flat"),
         ({"fields": {"action": {"share_next": True}}}, "share_next=True .* is flat"),
-        ({"fields": {"next.frame": {"share_next": True}}}, "share_next=True .* has none of its dtype"),
+        (
+            {"fields": {"next.frame": {"share_next": True}}},
+            "share_next=True .* no packed next field of the same dtype",
+        ),
         (
             {"fields": {"frame": {"share_next": True}, "next.frame": {"layout": "flat"}}},
-            "'frame': share_next=True .* has none",
+            "'frame': share_next=True .* no packed next field",
         ),
         ({"fields": {"frame": {"rows": 128}}}, "128 rows of 1600 bytes are too large; .* here 100"),
         (
@@ -210,7 +217,7 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
     with expstore.open(
         tmp_path / "other.exp", capacity=100, layout=expstore.Layout(fields={"pixel": {"rows": 4}})
     ) as rb:
-        with pytest.raises(SchemaError, match="'pixel', which is no field"):
+        with pytest.raises(SchemaError, match="'pixel', which is not a field"):
             rb.loads(tmp_path / "kept")
         assert len(rb) == 0
     assert not (tmp_path / "other.exp/columns").exists()
@@ -241,11 +248,13 @@ def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -
 
 def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
     """Asked of all fields it is of those that are packed; where none can be it is refused."""
-    with pytest.raises(SchemaError, match="share_next=True is of packed fields, and all of these are flat"):
+    with pytest.raises(
+        SchemaError, match="share_next=True is an option of packed fields, but all fields are flat"
+    ):
         ZarrStorage(tmp_path / "a.exp", share_next=True)
     assert not (tmp_path / "a.exp").exists()
     expstore.open(tmp_path / "a.exp", layout="flat").close()
-    with pytest.raises(SchemaError, match="share_next=True is of packed fields"):
+    with pytest.raises(SchemaError, match="share_next=True is an option of packed fields"):
         expstore.open(tmp_path / "a.exp", layout=expstore.Layout(share_next=True))
     packed = {"frame": {"layout": "packed"}, "next.frame": {"layout": "packed"}}
     for name, asked in {"b.exp": {}, "c.exp": {"layout": "flat", "fields": packed}}.items():
@@ -297,7 +306,7 @@ def test_the_best_rows_are_not_packed(tmp_path: Path) -> None:
     writer = TensorDictMaxValueWriter("action")
     with (
         expstore.open(tmp_path / "run.exp", capacity=10, layout="packed", writer=writer) as rb,
-        pytest.raises(StateError, match="made with packed fields"),
+        pytest.raises(StateError, match="this store has packed fields"),
     ):
         rb.extend(rows(30))
     with expstore.open(tmp_path / "other.exp", capacity=10) as rb:

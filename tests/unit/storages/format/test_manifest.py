@@ -84,7 +84,7 @@ def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(manifest, "FORMAT", 9)
         FULL.save(Disk(), tmp_path)
     with pytest.raises(
-        MigrationError, match="has format 9, this library knows formats up to 1.*newer expstore"
+        MigrationError, match="has format 9, but this library reads formats up to 1.*newer expstore"
     ):
         Manifest.load(Disk(), tmp_path)
 

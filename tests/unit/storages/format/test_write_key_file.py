@@ -142,7 +142,7 @@ def test_a_damaged_entry_is_said_and_costs_itself(
     with caplog.at_level(logging.WARNING, "expstore"):
         keys = opened(path, known=10)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{path} is damaged: 1 keys are lost; it is made anew"
+        f"{path} is damaged: 1 keys are lost; it is created again"
     ]
     assert ids(keys) == {n: n + 1 for n in range(4, 10) if n != place}
     caplog.clear()
@@ -161,7 +161,7 @@ def test_a_file_that_is_cut_or_gone_is_said(
         path.write_bytes(path.read_bytes()[:left])
     keys = opened(path, known=5)
     assert len(caplog.records) == 1
-    assert "it is made anew" in caplog.text
+    assert "it is created again" in caplog.text
     assert len(keys) == (1 if left == HEADER_BYTES + 100 else 0)
     add(keys, 7, 1)
     brought(keys)

@@ -112,7 +112,7 @@ def test_versions_stand_beside_their_store_but_not_among_other_files(
         rb.extend(make_batch(5))
         rb.dumps(place)
         (place / "notes").write_text("mine")
-        with pytest.raises(SnapshotError, match="not a folder of versions: it holds notes"):
+        with pytest.raises(SnapshotError, match="not a folder of snapshots: it has notes"):
             rb.dumps(place)
     with expstore.open(place / "storage") as rb, expstore.open(place, mode="r") as old:
         assert same(rows_of(old), rows_of(rb))
@@ -287,7 +287,7 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
         expstore.open(place, version=4)
     with pytest.raises(StateError, match="versions"):
         expstore.open(place, mode="w")
-    with pytest.raises(StateError, match="is a version"):
+    with pytest.raises(StateError, match="is a snapshot"):
         ZarrStorage(place / "v0001")
 
 
@@ -296,10 +296,10 @@ def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Mak
         rb.extend(make_batch(10))
         rb.snapshots.tag("start")
         rb.extend(make_batch(30, start=10))
-        with pytest.raises(SnapshotError, match="'start' already"):
+        with pytest.raises(SnapshotError, match="already has a snapshot 'start'"):
             rb.snapshots.tag("start")
         for name in ("7", "v3", "", "a/b", "..", "a" * 101):
-            with pytest.raises(SnapshotError, match="no name"):
+            with pytest.raises(SnapshotError, match="is not a valid tag"):
                 rb.snapshots.tag(name)
         assert [v.tag for v in expstore.versions(store_path)] == ["start"]
     with expstore.open(store_path) as rb:  # versions/ is no foreign folder
@@ -722,9 +722,9 @@ def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
             with pytest.raises(KeyboardInterrupt):
                 rb.loads(place)
         assert same(rows_of(rb), make_rows(make_batch, (0, 30), (500, 30)))  # what is open can be read
-        with pytest.raises(StorageError, match="middle of loads"):
+        with pytest.raises(StorageError, match=r"loads\(\) or a change"):
             expstore.open(store_path, mode="r")
-        with pytest.raises(StorageError, match="middle of loads"):
+        with pytest.raises(StorageError, match=r"loads\(\) or a change"):
             survey(store_path)
         rb.extend(make_batch(5, start=900))  # brings it to its end first
         assert same(rows_of(rb), make_rows(make_batch, (0, 30), (900, 5)))

@@ -271,7 +271,7 @@ def test_the_best_rows_are_not_put_into_packed_fields(tmp_path: Path, place: Pat
         rb.dumps(place)
     with make(tmp_path / "store", 40) as rb:
         rb.extend(rows(3, 500))
-        with pytest.raises(StateError, match="cannot give way to better ones"):
+        with pytest.raises(StateError, match="cannot be replaced by better ones"):
             rb.loads(place)
         assert holds(rb, 500, 3)
 

@@ -473,7 +473,7 @@ def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
     column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
     column.append(1, numbered(0, 11))
-    with pytest.raises(StateError, match="there already, and are others"):
+    with pytest.raises(StateError, match="already has other rows in these slots"):
         column.append(7, numbered(1, 9))
     np.testing.assert_array_equal(column.part(0, 11), numbered(0, 11))
     column.close()

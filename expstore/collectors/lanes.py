@@ -1,44 +1,47 @@
-"""Collect transitions from gymnasium environments into a buffer, K steps of every lane at a time.
+"""Collect transitions from one gymnasium environment into a buffer, K steps of every lane at a time.
 
-Used by training loops and by `expstore collect`; needs the extra `expstore[gym]`. It does not close the
-environment or the buffer, and has no statistics: the store has them.
+Used by `expstore.Collector` in this process and in each worker process; needs the extra `expstore[gym]`. It
+does not close the environment or the buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.collectors.environments import AnyVectorEnv
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.specs import Categorical, TensorSpec, Unbounded
 from expstore.specs.gymnasium_spaces import from_space
 
-try:
-    import gymnasium as gym
-    from gymnasium import spaces
-    from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "collecting needs gymnasium, which is not installed; pip install 'expstore[gym]'", name=exc.name
-    ) from exc
-
-__all__ = ["Collector", "TransitionSink"]
+__all__ = [
+    "LaneCollector",
+    "Numbering",
+    "TransitionSink",
+    "check_mode",
+    "check_steps",
+    "count_from",
+    "describe_rows",
+]
 
 BoolArray = NDArray[np.bool_]
-AnyVectorEnv = VectorEnv[Any, Any, Any]
 
+_MODES = ", ".join(repr(mode.value) for mode in AutoresetMode)
 _FLAGS = ("done", "terminated", "truncated")
 
 
@@ -60,11 +63,22 @@ class TransitionSink(Protocol):
     def episodes(self) -> EpisodeActs:
         """The episodes, which the collector ends."""
 
-    def extend(self, data: TensorDict, *, source: str | None = None) -> Any:
+    def extend(
+        self, data: TensorDict, *, source: str | None = None, episode_info: Mapping[str, Any] | None = None
+    ) -> Any:
         """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped."""
 
 
-class Collector:
+#: Returns trajectory ids for positions of rows in the stream of a collector. Shapes `(n,)`, int64.
+Numbering = Callable[[IntArray], IntArray]
+
+
+def count_from(first: int, step: int) -> Numbering:
+    """Return a numbering that leaves out the ids of others: `first + step * position`."""
+    return lambda positions: first + step * positions
+
+
+class LaneCollector:
     """Run a policy in a gymnasium environment and store the same episodes under every autoreset mode.
 
     Steps are gathered in memory and stored in blocks: one `extend` of batch shape `(lanes, steps_per_lane)`,
@@ -94,6 +108,14 @@ class Collector:
             "Disabled", or gymnasium's enum.
         seed: Seed of the first reset (lane i gets seed + i) and of the random actions. None: a different one
             each time.
+        facts: Facts that are attached to every episode (`info` in SQL).
+        first_facts: Further facts, attached to the first episode of each lane only.
+        policy_version: Store this number with each row, as the field `policy_version` (int64). It may be set
+            later, from the next block on. None: there is no such field.
+        numbering: Returns trajectory ids. None: positions count from the rows stored so far, so ids are
+            unique in a store that nothing else writes to.
+        pass_specs: Is called with the specs of the fields after the first rows were stored; None: they are
+            stored in the buffer.
 
     Raises:
         TypeError: `env` is not a gymnasium environment, or `policy` is not callable.
@@ -103,7 +125,7 @@ class Collector:
         >>> import gymnasium, expstore
         >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4)
         >>> rb = expstore.ReplayBuffer(storage=expstore.MemoryStorage(1000))
-        >>> with Collector(envs, None, rb, seed=0) as collector:
+        >>> with LaneCollector(envs, None, rb, seed=0) as collector:
         ...     collector.collect(500) >= 500
         True
     """
@@ -118,9 +140,13 @@ class Collector:
         source: str | None = None,
         autoreset_mode: str | AutoresetMode | None = None,
         seed: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+        first_facts: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        numbering: Numbering | None = None,
+        pass_specs: Callable[[Mapping[Key, TensorSpec]], None] | None = None,
     ) -> None:
-        if steps_per_lane < 1:
-            raise ValueError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")
+        check_steps(steps_per_lane)
         if policy is not None and not callable(policy):
             raise TypeError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
         self._env = _as_vector(env)
@@ -128,6 +154,12 @@ class Collector:
         self._rb = rb
         self._source = source
         self._seed = seed
+        self._facts, self._first_facts = dict(facts or {}), dict(first_facts or {})
+        #: The number stored with each row of the next block; None: none is.
+        self.policy_version = policy_version
+        self._number, self._pass_specs = numbering, pass_specs
+        #: Returns of the episodes that ended, in the order in which they ended; callers clear it.
+        self.finished: list[float] = []
         self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
         self._action_leaves = _leaves(self._env.single_action_space, ("action",))
         self._act = _RandomActions(self._env, seed) if policy is None else _ignore_resets(policy)
@@ -139,10 +171,16 @@ class Collector:
         self._observation: Any = None
         self._ended: BoolArray = np.zeros(lanes, dtype=np.bool_)
         self._fresh: BoolArray = np.ones(lanes, dtype=np.bool_)
+        self._returns = np.zeros(lanes)
         # Whether the environment may be in another state than self._observation.
         self._adrift = True
         self._closed = False
         self._described = False
+
+    @property
+    def block_rows(self) -> int:
+        """The most rows that one `extend` stores."""
+        return self._env.num_envs * self._steps_per_lane
 
     def collect(self, steps: int) -> int:
         """Store at least `steps` transitions and return how many were stored.
@@ -198,7 +236,7 @@ class Collector:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._block.rows} transitions pending"
-        return f"Collector({self._env!r}, {self._mode.name}, {state})"
+        return f"LaneCollector({self._env!r}, {self._mode.name}, {state})"
 
     def _check_open(self) -> None:
         if self._closed:
@@ -228,9 +266,16 @@ class Collector:
         block.put(following, prefix=("next",))
         block.put_outcome(reward, done=ended, terminated=terminated, truncated=truncated)
         block.commit(~resets, self._fresh & ~resets)
+        self._count_returns(np.asarray(reward, np.float64), ended, resets)
         self._fresh = ended | (self._fresh & resets)
         self._observation, self._ended = observation, ended
         self._adrift = False
+
+    def _count_returns(self, reward: Array, ended: BoolArray, resets: BoolArray) -> None:
+        """Add the rewards of one step, and note the returns of episodes that ended. Shapes `(lanes,)`."""
+        self._returns[~resets] += reward[~resets]
+        self.finished += self._returns[ended].tolist()
+        self._returns[ended] = 0.0
 
     def _reset_lanes(self) -> None:
         """Reset lanes before the next step: all lanes at first, later those whose episodes ended."""
@@ -240,6 +285,7 @@ class Collector:
             self._seed = None  # seeding again after an interruption would repeat the first episodes
             self._ended = np.zeros_like(self._ended)
             self._fresh = np.ones_like(self._fresh)
+            self._returns[:] = 0.0
             self._adrift = False
         elif self._mode is AutoresetMode.DISABLED and self._ended.any():
             # A copy: gymnasium removes the mask from the dict and may keep it.
@@ -261,11 +307,15 @@ class Collector:
         block = self._block
         if block.rows > 0:
             before = self._rb.write_count
-            base = max(before, self._next_trajectory)
-            batch, trajectory = block.batch(base, self._trajectory)
+            base = self._next_trajectory if self._number else max(before, self._next_trajectory)
+            batch, trajectory = block.batch(base, self._trajectory, self._number)
+            if self.policy_version is not None:
+                batch["policy_version"] = torch.full(batch.batch_size, self.policy_version)
+            facts = self._facts | ({} if self._described else self._first_facts)
+            options = {"episode_info": facts} if facts else {}
             stored = False
             try:
-                self._rb.extend(batch, source=self._source)
+                self._rb.extend(batch, source=self._source, **options)
                 stored = True
             finally:
                 # Ctrl-C may arrive after the rows were stored: do not store them again.
@@ -284,11 +334,20 @@ class Collector:
 
         Only fields that are stored unchanged get specs: a transform may change the others.
         """
-        self._described, rb = True, self._rb
-        if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
-            found = select_specs(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
-            if not found.is_empty():
-                rb.set_specs(found)
+        self._described = True
+        specs = _specs_of(self._observation_leaves, self._action_leaves)
+        if self._pass_specs is not None:
+            self._pass_specs(specs)
+        elif isinstance(self._rb, ReplayBuffer):
+            describe_rows(self._rb, specs)
+
+
+def describe_rows(rb: ReplayBuffer, specs: Mapping[Key, TensorSpec]) -> None:
+    """Store specs of fields, unless the buffer has specs; those that do not fit the fields are left out."""
+    if rb.schema is not None and rb.specs is None:
+        found = select_specs(dict(specs), rb.schema)
+        if not found.is_empty():
+            rb.set_specs(found)
 
 
 def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, TensorSpec]:
@@ -346,17 +405,19 @@ class _Block:
         self.rows += int(valid.sum())
         self.filled += 1
 
-    def batch(self, base: int, carried: IntArray) -> tuple[TensorDict, IntArray]:
+    def batch(self, base: int, carried: IntArray, number: Numbering | None) -> tuple[TensorDict, IntArray]:
         """Return the filled part as a TensorDict, and each lane's trajectory id at its end.
 
         Args:
-            base: Number of transitions in the store before this block.
+            base: Position of the block's first row in the stream.
             carried: Each lane's trajectory id at the block's beginning. Shape `(lanes,)`.
+            number: Returns trajectory ids for positions; None: they are the positions.
         """
         valid, starts = self.valid[:, : self.filled], self.starts[:, : self.filled]
         # An episode's id is the position of its first row among all rows ever stored.
         position = base + np.cumsum(valid.ravel()).reshape(valid.shape) - 1
-        first = np.maximum.accumulate(np.where(starts, position, -1), axis=1)
+        ids = position if number is None else number(position)
+        first = np.maximum.accumulate(np.where(starts, ids, -1), axis=1)
         ids = np.where(first >= 0, first, carried[:, None])
         names = [None, "time"]
         batch = TensorDict({}, batch_size=list(valid.shape), names=names)
@@ -520,19 +581,33 @@ def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
     )
 
 
+def check_steps(steps_per_lane: int) -> None:
+    """Raise ValueError if a block would have no steps."""
+    if steps_per_lane < 1:
+        raise ValueError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")
+
+
+def check_mode(mode: str | AutoresetMode) -> AutoresetMode:
+    """Return an autoreset mode by its name.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+    try:
+        return AutoresetMode(mode)
+    except ValueError as exc:
+        raise ValueError(f"{exc}; the autoreset mode is one of {_MODES}") from exc
+
+
 def _autoreset_mode(env: AnyVectorEnv, given: str | AutoresetMode | None) -> AutoresetMode:
     """Return the autoreset mode of `env`, from its metadata or from the caller."""
-    choices = ", ".join(repr(mode.value) for mode in AutoresetMode)
     declared = env.metadata.get("autoreset_mode")
     if declared is None and given is None:
         raise ValueError(
             f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
-            f"pass autoreset_mode=, one of {choices}"
+            f"pass autoreset_mode=, one of {_MODES}"
         )
-    try:
-        modes = [AutoresetMode(mode) for mode in (declared, given) if mode is not None]
-    except ValueError as exc:
-        raise ValueError(f"{exc}; the autoreset mode is one of {choices}") from exc
+    modes = [check_mode(mode) for mode in (declared, given) if mode is not None]
     if modes[0] is not modes[-1]:
         raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
     return modes[0]

@@ -16,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from tensordict import TensorDict
 
 import expstore
-from expstore.collectors.gymnasium import Collector
+from expstore.collectors.lanes import LaneCollector
 from expstore.errors import SchemaError, StateError
 
 LENGTHS = (1, 2, 3, 7)
@@ -139,7 +139,7 @@ def leaves(batch: TensorDict) -> dict[Any, torch.Tensor]:
 
 def collected(envs: Any, policy: Any, steps: int = 150, **options: Any) -> FakeBuffer:
     rb = FakeBuffer()
-    with Collector(envs, policy, rb, steps_per_lane=5, **options) as collector:
+    with LaneCollector(envs, policy, rb, steps_per_lane=5, **options) as collector:
         collector.collect(steps)
     envs.close()
     return rb
@@ -240,7 +240,7 @@ def test_a_reset_call_is_no_transition() -> None:
 def test_trajectory_ids_come_once_in_a_store() -> None:
     rb = FakeBuffer()
     for _ in range(3):
-        with Collector(make_envs(), constant_policy, rb, steps_per_lane=4) as collector:
+        with LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=4) as collector:
             collector.collect(50)
     pieces = [episode for lane in rb.lane_episodes() for episode in lane]
     ids = [int(episode["collector", "traj_ids"][0]) for episode in pieces]
@@ -250,7 +250,7 @@ def test_trajectory_ids_come_once_in_a_store() -> None:
 
 def test_collect_counts_what_is_stored() -> None:
     rb = FakeBuffer()
-    collector = Collector(make_envs(), constant_policy, rb, steps_per_lane=5)
+    collector = LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=5)
     counts = [collector.collect(steps) for steps in (1, 33, 0, 7)]
     assert sum(counts) == rb.write_count
     assert counts[2] == 0
@@ -260,7 +260,7 @@ def test_collect_counts_what_is_stored() -> None:
 
 def test_iteration_yields_one_block_at_a_time() -> None:
     rb = FakeBuffer()
-    collector = Collector(make_envs(), constant_policy, rb, steps_per_lane=6)
+    collector = LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=6)
     counts = list(itertools.islice(collector, 5))
     assert len(rb.batches) == 5
     assert {batch.batch_size for batch in rb.batches} == {(4, 6)}
@@ -275,7 +275,7 @@ def test_blocks_do_not_share_memory() -> None:
             self.batches.append(data)
 
     rb = Keeping()
-    list(itertools.islice(Collector(make_envs(), constant_policy, rb, steps_per_lane=3), 4))
+    list(itertools.islice(LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=3), 4))
     for lane in rb.lanes():
         assert_linked(lane, ["observation"])
 
@@ -289,7 +289,7 @@ def test_the_source_goes_to_extend() -> None:
 def test_a_single_environment_is_one_lane() -> None:
     rb = FakeBuffer()
     env = Counting(3, lane=2)
-    with Collector(env, constant_policy, rb, steps_per_lane=4) as collector:
+    with LaneCollector(env, constant_policy, rb, steps_per_lane=4) as collector:
         assert collector.collect(10) == 10
     (lane,) = rb.lanes()
     assert [len(episode) for episode in split(lane)] == [3, 3, 3, 1]
@@ -373,7 +373,7 @@ def test_ctrl_c_in_the_policy_loses_no_step(mode: AutoresetMode, at: int) -> Non
     envs = make_envs(mode=mode, lengths=(9, 20))
     with (
         pytest.raises(KeyboardInterrupt),
-        Collector(envs, Interrupting(at, KeyboardInterrupt()), rb, steps_per_lane=5) as collector,
+        LaneCollector(envs, Interrupting(at, KeyboardInterrupt()), rb, steps_per_lane=5) as collector,
     ):
         collector.collect(1000)
     resets = 1 if mode is AutoresetMode.NEXT_STEP and at > 10 else 0
@@ -386,7 +386,9 @@ def test_ctrl_c_in_the_policy_loses_no_step(mode: AutoresetMode, at: int) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_collecting_goes_on_after_an_interruption_as_if_there_was_none(mode: AutoresetMode) -> None:
     rb = FakeBuffer()
-    collector = Collector(make_envs(mode=mode), Interrupting(8, KeyboardInterrupt()), rb, steps_per_lane=5)
+    collector = LaneCollector(
+        make_envs(mode=mode), Interrupting(8, KeyboardInterrupt()), rb, steps_per_lane=5
+    )
     with pytest.raises(KeyboardInterrupt):
         collector.collect(100)
     collector.collect(150)
@@ -409,7 +411,7 @@ class Failing(VectorWrapper[Any, Any, Any, Any, Any]):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_got_lost_ends_the_episodes_it_was_in(mode: AutoresetMode) -> None:
     rb = FakeBuffer()
-    with Collector(Failing(make_envs(mode=mode, lengths=(9, 20))), constant_policy, rb) as collector:
+    with LaneCollector(Failing(make_envs(mode=mode, lengths=(9, 20))), constant_policy, rb) as collector:
         with pytest.raises(KeyboardInterrupt):
             collector.collect(60)
         collector.collect(60)
@@ -432,7 +434,7 @@ def test_rows_stored_when_ctrl_c_came_are_not_stored_again() -> None:
     rb.after_store = interrupt
     with (
         pytest.raises(KeyboardInterrupt),
-        Collector(make_envs(), constant_policy, rb, steps_per_lane=5) as collector,
+        LaneCollector(make_envs(), constant_policy, rb, steps_per_lane=5) as collector,
     ):
         collector.collect(200)
     assert len(rb.batches) == 1
@@ -447,7 +449,7 @@ def test_rows_that_were_refused_stay_pending() -> None:
             raise error
 
     rb.before_store = refuse
-    collector = Collector(make_envs(), by_observation, rb, steps_per_lane=5)
+    collector = LaneCollector(make_envs(), by_observation, rb, steps_per_lane=5)
     with pytest.raises(OSError, match="disk full"):
         collector.collect(100)
     collector.collect(150)
@@ -464,17 +466,20 @@ def test_what_went_wrong_first_is_what_is_raised() -> None:
     policy = Interrupting(3, RuntimeError("policy broke"))
     with (
         pytest.raises(RuntimeError, match="policy broke") as caught,
-        Collector(make_envs(lengths=(9, 9)), policy, rb) as collector,
+        LaneCollector(make_envs(lengths=(9, 9)), policy, rb) as collector,
     ):
         collector.collect(100)
     assert caught.value.__notes__ == ["4 pending transitions could not be stored either: disk full"]
-    with pytest.raises(OSError, match="disk full"), Collector(make_envs(), constant_policy, rb) as collector:
+    with (
+        pytest.raises(OSError, match="disk full"),
+        LaneCollector(make_envs(), constant_policy, rb) as collector,
+    ):
         collector.collect(1)
 
 
 def test_a_closed_collector_says_so() -> None:
     rb = FakeBuffer()
-    collector = Collector(make_envs(), constant_policy, rb)
+    collector = LaneCollector(make_envs(), constant_policy, rb)
     collector.close()
     collector.close()
     assert rb.batches == []
@@ -502,7 +507,7 @@ def test_a_bad_action_is_refused_and_nothing_is_stored(case: str) -> None:
     rb = FakeBuffer()
     with (
         pytest.raises(SchemaError, match=message),
-        Collector(make_envs(), lambda observation: action, rb) as collector,
+        LaneCollector(make_envs(), lambda observation: action, rb) as collector,
     ):
         collector.collect(10)
     assert rb.batches == []
@@ -517,7 +522,9 @@ def test_a_bad_nested_action_is_named() -> None:
         ({**good, "force": np.zeros((4, 2))}, r"'action.force' as float64 \(4, 2\)"),
     ]
     for action, message in cases:
-        collector = Collector(make_envs(nested=True), lambda observation, action=action: action, FakeBuffer())
+        collector = LaneCollector(
+            make_envs(nested=True), lambda observation, action=action: action, FakeBuffer()
+        )
         with pytest.raises(SchemaError, match=message):
             collector.collect(1)
 
@@ -528,7 +535,7 @@ def test_a_step_before_a_bad_action_is_kept() -> None:
     envs = make_envs(lengths=(9, 9))
     with (
         pytest.raises(SchemaError),
-        Collector(envs, lambda observation: next(actions), rb, steps_per_lane=8) as collector,
+        LaneCollector(envs, lambda observation: next(actions), rb, steps_per_lane=8) as collector,
     ):
         collector.collect(100)
     assert rb.write_count == 4
@@ -538,21 +545,21 @@ def test_the_autoreset_mode_must_be_known() -> None:
     silent = make_envs(mode=AutoresetMode.SAME_STEP)
     silent.metadata = {}
     with pytest.raises(ValueError, match="pass autoreset_mode=, one of 'NextStep', 'SameStep', 'Disabled'"):
-        Collector(silent, constant_policy, FakeBuffer())
+        LaneCollector(silent, constant_policy, FakeBuffer())
     rb = FakeBuffer()
-    with Collector(silent, by_observation, rb, autoreset_mode="SameStep", steps_per_lane=5) as collector:
+    with LaneCollector(silent, by_observation, rb, autoreset_mode="SameStep", steps_per_lane=5) as collector:
         collector.collect(150)
     assert_same_episodes(collected(make_envs(), by_observation), rb)
     with pytest.raises(ValueError, match="one of 'NextStep'"):
-        Collector(silent, constant_policy, FakeBuffer(), autoreset_mode="sometimes")
+        LaneCollector(silent, constant_policy, FakeBuffer(), autoreset_mode="sometimes")
     with pytest.raises(ValueError, match="leave the argument out"):
-        Collector(make_envs(), constant_policy, FakeBuffer(), autoreset_mode="Disabled")
+        LaneCollector(make_envs(), constant_policy, FakeBuffer(), autoreset_mode="Disabled")
 
 
 def test_a_false_promise_of_final_observations_is_an_error() -> None:
     silent = make_envs(mode=AutoresetMode.NEXT_STEP)
     silent.metadata = {}
-    collector = Collector(silent, constant_policy, FakeBuffer(), autoreset_mode="SameStep")
+    collector = LaneCollector(silent, constant_policy, FakeBuffer(), autoreset_mode="SameStep")
     with pytest.raises(SchemaError, match="final_obs"):
         collector.collect(100)
 
@@ -560,18 +567,18 @@ def test_a_false_promise_of_final_observations_is_an_error() -> None:
 def test_wrong_arguments_are_refused() -> None:
     rb = FakeBuffer()
     with pytest.raises(TypeError, match="env is a str"):
-        Collector("CartPole-v1", None, rb)  # type: ignore[arg-type]
+        LaneCollector("CartPole-v1", None, rb)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="policy is 3"):
-        Collector(make_envs(), 3, rb)  # type: ignore[arg-type]
+        LaneCollector(make_envs(), 3, rb)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="steps_per_lane is 0"):
-        Collector(make_envs(), None, rb, steps_per_lane=0)
+        LaneCollector(make_envs(), None, rb, steps_per_lane=0)
 
 
 def test_a_space_without_a_fixed_shape_is_refused() -> None:
     env = Counting(3, 0)
     env.observation_space = spaces.Dict({"said": spaces.Text(10)})
     with pytest.raises(ValueError, match=r"space of 'observation\.said' is Text"):
-        Collector(env, None, FakeBuffer())
+        LaneCollector(env, None, FakeBuffer())
 
 
 def stored_episodes(rb: Any) -> list[tuple[Any, ...]]:
@@ -601,7 +608,7 @@ def plain(value: Any) -> Any:
 def test_every_autoreset_mode_fills_a_store_alike(kind: Any, mode: AutoresetMode, tmp_path: Path) -> None:
     rb = expstore.open(tmp_path / "run.exp", seed=0)
     envs = make_envs(kind, mode)
-    with rb, Collector(envs, by_observation, rb, steps_per_lane=5) as collector:
+    with rb, LaneCollector(envs, by_observation, rb, steps_per_lane=5) as collector:
         stored = collector.collect(150)
         assert len(rb) == stored == rb.write_count
         found = [e for e in stored_episodes(rb) if e[1][0][1][0] % 100_000 < 500]
@@ -626,7 +633,7 @@ def test_a_nested_space_goes_into_a_store_and_comes_back(tmp_path: Path) -> None
     envs = make_envs(nested=True)
     with (
         expstore.open(tmp_path / "run.exp", seed=0, batch_size=64) as rb,
-        Collector(envs, nested_policy, rb, steps_per_lane=5) as collector,
+        LaneCollector(envs, nested_policy, rb, steps_per_lane=5) as collector,
     ):
         collector.collect(100)
         batch = rb.sample()
@@ -645,7 +652,7 @@ def test_a_nested_space_goes_into_a_store_and_comes_back(tmp_path: Path) -> None
 def test_each_lane_lies_in_one_run_per_block(tmp_path: Path) -> None:
     with (
         expstore.open(tmp_path / "run.exp", seed=0) as rb,
-        Collector(make_envs(lengths=(50, 60)), constant_policy, rb, steps_per_lane=10) as collector,
+        LaneCollector(make_envs(lengths=(50, 60)), constant_policy, rb, steps_per_lane=10) as collector,
     ):
         collector.collect(80)
         count = rb.sql("SELECT count(*), min(stride), max(stride) FROM fragments").fetchall()
@@ -656,7 +663,7 @@ def test_a_second_run_adds_episodes_of_its_own(tmp_path: Path) -> None:
     for run in range(2):
         with (
             expstore.open(tmp_path / "run.exp") as rb,
-            Collector(make_envs(lengths=(4, 5)), constant_policy, rb, source="worker") as collector,
+            LaneCollector(make_envs(lengths=(4, 5)), constant_policy, rb, source="worker") as collector,
         ):
             collector.collect(30 if run else 31)
     with expstore.open(tmp_path / "run.exp") as rb:

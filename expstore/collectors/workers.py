@@ -1,0 +1,351 @@
+"""Collect with several processes, each with its own environments, into one store.
+
+Used by `expstore.Collector`. Workers write through the process that has the store open (`rb.share()`); this
+module starts them, tells them when to collect, passes weights to them, and replaces those that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import torch
+
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.collectors.environments import EnvMaker, make_lanes
+from expstore.collectors.lanes import LaneCollector, count_from, describe_rows
+from expstore.collectors.plan import Plan
+from expstore.collectors.policies import ModulePolicy, Weights, weights_of
+from expstore.errors import StateError
+
+__all__ = ["Workers"]
+
+_logger = logging.getLogger("expstore")
+#: How long a worker may take to end after it was asked to, seconds.
+_END_SECONDS = 10.0
+#: Returns of how many episodes make the mean.
+_RECENT = 100
+
+
+@dataclass
+class _Worker:
+    """One worker process, as the owner sees it.
+
+    Args:
+        number: From 0 on; a worker that replaces another has its number.
+        starts: How many times it was started.
+        process: The process.
+        pipe: The owner's end of the pipe.
+        stored: Rows that it has stored since it was started.
+        is_running: Whether it may be collecting.
+    """
+
+    number: int
+    starts: int
+    process: Any
+    pipe: Connection
+    stored: int = 0
+    is_running: bool = False
+    failure: str = ""
+
+
+@dataclass
+class _Progress:
+    """What all workers have done so far."""
+
+    rows: int = 0
+    episodes: int = 0
+    restarts: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+class Workers:
+    """The worker processes of a collector.
+
+    A worker that died, by a signal or by an error of its environment, is replaced, and its open episodes are
+    cut; one that fails before it has stored anything ends the collection with its error.
+
+    Threads: one thread calls the methods; a thread of its own listens to the workers. Processes: only the
+    process that made it may use it. Crashes: when this process dies the workers end.
+
+    Args:
+        rb: The buffer, which is shared from now on.
+        plan: How each worker collects.
+        make_env: Returns a new environment.
+        lanes: Environments of each worker.
+        count: How many workers.
+
+    Raises:
+        StateError: The buffer cannot be shared.
+    """
+
+    def __init__(self, rb: ReplayBuffer, plan: Plan, make_env: EnvMaker, lanes: int, count: int) -> None:
+        rb.share()
+        self._rb, self._lanes, self._count = rb, lanes, count
+        self._context = multiprocessing.get_context("spawn")
+        # Functions of the program's main module are passed by value.
+        self._task = cloudpickle.dumps((plan, make_env, lanes))
+        self._changed = threading.Condition()
+        self._progress = _Progress()
+        self._version = 0
+        self._weights: Weights | None = None
+        self._collecting = self._closing = False
+        self._failure: str = ""
+        self._ears, self._mouth = self._context.Pipe(duplex=False)  # wakes the listener
+        self._workers = {number: self._start(number, 0) for number in range(count)}
+        self._listener = threading.Thread(target=self._listen, name="expstore-collect", daemon=True)
+        self._listener.start()
+
+    # -- what a collector does -----------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """How many rows the workers have stored."""
+        return self._progress.rows
+
+    def describe(self) -> dict[str, Any]:
+        """Return counts, and the mean return of recent episodes."""
+        with self._changed:
+            progress = self._progress
+            recent = [*progress.recent]
+            return {
+                "rows": progress.rows,
+                "episodes": progress.episodes,
+                "mean_return": sum(recent) / len(recent) if recent else None,
+                "restarts": progress.restarts,
+                "policy_version": self._version,
+            }
+
+    def run(self) -> None:
+        """Let all workers collect until `pause`."""
+        with self._changed:
+            self._check()
+            self._collecting = True
+            for worker in self._workers.values():
+                self._tell(worker, "run")
+
+    def wait_for(self, rows: int, seconds: float | None = None) -> int:
+        """Wait until so many rows have been stored in all, or for some time; return how many have.
+
+        Raises:
+            StateError: A worker failed, with its error.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._progress.rows >= rows or self._failure, seconds)
+            if self._progress.rows < rows:
+                self._check()
+            return self._progress.rows
+
+    def pause(self) -> None:
+        """Let all workers store what they have, and wait until they have."""
+        with self._changed:
+            self._collecting = False
+            for worker in self._workers.values():
+                self._tell(worker, "pause")
+            self._changed.wait_for(lambda: not any(one.is_running for one in self._workers.values()))
+
+    def set_weights(self, module: torch.nn.Module) -> int:
+        """Pass weights to all workers, which use them from their next block on; return their version."""
+        with self._changed:
+            self._version += 1
+            self._weights = weights_of(module)
+            for worker in self._workers.values():
+                self._tell(worker, "weights", self._version, self._weights)
+            return self._version
+
+    def close(self) -> None:
+        """End the workers; a second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            for worker in self._workers.values():
+                self._tell(worker, "close")
+            if not self._changed.wait_for(lambda: not self._workers, _END_SECONDS):
+                for worker in self._workers.values():
+                    worker.process.kill()
+                self._changed.wait_for(lambda: not self._workers)
+        self._mouth.close()
+        self._listener.join()
+        self._ears.close()
+
+    def _check(self) -> None:
+        """Raise StateError if a worker has failed for good, or the collector is closed."""
+        if self._failure:
+            raise StateError(f"a worker of the collector failed:\n{self._failure}")
+        if self._closing:
+            raise StateError("this collector is closed", hint="create a new one to continue collecting")
+
+    # -- the workers ---------------------------------------------------------------------------------
+
+    def _start(self, number: int, starts: int) -> _Worker:
+        """Start a worker process."""
+        ours, theirs = self._context.Pipe()
+        # Each start has lanes and trajectory ids of its own.
+        lane = (starts * self._count + number) * self._lanes
+        first = self._next_trajectory() + number
+        process = self._context.Process(
+            target=_work,
+            args=(self._task, self._rb, theirs, number, lane, first, self._count),
+            name=f"expstore-collect-{number}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        worker = _Worker(number, starts + 1, process, ours)
+        if self._weights is not None:
+            self._tell(worker, "weights", self._version, self._weights)
+        if self._collecting:
+            self._tell(worker, "run")
+        return worker
+
+    def _next_trajectory(self) -> int:
+        """Return a trajectory id above all in the store."""
+        ((largest,),) = self._rb.sql("SELECT max(trajectory_id) FROM episodes").fetchall()
+        return max(0 if largest is None else largest + 1, self._rb.write_count)
+
+    def _tell(self, worker: _Worker, *message: Any) -> None:
+        """Send a message; a worker that has died is found by the listener."""
+        if message[0] == "run":
+            worker.is_running = True
+        with contextlib.suppress(OSError):
+            worker.pipe.send(message)
+
+    def _listen(self) -> None:
+        """Take messages of workers, and replace those that died, until the collector is closed."""
+        while True:
+            with self._changed:
+                workers = {worker.pipe: worker for worker in self._workers.values()}
+            for pipe in wait([*workers, self._ears]):
+                if pipe is self._ears:
+                    return
+                self._hear(workers[pipe])  # type: ignore[index]
+
+    def _hear(self, worker: _Worker) -> None:
+        """Take one message of a worker, or note that it has ended."""
+        try:
+            kind, *told = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join()  # only this thread does, since a process can be waited for once
+            with self._changed:
+                self._remove(worker)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if kind == "stored":
+                rows, returns = told
+                worker.stored += rows
+                self._progress.rows += rows
+                self._progress.episodes += len(returns)
+                self._progress.recent.extend(returns)
+            elif kind == "paused":
+                worker.is_running = False
+            elif kind == "specs":
+                describe_rows(self._rb, told[0])
+            else:
+                worker.failure = told[0]
+            self._changed.notify_all()
+
+    def _remove(self, worker: _Worker) -> None:
+        """Forget a worker that has ended; start another in its place unless it had not stored anything."""
+        worker.pipe.close()
+        del self._workers[worker.number]
+        if self._closing:
+            return
+        failure = worker.failure or f"it died with exit code {worker.process.exitcode}"
+        if not worker.stored:
+            self._failure = self._failure or f"worker {worker.number}: {failure}"
+            return
+        _logger.warning("collector: worker %d is replaced: %s", worker.number, failure)
+        self._progress.restarts += 1
+        self._workers[worker.number] = self._start(worker.number, worker.starts)
+
+
+def _work(
+    task: bytes, rb: ReplayBuffer, pipe: Connection, number: int, lane: int, first: int, step: int
+) -> None:
+    """Collect as the owner says; the main function of a worker process.
+
+    Args:
+        task: A pickled `Plan`, the function that makes an environment, and the number of lanes.
+        rb: The buffer.
+        pipe: Messages of the owner, and to it.
+        number: Of this worker.
+        lane: Number of its first lane, which seeds it.
+        first: Its first trajectory id.
+        step: How far its trajectory ids are apart.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the owner, which ends its workers
+    torch.set_num_threads(1)
+    try:
+        plan, make_env, lanes = cloudpickle.loads(task)
+        envs = make_lanes(make_env, lanes, plan.autoreset_mode)
+        collector = plan.collector(
+            envs,
+            rb,
+            worker=number,
+            first_lane=lane,
+            numbering=count_from(first, step),
+            pass_specs=lambda specs: pipe.send(("specs", specs)),
+        )
+        _WorkerLoop(collector, plan.policy, pipe).run()
+    except EOFError:
+        return  # the owner has ended
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send(("failed", traceback.format_exc()))
+        raise SystemExit(1) from None
+    finally:
+        rb.close()
+
+
+class _WorkerLoop:
+    """Collect while the owner says so.
+
+    Args:
+        collector: Collects in this process.
+        policy: Its policy.
+        pipe: Messages of the owner, and to it.
+    """
+
+    def __init__(self, collector: LaneCollector, policy: Any, pipe: Connection) -> None:
+        self._collector, self._policy, self._pipe = collector, policy, pipe
+        self._is_running = False
+
+    def run(self) -> None:
+        """Collect, and obey the owner, until it says "close"."""
+        blocks = iter(self._collector)
+        while self._obey():
+            stored = next(blocks)
+            self._pipe.send(("stored", stored, self._collector.finished))
+            self._collector.finished = []
+
+    def _obey(self) -> bool:
+        """Do what the owner says, and wait while nothing is to be collected; return False at the end."""
+        while not self._is_running or self._pipe.poll():
+            act, *told = self._pipe.recv()
+            if act == "run":
+                self._is_running = True
+            elif act == "pause":
+                self._is_running = False
+                self._pipe.send(("paused",))
+            elif act == "weights":
+                self._set_weights(*told)
+            else:
+                self._collector.close()
+                return False
+        return True
+
+    def _set_weights(self, version: int, weights: Weights) -> None:
+        if isinstance(self._policy, ModulePolicy):
+            self._policy.set_weights(weights)
+        self._collector.policy_version = version
