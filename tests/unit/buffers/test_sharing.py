@@ -478,7 +478,7 @@ def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDict
 def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: Path) -> None:
     """The owner forks a child, then dies: workers hear of it although the child has copies of descriptors."""
     read_end, write_end = os.pipe()
-    keep_read, keep_write = os.pipe()
+    until_end_read, until_end_write = os.pipe()
     owner = os.fork()
     if not owner:
         try:
@@ -486,8 +486,8 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: P
             os.write(write_end, pickle.dumps(rb))
             os.close(write_end)
             if not os.fork():
-                os.close(keep_write)
-                os.read(keep_read, 1)  # until the test ends
+                os.close(until_end_write)
+                os.read(until_end_read, 1)  # until the test ends
                 os._exit(0)
             while rb.write_count == 0:
                 threading.Event().wait(0.005)
@@ -495,7 +495,7 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: P
         finally:
             os._exit(1)
     os.close(write_end)
-    os.close(keep_read)
+    os.close(until_end_read)
     with os.fdopen(read_end, "rb") as pipe:
         worker = pickle.load(pipe)
     worker.extend(numbered_rows(3))
@@ -503,6 +503,6 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: P
     with pytest.raises(RemoteError):
         worker.extend(numbered_rows(3))
     worker.close()
-    os.close(keep_write)
+    os.close(until_end_write)
     with expstore.open(store_path) as again:
         assert len(again) == 3
