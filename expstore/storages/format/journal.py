@@ -385,9 +385,9 @@ class Journal:
         """
         assert self._file is not None
         sequence = self.sequence + 1
-        HEADER.pack_into(frame, 0, size, 0, self._salt, sequence, kind)
+        HEADER.pack_into(frame.data, 0, size, 0, self._salt, sequence, kind)
         crc = google_crc32c.value(frame[:4])  # of everything except the checksum itself
-        _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(crc, frame[8 : HEADER.size + size]))
+        _CHECKSUM.pack_into(frame.data, 4, google_crc32c.extend(crc, frame[8 : HEADER.size + size]))
         self._file.write(frame, self._at)
         self.sequence = sequence
         self._at += len(frame)

@@ -210,7 +210,7 @@ class RowRecord:
         data = payload.tobytes()
         frame, _ = self._frames[len(segments)]
         _FIRST.pack_into(
-            frame, HEADER.size,
+            frame.data, HEADER.size,
             first_id, draw, time,
             rows, 0, len(segments), 0, google_crc32c.value(data), column_set,
             priority, NO_KEY, NO_KEY, 0,
