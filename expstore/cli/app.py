@@ -31,6 +31,7 @@ from expstore.errors import (
     ExpStoreError,
     LockedError,
     MigrationError,
+    NotFoundError,
     SchemaError,
     StateError,
     StorageError,
@@ -61,12 +62,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Stores = Annotated[
     list[Path], typer.Argument(callback=to_local, metavar="PATH", help="The folders of the stores.")
 ]
-
-
-class Policy(StrEnum):
-    """How `collect` chooses actions."""
-
-    random = "random"
 
 
 class Layout(StrEnum):
@@ -234,7 +229,17 @@ def collect(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed for environments and actions.")] = None,
-    policy: Annotated[Policy, typer.Option(help="How actions are chosen.")] = Policy.random,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How actions are chosen: random, or module:function, which takes a batch of observations; "
+            "the module may be in this folder.",
+        ),
+    ] = "random",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that collect, each in --envs environments. 0: this one.")
+    ] = 0,
     autoreset: Annotated[
         Autoreset, typer.Option(help="When an environment is reset after an episode; the rows are the same.")
     ] = Autoreset.next_step,
@@ -246,6 +251,7 @@ def collect(
     from expstore.storages.format.manifest import MANIFEST, Manifest
 
     disk = Disk()
+    chosen = _find_policy(policy)
     with (
         _Interrupts() as interrupts,
         contextlib.closing(_environments(env, envs, autoreset)) as lanes,
@@ -259,11 +265,12 @@ def collect(
         with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None, meta=meta) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
+            lane_count = max(1, workers) * envs
             typer.echo(
-                f"collecting {env} in {envs} lanes into {path}, which holds {len(rb):,} rows", err=True
+                f"collecting {env} in {lane_count} lanes into {path}, which holds {len(rb):,} rows", err=True
             )
             try:
-                stored = _collect(lanes, rb, steps, seed, interrupts)
+                stored = _collect(env, lanes, chosen, rb, steps, seed, workers, interrupts)
             except SchemaError as exc:
                 raise SchemaError(
                     f"{path} has other fields than {env}: {exc.message}", hint="choose another store"
@@ -301,33 +308,56 @@ def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
         raise typer.BadParameter(f"cannot make {env}: {exc}", param_hint="ENV") from exc
 
 
+def _find_policy(name: str) -> Any:
+    """Return the policy of this name; None: random actions."""
+    from expstore.collectors.policies import load_policy
+
+    if name == "random":
+        return None
+    sys.path.insert(0, "")  # modules in the working directory, as `python -m` finds them
+    try:
+        return load_policy(name)
+    except NotFoundError as exc:
+        raise typer.BadParameter(
+            f"{exc.message}; {exc.hint}" if exc.hint else exc.message, param_hint="--policy"
+        ) from exc
+
+
 def _collect(
-    lanes: AnyVectorEnv, rb: ReplayBuffer, steps: int, seed: int | None, interrupts: _Interrupts
+    env: str,
+    lanes: AnyVectorEnv,
+    policy: Any,
+    rb: ReplayBuffer,
+    steps: int,
+    seed: int | None,
+    workers: int,
+    interrupts: _Interrupts,
 ) -> int:
     """Store at least `steps` transitions, fewer if interrupted; return their number."""
     import numpy as np
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from expstore.collectors import Collector
+    from expstore.exchange.progress_bar import show_progress
 
     if seed is not None and rb.write_count:
         # With the same seed the same episodes would be collected again.
         seed = int(np.random.SeedSequence([seed, rb.write_count]).generate_state(1)[0])
-    columns = (TextColumn("collecting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    before = rb.write_count
+    before, stored = rb.write_count, 0
     block = lanes.num_envs * STEPS_PER_LANE
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=steps)
-        # None: random actions, so far the only policy
-        with Collector(lanes, None, rb, steps_per_lane=STEPS_PER_LANE, seed=seed) as collector:
-            blocks = iter(collector)
-            stored = 0
-            while stored < steps and not interrupts.seen:
-                left = steps - stored
-                stored += next(blocks) if left >= block else collector.collect(left)
-                progress.update(task, completed=min(stored, steps))
+    source: Any = env if workers else lanes
+    mode = lanes.metadata["autoreset_mode"]
+    with (
+        show_progress("collecting", "rows") as tell,
+        Collector(
+            source, policy, rb, workers=workers, lanes=lanes.num_envs if workers else None,
+            steps_per_lane=STEPS_PER_LANE, autoreset_mode=mode, seed=seed,
+        ) as collector,
+    ):  # fmt: skip
+        blocks = iter(collector)
+        while stored < steps and not interrupts.seen:
+            left = steps - stored
+            stored += next(blocks) if workers or left >= block else collector.collect(left)
+            tell(min(stored, steps), steps)
     return rb.write_count - before
 
 
