@@ -101,9 +101,10 @@ class Slot:
         self._memory = memory
         #: How many bytes it has.
         self.size = memory.size
-        # Views of the last call: calls of one worker are alike.
-        self._last: tuple[int, int, Sequence[ColumnLayout]] | None = None
+        # Views of the columns of the last call, and where they end: calls of one worker are mostly alike.
+        self._last: tuple[int, int, Sequence[ColumnLayout]] = (0, 0, ())
         self._views: list[Array] = []
+        self._end = _TEXT_AT
 
     @staticmethod
     def space_for(call: Call, layouts: Sequence[ColumnLayout]) -> int:
@@ -112,6 +113,16 @@ class Slot:
         for layout in layouts:
             at = _align(at + layout.bytes_of(call.rows))
         return max(at + call.tail, _TEXT_AT + 8 * call.rows)
+
+    def has_space_for(self, call: Call, layouts: Sequence[ColumnLayout]) -> bool:
+        """Return whether the slot is long enough for a call and its answer."""
+        if self._is_like_last(call, layouts):
+            return self._end + call.tail <= self.size
+        return self.space_for(call, layouts) <= self.size
+
+    def _is_like_last(self, call: Call, layouts: Sequence[ColumnLayout]) -> bool:
+        text, rows, known = self._last
+        return known is layouts and rows == call.rows and text == len(call.text)
 
     # -- the caller ----------------------------------------------------------------------------------
 
@@ -135,7 +146,7 @@ class Slot:
         end = _TEXT_AT + len(call.text)
         for view, column in zip(self.columns(call, layouts), columns, strict=True):
             self._put(view, column)
-        start = self._tail_at(call, layouts)
+        start = self._end
         if tail:
             self._put(self._memory[start : start + len(tail)], np.frombuffer(tail, np.uint8))
         self._put(self._memory[_TEXT_AT:end], np.frombuffer(call.text, np.uint8))
@@ -186,8 +197,7 @@ class Slot:
         Raises:
             StorageError: The memory is too short for them.
         """
-        last = (len(call.text), call.rows, layouts)
-        if self._last is not None and self._last[:2] == last[:2] and self._last[2] is layouts:
+        if self._is_like_last(call, layouts):
             return self._views
         views, at = [], _align(_TEXT_AT + len(call.text))
         for layout in layouts:
@@ -196,13 +206,13 @@ class Slot:
                 raise StorageError(f"{call.rows} rows do not fit into {self.size} bytes of shared memory")
             views.append(self._memory[at : at + size].view(layout.dtype).reshape(call.rows, *layout.shape))
             at = _align(at + size)
-        self._last, self._views = last, views
+        self._last, self._views, self._end = (len(call.text), call.rows, layouts), views, at
         return views
 
     def tail(self, call: Call, layouts: Sequence[ColumnLayout]) -> bytes:
         """Return a copy of what follows the columns of a call."""
-        start = self._tail_at(call, layouts)
-        return self._memory[start : start + call.tail].tobytes()
+        self.columns(call, layouts)
+        return self._memory[self._end : self._end + call.tail].tobytes()
 
     def answer_numbers(self, numbers: IntArray) -> int:
         """Write numbers as an answer, over the call; return how many. Shape `(n,)`."""
@@ -223,13 +233,6 @@ class Slot:
     def _answer(self, values: Array) -> None:
         """Copy values into the memory: every write of an answer goes through here."""
         self._memory[_TEXT_AT : _TEXT_AT + values.size] = values
-
-    @staticmethod
-    def _tail_at(call: Call, layouts: Sequence[ColumnLayout]) -> int:
-        at = _align(_TEXT_AT + len(call.text))
-        for layout in layouts:
-            at = _align(at + layout.bytes_of(call.rows))
-        return at
 
 
 def _align(at: int) -> int:
