@@ -198,6 +198,17 @@ def test_steps_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplay
     assert found == [("env", 5, "terminated"), ("env", 2, "cut"), ("env//1", 7, "cut")]
 
 
+def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    with worker.record("env", lanes=2) as episode:
+        for step in range(4):
+            if step == 3:
+                episode.reset([1], info={"seed": 5})
+            now = np.full((2, 1), step, np.float32)
+            episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [False, False], [False, False])
+    found = rb.sql("SELECT source, length, info FROM episodes ORDER BY source, episode_id").fetchall()
+    assert found == [("env", 4, None), ("env//1", 3, None), ("env//1", 1, '{"seed": 5}')]
+
+
 def test_flush_syncs_the_store(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
     worker.extend(numbered_rows(100))
     worker.flush()
