@@ -6,10 +6,8 @@ environment or the buffer, and has no statistics: the store has them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,12 +16,16 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.buffers.domain_checks import fitting
-from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.collectors.space_fields import (
+    SpaceField,
+    autoreset_mode_of,
+    fields_of,
+    put_final,
+    read_values,
+    set_specs_of,
+)
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
-from expstore.specs import Categorical, TensorSpec, Unbounded
-from expstore.specs.gymnasium_spaces import from_space
 
 try:
     import gymnasium as gym
@@ -124,12 +126,12 @@ class Collector:
         if policy is not None and not callable(policy):
             raise TypeError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
         self._env = _as_vector(env)
-        self._mode = _autoreset_mode(self._env, autoreset_mode)
+        self._mode = autoreset_mode_of(self._env, autoreset_mode)
         self._rb = rb
         self._source = source
         self._seed = seed
-        self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
-        self._action_leaves = _leaves(self._env.single_action_space, ("action",))
+        self._observation_leaves = fields_of(self._env.single_observation_space, ("observation",))
+        self._action_leaves = fields_of(self._env.single_action_space, ("action",))
         self._act = _RandomActions(self._env, seed) if policy is None else _ignoring_resets(policy)
         self._steps_per_lane = steps_per_lane
         self._block = self._new_block()
@@ -212,9 +214,9 @@ class Collector:
         lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
         self._reset_lanes()
         # Stored before the policy gets it, as the policy may change the arrays in place.
-        block.put(_columns(self._observation, leaves, lanes, "the environment"))
+        block.put(read_values(self._observation, leaves, lanes, "the environment"))
         resets = self._ended & (self._mode is AutoresetMode.NEXT_STEP)
-        action = _columns(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
+        action = read_values(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
         _check_range(action, self._action_leaves)
         block.put(action)
 
@@ -222,9 +224,9 @@ class Collector:
         nested = _nest(self._env.single_action_space, ("action",), action)
         observation, reward, terminated, truncated, info = self._env.step(nested)
         ended = np.asarray(terminated, dtype=np.bool_) | np.asarray(truncated, dtype=np.bool_)
-        following = _columns(observation, leaves, lanes, "the environment")
+        following = read_values(observation, leaves, lanes, "the environment")
         if self._mode is AutoresetMode.SAME_STEP and ended.any():
-            following = _with_final(following, leaves, ended, info)
+            following = put_final(following, leaves, ended, info)
         block.put(following, prefix=("next",))
         block.put_outcome(reward, done=ended, terminated=terminated, truncated=truncated)
         block.commit(~resets, self._fresh & ~resets)
@@ -250,8 +252,8 @@ class Collector:
     def _merged(self, fresh: Any) -> Any:
         """Return the current observations, with those of the ended lanes replaced from `fresh`."""
         lanes, leaves = self._env.num_envs, self._observation_leaves
-        merged = _columns(self._observation, leaves, lanes, "the environment")
-        for key, column in _columns(fresh, leaves, lanes, "the environment").items():
+        merged = read_values(self._observation, leaves, lanes, "the environment")
+        for key, column in read_values(fresh, leaves, lanes, "the environment").items():
             merged[key] = merged[key].copy()
             merged[key][self._ended] = column[self._ended]
         return _nest(self._env.single_observation_space, ("observation",), merged)
@@ -274,41 +276,19 @@ class Collector:
                     self._trajectory = trajectory
                     self._next_trajectory = base + block.rows
             if not self._described:
-                self._describe()
+                self._described = True
+                set_specs_of(self._rb, self._observation_leaves, self._action_leaves)
         elif block.full:
             self._block = self._new_block()
         return block.rows
-
-    def _describe(self) -> None:
-        """Store the specs of the environment's fields in the buffer, unless it has specs.
-
-        Only fields that are stored unchanged get specs: a transform may change the others.
-        """
-        self._described, rb = True, self._rb
-        if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
-            found = fitting(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
-            if not found.is_empty():
-                rb.set_specs(found)
-
-
-def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, TensorSpec]:
-    """Return the specs of the fields that a collector stores."""
-    found: dict[Key, TensorSpec] = {}
-    for leaf in (*action, *observation):
-        with contextlib.suppress(TypeError, ValueError):  # a custom space
-            found[leaf.key] = from_space(leaf.space)
-    found |= {("next", *leaf.key): found[leaf.key] for leaf in observation if leaf.key in found}
-    found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
-    for flag in _FLAGS:
-        found[(flag,)] = found["next", flag] = Categorical(2, shape=(1,), dtype=torch.bool)
-    found["collector", "traj_ids"] = Unbounded((), dtype=torch.int64)
-    return found
 
 
 class _Block:
     """Up to K steps of every lane: columns of shape (lanes, K, ...), and flags of which are transitions."""
 
-    def __init__(self, lanes: int, steps: int, observation: list[_Leaf], action: list[_Leaf]) -> None:
+    def __init__(
+        self, lanes: int, steps: int, observation: list[SpaceField], action: list[SpaceField]
+    ) -> None:
         def column(*shape: int, dtype: Any = np.bool_) -> Array:
             return np.zeros((lanes, steps, *shape), dtype=dtype)
 
@@ -366,51 +346,6 @@ class _Block:
         return batch, ids[:, -1].copy()
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One array of a space: its position, and the shape and dtype of one lane's value.
-
-    Args:
-        path: Keys and positions that lead to it in a nested value.
-        key: The field in which it is stored.
-        space: The space.
-    """
-
-    path: tuple[Any, ...]
-    key: Key
-    space: spaces.Space[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.space.shape or ())
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.space.dtype)
-
-    def pick(self, value: Any) -> Any:
-        for part in self.path:
-            value = value[part]
-        return value
-
-
-def _leaves(space: spaces.Space[Any], key: Key, path: tuple[Any, ...] = ()) -> list[_Leaf]:
-    """Return the arrays of which a value of `space` consists."""
-    parts: list[tuple[Any, spaces.Space[Any]]]
-    if isinstance(space, spaces.Dict):
-        parts = list(space.spaces.items())
-    elif isinstance(space, spaces.Tuple):
-        parts = list(enumerate(space.spaces))
-    elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
-        raise ValueError(
-            f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape; "
-            "wrap the environment so that it returns arrays"
-        )
-    else:
-        return [_Leaf(path, key, space)]
-    return [leaf for name, part in parts for leaf in _leaves(part, (*key, str(name)), (*path, name))]
-
-
 def _nest(space: spaces.Space[Any], key: Key, columns: dict[Key, Array]) -> Any:
     """Return `columns` nested as `space` nests them; the inverse of `_columns`."""
     if isinstance(space, spaces.Dict):
@@ -420,30 +355,7 @@ def _nest(space: spaces.Space[Any], key: Key, columns: dict[Key, Array]) -> Any:
     return columns[key]
 
 
-def _columns(value: Any, leaves: list[_Leaf], lanes: int, whose: str) -> dict[Key, Array]:
-    """Return the arrays of a batch by key, each of shape (lanes, ...) and in its space's dtype."""
-    columns = {}
-    for leaf in leaves:
-        try:
-            part = leaf.pick(value)
-            array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
-        except (KeyError, IndexError, TypeError, ValueError) as exc:
-            raise SchemaError(
-                f"{whose} returned no array for {key_name(leaf.key)!r}, but a {type(value).__name__}: {exc}",
-                hint="return a batch of all lanes, nested like the space",
-            ) from exc
-        expected = (lanes, *leaf.shape)
-        if array.shape != expected or not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
-            raise SchemaError(
-                f"{whose} returned {key_name(leaf.key)!r} as {array.dtype} {array.shape}, "
-                f"its space says {leaf.dtype} {expected}",
-                hint="the first dimension must be the lanes",
-            )
-        columns[leaf.key] = array.astype(leaf.dtype, copy=False)
-    return columns
-
-
-def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
+def _check_range(actions: dict[Key, Array], leaves: list[SpaceField]) -> None:
     """Refuse actions that do not exist. A Box is only checked for NaN, as many policies exceed its bounds."""
     for leaf in leaves:
         action, space = actions[leaf.key], leaf.space
@@ -461,26 +373,6 @@ def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
             )
 
 
-def _with_final(
-    columns: dict[Key, Array], leaves: list[_Leaf], ended: BoolArray, info: dict[str, Any]
-) -> dict[Key, Array]:
-    """Replace the observations of ended lanes, which belong to the next episode, by the last ones."""
-    if "final_obs" not in info:
-        raise SchemaError(
-            "an episode ended, but the environment returned no info['final_obs'], which SAME_STEP requires",
-            hint="pass autoreset_mode= if it resets in another way",
-        )
-    final = info["final_obs"]
-    # gymnasium has one value per lane; other vector environments return a batch.
-    per_lane = isinstance(final, np.ndarray) and final.dtype == object
-    merged = {}
-    for leaf in leaves:
-        merged[leaf.key] = columns[leaf.key].copy()
-        for lane in np.flatnonzero(ended):
-            merged[leaf.key][lane] = leaf.pick(final[lane]) if per_lane else leaf.pick(final)[lane]
-    return merged
-
-
 class _RandomActions:
     """Random actions, one seeded stream per lane.
 
@@ -494,7 +386,7 @@ class _RandomActions:
             # Hashed, since the environment of this lane is seeded with seed + lane itself.
             mixed = None if seed is None else np.random.SeedSequence([seed, lane]).generate_state(1)
             space.seed(None if mixed is None else int(mixed[0]))
-        self._leaves = _leaves(self._space, ("action",))
+        self._leaves = fields_of(self._space, ("action",))
         self._last = [space.sample() for space in self._lanes]
 
     def __call__(self, observation: Any, resets: BoolArray) -> Any:
@@ -518,21 +410,3 @@ def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
         f"env is a {type(env).__name__}; pass a gymnasium.Env, or a gymnasium.vector.VectorEnv "
         "as gymnasium.make_vec creates"
     )
-
-
-def _autoreset_mode(env: AnyVectorEnv, given: str | AutoresetMode | None) -> AutoresetMode:
-    """Return the autoreset mode of `env`, from its metadata or from the caller."""
-    choices = ", ".join(repr(mode.value) for mode in AutoresetMode)
-    declared = env.metadata.get("autoreset_mode")
-    if declared is None and given is None:
-        raise ValueError(
-            f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
-            f"pass autoreset_mode=, one of {choices}"
-        )
-    try:
-        modes = [AutoresetMode(mode) for mode in (declared, given) if mode is not None]
-    except ValueError as exc:
-        raise ValueError(f"{exc}; the autoreset mode is one of {choices}") from exc
-    if modes[0] is not modes[-1]:
-        raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
-    return modes[0]
