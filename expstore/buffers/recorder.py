@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from expstore.core.values import Array, IntArray, Key, key_name
@@ -22,7 +21,7 @@ from expstore.data.row_cells import Cells, compile_put
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
-from expstore.schema.row_selection import pick
+from expstore.schema.row_selection import concatenate, pick
 from expstore.schema.schema import Field, Schema
 from expstore.storages.capabilities import RowAppending
 
@@ -714,7 +713,7 @@ class _VariableBlock:
 
     def batch(self, steps: int, lane: int | None = None) -> Batch:
         """Return the first steps as a batch, of one lane or of all."""
-        columns = [_concatenate(parts) for parts in zip(*self._steps[:steps], strict=True)]
+        columns = [concatenate(parts) for parts in zip(*self._steps[:steps], strict=True)]
         return self.mask.batch_of(self.schema, columns, steps, lane)
 
 
@@ -727,10 +726,3 @@ def _reshape(array: Array, shape: tuple[int, ...], key: Key) -> Array:
     if array.size != math.prod(shape):
         raise SchemaError(f"{key_name(key)!r} has shape {[*shape]}, and a step has {_name(array)} for it")
     return array.reshape(shape)
-
-
-def _concatenate(parts: Sequence[Any]) -> Any:
-    """Return columns one after another: arrays, or pyarrow Arrays."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
