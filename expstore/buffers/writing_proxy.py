@@ -8,6 +8,7 @@ committed. `expstore.buffers.writing_server` is the other side.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,14 +142,16 @@ class WritingProxy:
         """Note facts about an episode, as JSON text; return all facts about it now."""
         return str(self._ask({"do": "annotate", "episode": episode_id, "changes": changes}).decode())
 
-    def end(self, source: str | None, *, unnamed: bool = False) -> None:
+    def end(self, source: str | None, *, unnamed: bool = False, lanes: Sequence[int] | None = None) -> None:
         """End open episodes of this session.
 
         Args:
             source: Name of the stream; None: all of them.
             unnamed: Without a source: only the unnamed stream.
+            lanes: Numbers of the stream's lanes; None: all lanes.
         """
-        self._ask({"do": "end", "source": source, "unnamed": unnamed})
+        told = {"do": "end", "source": source, "unnamed": unnamed}
+        self._ask(told | {"lanes": None if lanes is None else [*lanes]})
 
     def resume(self, source: str, *, check: bool) -> IntArray:
         """Adopt the episodes of an ended session; see `Episodes.resume`. Shape `(n,)`."""

@@ -20,9 +20,10 @@ from torch import nn
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.environments import make_lanes, maker_of
-from expstore.collectors.lanes import LaneCollector, TransitionSink, check_mode, check_steps
+from expstore.collectors.lanes import LaneCollector, TransitionSink, check_steps
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, check_policy
+from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
 from expstore.episodes.annotations import pack_info

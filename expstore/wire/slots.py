@@ -296,8 +296,16 @@ def describe_layouts(layouts: Sequence[ColumnLayout]) -> list[tuple[str, tuple[i
 
 
 def read_layouts(told: Any) -> tuple[ColumnLayout, ...]:
-    """Return the layouts that `describe_layouts` has described."""
-    return tuple(ColumnLayout(np.dtype(dtype), tuple(shape)) for dtype, shape in told)
+    """Return the layouts that `describe_layouts` has described.
+
+    Raises:
+        ValueError: A column cannot lie in shared memory.
+        TypeError: They are no layouts.
+    """
+    layouts = tuple(ColumnLayout(np.dtype(dtype), tuple(map(int, shape))) for dtype, shape in told)
+    if any(layout.dtype.hasobject or min(layout.shape, default=1) < 1 for layout in layouts):
+        raise ValueError(f"columns that cannot lie in shared memory: {told}")
+    return layouts
 
 
 class BatchReader:

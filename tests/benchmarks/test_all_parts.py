@@ -217,6 +217,9 @@ def test_recording_is_measured(run: dict[str, Any]) -> None:
     ours = {"record-1", "record-16", "add-dict", "add-tensordict"}
     kinds = {"cartpole", "locomotion", "pixels"}
     assert {f"{kind}-{side}" for kind in kinds for side in ours} <= found.keys()
+    wrapper = found.pop("gymnasium-record")
+    assert min(wrapper["plain"]) > 0
+    assert min(wrapper["recorded"]) > 0
     assert all(data["cpu"] > 0 and data["p50"] <= data["p99"] for data in found.values())
 
 

@@ -131,6 +131,7 @@ def test_fields_that_come_and_go_between_two_calls(
         worker.extend(numbered_rows(10, start))
     rb.columns.add("extra", fill=5.0, dtype="float32", default=5.0)
     worker.extend(numbered_rows(10, 30))  # late fields may be missing
+    assert worker.schema == rb.schema  # the answer told it
     worker.extend(numbered_rows(10, 40, extra=torch.ones(10)))
     worker.extend({"number": np.arange(50, 60), "extra": [2] * 10})
     assert rb[:]["number"].tolist() == list(range(60))
@@ -196,6 +197,17 @@ def test_steps_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplay
             episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [step == 4, False], [False, False])
     found = rb.sql("SELECT source, length, status FROM episodes ORDER BY source, episode_id").fetchall()
     assert found == [("env", 5, "terminated"), ("env", 2, "cut"), ("env//1", 7, "cut")]
+
+
+def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    with worker.record("env", lanes=2) as episode:
+        for step in range(4):
+            if step == 3:
+                episode.reset([1], info={"seed": 5})
+            now = np.full((2, 1), step, np.float32)
+            episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [False, False], [False, False])
+    found = rb.sql("SELECT source, length, info FROM episodes ORDER BY source, episode_id").fetchall()
+    assert found == [("env", 4, None), ("env//1", 3, None), ("env//1", 1, '{"seed": 5}')]
 
 
 def test_flush_syncs_the_store(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
@@ -371,12 +383,16 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected(
     worker.extend(numbered_rows(3))
     with copy_of(rb) as good:
         with monkeypatch.context() as patch:
-            patch.setattr(writing_proxy, "to_text", lambda told: b"[]")
-            with pytest.raises(RemoteError):
+            for text in (b"[]", b"{}", b"nonsense", b"[" * 100_000, b'{"do": "append"}'):
+                patch.setattr(writing_proxy, "to_text", lambda told, text=text: text)
+                with pytest.raises(RemoteError):
+                    worker.flush()
+            patch.setattr(writing_proxy, "to_text", lambda told: b'{"do": "dance"}')
+            with pytest.raises(StateError, match="no call 'dance'"):
                 worker.flush()
         assert good.extend(numbered_rows(1)).tolist() == [3]
     assert worker.extend(numbered_rows(1)).tolist() == [4]  # by another connection
-    assert sources(rb)[0] != sources(rb)[2]
+    assert sources(rb)[0] != sources(rb)[-1]
 
 
 # -- waits ---------------------------------------------------------------------------------------------------
