@@ -199,7 +199,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         action: Array,
         reward: Array,
         done: Array,
-        infos: list[dict[str, Any]],
+        infos: list[dict[str, Any]] | dict[str, Any],
     ) -> None:
         """Store one step of every environment.
 
@@ -209,20 +209,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
             action: Shape `(n_envs, action dim)`.
             reward: Shape `(n_envs,)`.
             done: Whether the episode ended. Shape `(n_envs,)`.
-            infos: One dict per environment, of which "TimeLimit.truncated" is read.
+            infos: One dict per environment, of which "TimeLimit.truncated" is read; or, as gymnasium's vector
+                environments return it, one dict whose values have shape `(n_envs,)`.
 
         Raises:
             SchemaError: The values do not fit the fields of the store; nothing was stored.
             StorageError: The disk failed.
         """
-        timeouts = [bool(info.get(_TIMEOUT, False)) for info in infos]
         self._steps.add(
             self._reshape(obs),
             np.asarray(action).reshape(self.n_envs, self.action_dim),
             reward,
             self._reshape(next_obs),
             done,
-            timeouts,
+            _read_timeouts(infos, self.n_envs),
         )
 
     def _reshape(self, observation: Any) -> Any:
@@ -448,6 +448,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """
         values = torch.as_tensor(priorities).detach().cpu().reshape(-1)
         return self._store.buffer.update_priority(priority=values, id=ids)
+
+
+def _read_timeouts(infos: list[dict[str, Any]] | dict[str, Any], n_envs: int) -> list[bool]:
+    """Return for each environment whether a time limit ended its episode."""
+    if isinstance(infos, Mapping):
+        return [bool(timeout) for timeout in infos.get(_TIMEOUT, [False] * n_envs)]
+    return [bool(info.get(_TIMEOUT, False)) for info in infos]
 
 
 def _to_arrays(rows: TensorDictBase) -> dict[str, Any]:

@@ -29,7 +29,7 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
-    "README", "benchmarks", "datasets", "development", "disk", "errors", "format", "http", "numpy",
+    "README", "benchmarks", "cleanrl", "datasets", "development", "disk", "errors", "format", "http", "numpy",
     "storages", "torchrl_names",
 )  # fmt: skip
 

@@ -525,3 +525,17 @@ def test_another_capacity_is_refused(store_path: Path) -> None:
     ours.close()
     with pytest.raises(expstore.StateError, match="40"):
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
+
+
+def test_infos_of_a_vector_environment_are_one_dict(tmp_path: Path) -> None:
+    """As CleanRL passes them; an environment whose time limit ends an episode is truncated."""
+    ours, _ = pair(tmp_path / "a.exp", VECTOR, ACTIONS["discrete"], n_envs=2)
+    seen, actions, rewards = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64), np.zeros(2, np.float32)
+    ended = np.array([True, True])
+    ours.add(seen, seen, actions, rewards, ~ended, {})
+    ours.add(seen, seen, actions, rewards, ended, {"TimeLimit.truncated": np.array([False, True])})
+    assert ours.rb.sql("SELECT source, status FROM episodes ORDER BY source").fetchall() == [
+        ("env", "terminated"),
+        ("env//1", "truncated"),
+    ]
+    ours.close()
