@@ -1,8 +1,8 @@
 """Several processes write one store through its owner, compared with one process alone and with TorchRL.
 
 Run as `python benchmarks/many_writers.py`. Four forked workers extend a shared buffer without a pause, by
-1000 rows and by 16; the sides take turns. TorchRL's side is its shared LazyMemmapStorage, into which each
-worker writes by itself, in turn, and of which nothing survives. What counts are the latencies while the
+1000 rows and by 16; the sides alternate. TorchRL's side is its shared LazyMemmapStorage, into which each
+worker writes by itself, one after the other, and of which nothing survives. What counts are the latencies while the
 owner does something: it trains a network on batches that it samples, or it runs Python code.
 """
 
@@ -51,8 +51,8 @@ class Effort:
     """Say how much is done.
 
     Args:
-        seconds: Of a turn.
-        rounds: How many turns each side has.
+        seconds: Of a round.
+        rounds: How many rounds each side has.
         rows: Capacity of the rings of locomotion rows.
         frames: The same, of pixels.
     """
@@ -68,12 +68,12 @@ SMOKE = Effort(seconds=0.1, rounds=1, rows=20_000, frames=2_000)
 
 
 @dataclass
-class Turns:
-    """Hold what the turns of a side came to.
+class Rounds:
+    """The counts and latencies of all rounds of a side.
 
     Args:
         calls: How many calls were made.
-        seconds: How long the turns were.
+        seconds: How long the rounds were.
         times: Of each call, in seconds.
         owner_cpu: Seconds of processors that this process took.
         worker_cpu: The same, of all workers.
@@ -180,7 +180,7 @@ class Side:
         self.rb, self.rows = rb, rows
         self.workers = [Worker(rb, workload, rows, number) for number in range(workers)]
 
-    def turn(self, into: Turns, seconds: float, act: Callable[[Any, float], None]) -> None:
+    def run_round(self, into: Rounds, seconds: float, act: Callable[[Any, float], None]) -> None:
         """Let the workers write for some seconds while this process acts."""
         cpu = time.process_time()
         for worker in self.workers:
@@ -233,7 +233,7 @@ def loop(rb: Any, seconds: float) -> None:
             number += 1
 
 
-def extend_alone(rb: Any, stream: Stream, into: Turns, seconds: float) -> None:
+def extend_alone(rb: Any, stream: Stream, into: Rounds, seconds: float) -> None:
     """Extend in this process, without workers."""
     cpu, end = time.process_time(), time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
@@ -279,7 +279,7 @@ def fill(rb: Any, workload: Workload, capacity: int) -> None:
 
 def measure_throughput(folder: Path, workload: Workload, capacity: int, effort: Effort) -> Iterator[Result]:
     """Compare four workers with one process alone, and with TorchRL's."""
-    alone, ours, theirs = Turns(), Turns(), Turns()
+    alone, ours, theirs = Rounds(), Rounds(), Rounds()
     stream = Stream(workload, ROWS, pool=4, seed=9)
     with (
         open_theirs(folder, workload, ROWS, capacity) as other,
@@ -290,17 +290,17 @@ def measure_throughput(folder: Path, workload: Workload, capacity: int, effort: 
         for number in range(effort.rounds):
             acts = [
                 lambda: extend_alone(rb, stream, alone, effort.seconds),
-                lambda: side.turn(ours, effort.seconds, wait),
-                lambda: peers.turn(theirs, effort.seconds, wait),
+                lambda: side.run_round(ours, effort.seconds, wait),
+                lambda: peers.run_round(theirs, effort.seconds, wait),
             ]
             for act in acts if number % 2 == 0 else reversed(acts):
                 act()
         side.close()
         side.workers = []
     sides = {"alone": alone, "four": ours, "torchrl": theirs}
-    data = {name: turns.to_json(ROWS) for name, turns in sides.items()}
+    data = {name: rounds.to_json(ROWS) for name, rounds in sides.items()}
     name = f"many-writers/{workload.name}"
-    rate, single, other_rate = (turns.rate(ROWS) for turns in (ours, alone, theirs))
+    rate, single, other_rate = (rounds.rate(ROWS) for rounds in (ours, alone, theirs))
     text = f"{rate:,.0f} rows/s"
     yield Result(
         f"{name}-throughput", rate / single, text, f"{single:,.0f} rows/s", f"{rate / single:.2f}x",
@@ -321,12 +321,12 @@ def measure_latency(folder: Path, effort: Effort) -> Iterator[Result]:
     """Time `extend` of a few rows: one worker and an idle owner, then four workers and an owner that acts."""
     workload, capacity = LOCOMOTION, effort.rows
     trips = PipeTrips()
-    local, proxied = Turns(), Turns()
+    local, proxied = Rounds(), Rounds()
     stream = Stream(workload, FEW, pool=40, seed=9)
     with open_ours(folder, workload, FEW, capacity) as rb, Side(rb, workload, FEW, 1) as side:
         for _ in range(effort.rounds):
             extend_alone(rb, stream, local, effort.seconds / 2)
-            side.turn(proxied, effort.seconds / 2, wait)
+            side.run_round(proxied, effort.seconds / 2, wait)
             trips.measure(500)
     trips.close()
     least = local.percentile(50) + 2 * trips.median
@@ -339,7 +339,7 @@ def measure_latency(folder: Path, effort: Effort) -> Iterator[Result]:
         {"expstore": proxied.to_json(FEW), "alone": local.to_json(FEW), "round_trip": trips.median},
     )  # fmt: skip
     acts = {"waiting": wait, "training": train, "python": loop}
-    found = {name: (Turns(), Turns()) for name in acts}
+    found = {name: (Rounds(), Rounds()) for name in acts}
     with (
         open_theirs(folder, workload, FEW, capacity) as other,
         Side(other, workload, FEW) as peers,
@@ -348,8 +348,8 @@ def measure_latency(folder: Path, effort: Effort) -> Iterator[Result]:
     ):
         for _ in range(effort.rounds):
             for name, act in acts.items():
-                side.turn(found[name][0], effort.seconds, act)
-                peers.turn(found[name][1], effort.seconds, act)
+                side.run_round(found[name][0], effort.seconds, act)
+                peers.run_round(found[name][1], effort.seconds, act)
         side.close()
         side.workers = []
     for name, (ours, theirs) in found.items():
@@ -401,7 +401,7 @@ class PipeTrips:
 
 def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
     """Measure, print the table, return the exit code."""
-    parser = options(__doc__, quick="short turns", folder=ROOT / "benchmarks" / "out")
+    parser = options(__doc__, quick="short rounds", folder=ROOT / "benchmarks" / "out")
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     torch.set_num_threads(1)  # workers are forked, and two cores are all that the sides have
