@@ -2,8 +2,8 @@
 
 Run as `python benchmarks/many_writers.py`. Four forked workers extend a shared buffer without a pause, by
 1000 rows and by 16; the sides alternate. TorchRL's side is its shared LazyMemmapStorage, into which each
-worker writes by itself, one after the other, and of which nothing survives. What counts are the latencies while the
-owner does something: it trains a network on batches that it samples, or it runs Python code.
+worker writes by itself, one after the other, and of which nothing survives. What counts are the latencies
+while the owner does something: it trains a network on batches that it samples, or it runs Python code.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class SpaceField:
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise SchemaError(
                 f"{whose} returned no array for {key_name(self.key)!r}, but a {type(value).__name__}: {exc}",
-                hint=f"return {_wanted(lanes)}, nested like the space",
+                hint=f"return {_describe_wanted(lanes)}, nested like the space",
             ) from exc
         if array.shape != shape or not (
             all(isinstance(text, str) for text in array.flat)
@@ -88,12 +88,12 @@ class SpaceField:
             raise SchemaError(
                 f"{whose} returned {key_name(self.key)!r} as {array.dtype} {array.shape}, "
                 f"its space says {dtype} {shape}",
-                hint=f"return {_wanted(lanes)}, as the space says",
+                hint=f"return {_describe_wanted(lanes)}, as the space says",
             )
         return array.astype(self.dtype, copy=False)
 
 
-def _wanted(lanes: int | None) -> str:
+def _describe_wanted(lanes: int | None) -> str:
     return "a value" if lanes is None else "a batch of all lanes, whose first dimension is the lanes"
 
 

@@ -145,7 +145,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         self._stream.reset(info=None if seed is None else {"seed": int(seed)})
         self._observation = None
         observation, info = self.env.reset(seed=seed, options=options)
-        self._observation = self._fields.observed(observation)
+        self._observation = self._fields.copy_observation(observation)
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -162,13 +162,13 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         observation = self._observation
         if observation is None:
             raise ResetNeeded("Cannot call env.step() before calling env.reset()")
-        taken = self._fields.acted(action)
+        taken = self._fields.copy_action(action)
         more = {"frame": _frame(self.env.render())} if self._renders else {}
         self._stream.begin()
         result = self.last_step = self.env.step(action)
         following, reward, terminated, truncated, info = result
         self._observation = None
-        after = self._observation = self._fields.observed(following)
+        after = self._observation = self._fields.copy_observation(following)
         for name in self._info:
             more[f"info.{name}"] = _entry(info, name)
         self._stream.record(observation, taken, float(reward), after, bool(terminated), bool(truncated), more)
@@ -270,7 +270,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         if mask is None:
             self._observation = before = None
         observation, info = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
-        columns = self._fields.observed(observation)
+        columns = self._fields.copy_observation(observation)
         if before is not None and mask is not None:
             for key, column in before.items():
                 columns[key][~mask] = column[~mask]
@@ -284,7 +284,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         observation = self._observation
         if observation is None:
             raise ResetNeeded("Cannot call envs.step() before calling envs.reset()")
-        taken = self._fields.acted(actions)
+        taken = self._fields.copy_action(actions)
         more = {"frame": _frames(self.env.render())} if self._renders else {}
         valid = ~(self._ended & (self._mode is AutoresetMode.NEXT_STEP))
         self._stream.begin()
@@ -292,7 +292,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         following, reward, terminated, truncated, info = result
         ended = np.asarray(terminated, np.bool_) | np.asarray(truncated, np.bool_)
         self._observation = None
-        after = self._observation = self._fields.observed(following)
+        after = self._observation = self._fields.copy_observation(following)
         self._ended = ended
         final: Mapping[str, Any] = {}
         if self._mode is AutoresetMode.SAME_STEP and ended.any():
@@ -342,12 +342,12 @@ class _Fields:
         """Whether a field holds texts."""
         return any(field.is_text for field in (*self.observation, *self.action))
 
-    def observed(self, value: Any) -> dict[Key, Array]:
+    def copy_observation(self, value: Any) -> dict[Key, Array]:
         """Return a copy of observations by key."""
         found = read_values(value, self.observation, self._lanes, "the environment")
         return {key: array.copy() for key, array in found.items()}
 
-    def acted(self, value: Any) -> dict[Key, Array]:
+    def copy_action(self, value: Any) -> dict[Key, Array]:
         """Return a copy of actions by key: the environment may change them."""
         found = read_values(value, self.action, self._lanes, "the caller")
         return {key: array.copy() for key, array in found.items()}
@@ -558,7 +558,7 @@ def _entry(info: Mapping[str, Any], name: str) -> Any:
     if name not in info:
         raise _missing(name, "the step", info)
     if isinstance(info[name], Mapping):
-        raise _nested(name)
+        raise _refuse_dict(name)
     return info[name]
 
 
@@ -582,7 +582,7 @@ def _entries(
     for source, lanes in ((final, valid & ended), (info, valid if not final else valid & ~ended)):
         values = source.get(name)
         if isinstance(values, Mapping):
-            raise _nested(name)
+            raise _refuse_dict(name)
         if values is None or not lanes.any():
             continue
         column = np.asarray(values)
@@ -604,7 +604,7 @@ def _missing(name: str, where: str, info: Mapping[str, Any]) -> SchemaError:
     )
 
 
-def _nested(name: str) -> SchemaError:
+def _refuse_dict(name: str) -> SchemaError:
     return SchemaError(
         f"the info {name!r} is a dict, and a field holds numbers or arrays of a fixed shape",
         hint="the step is not stored; name another entry, or flatten it in a wrapper",
