@@ -173,9 +173,10 @@ def put_final(
 def set_specs_of(rb: Any, observation: Sequence[SpaceField], action: Sequence[SpaceField]) -> None:
     """Store the specs of an environment's fields in a buffer that has rows but no specs.
 
-    Only fields that are stored unchanged get specs: a transform may change the others.
+    Only fields that are stored unchanged get specs: a transform may change the others. A process that writes
+    through another one sets none.
     """
-    if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
+    if isinstance(rb, ReplayBuffer) and rb.storage.can_write and rb.schema is not None and rb.specs is None:
         found = fitting(_specs_of(observation, action), rb.schema)
         if not found.is_empty():
             rb.set_specs(found)
