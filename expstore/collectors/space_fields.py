@@ -196,9 +196,10 @@ def find_specs(observation: Sequence[SpaceField], action: Sequence[SpaceField]) 
 def describe_rows(rb: Any, specs: Mapping[Key, TensorSpec]) -> None:
     """Store the specs of fields in a buffer that has rows but no specs.
 
-    Only fields that are stored unchanged get specs: a transform may change the others.
+    Only fields that are stored unchanged get specs: a transform may change the others. A process that writes
+    through another one sets none.
     """
-    if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
+    if isinstance(rb, ReplayBuffer) and rb.storage.can_write and rb.schema is not None and rb.specs is None:
         found = select_specs(dict(specs), rb.schema)
         if not found.is_empty():
             rb.set_specs(found)

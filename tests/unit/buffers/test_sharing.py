@@ -6,6 +6,7 @@ A copy that is unpickled in this process connects like one in another process: m
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
 import expstore
@@ -27,6 +29,7 @@ from expstore.errors import NotReadyError, PriorityError, RemoteError
 from expstore.wire.slots import Slot
 from tests.support.batches import numbered_rows, transitions
 from tests.support.forks import collect_from_child
+from tests.support.recorded_envs import drive, make_counting, model_of_lane, stored_rows
 
 
 def copy_of(rb: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
@@ -197,6 +200,17 @@ def test_steps_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplay
             episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [step == 4, False], [False, False])
     found = rb.sql("SELECT source, length, status FROM episodes ORDER BY source, episode_id").fetchall()
     assert found == [("env", 5, "terminated"), ("env", 2, "cut"), ("env//1", 7, "cut")]
+
+
+def test_environments_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    envs = expstore.gym.RecordVector(make_counting(AutoresetMode.SAME_STEP), worker, source="envs")
+    for _ in itertools.islice(drive(envs), 9):
+        pass
+    envs.close()
+    for lane, found in stored_rows(rb).items():
+        assert found == model_of_lane(lane, 9, AutoresetMode.SAME_STEP)
+    seeds = rb.sql("SELECT info->>'seed' FROM episodes WHERE info IS NOT NULL ORDER BY source").fetchall()
+    assert seeds == [("3",), ("4",), ("5",), ("6",)]
 
 
 def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
