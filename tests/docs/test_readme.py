@@ -25,7 +25,8 @@ SERVER = "http://trainer:8420"
 #: Pages whose blocks use `batch` and the store of the README's first block.
 PAGES = (
     "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "processes",
-    "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl", "variable_length", "versions",
+    "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl", "variable_length",
+    "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
