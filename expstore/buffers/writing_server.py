@@ -190,7 +190,7 @@ class _Loop:
         self._call_back()
 
     def leave_parent(self) -> None:
-        """Close all sockets: this is a forked child, which must not hold them open."""
+        """Close sockets and drop shared memory: this is a forked child, which must not hold them."""
         self._close()
 
     def _call_back(self) -> None:
@@ -327,6 +327,7 @@ class _Loop:
         self._listener.close()
         for worker in self._workers.values():
             worker.sock.close()
+        self._workers = {}  # and their memory
         self._wake.close()
         self._woken.close()
 

@@ -22,6 +22,7 @@ from expstore import __version__
 from expstore.cli import checks, export, migrate, reshape, retain, serve, snapshots
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.datasets import datasets
+from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
@@ -172,6 +173,10 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
     if isinstance(exc, ModuleNotFoundError) and exc.name == "h5py":
         return _Trouble(
             USAGE, "usage", "this format needs h5py, which is missing", "pip install 'expstore[h5]'"
+        )
+    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("matplotlib"):
+        return _Trouble(
+            USAGE, "usage", "a picture needs matplotlib, which is missing", "pip install 'expstore[plot]'"
         )
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
@@ -489,6 +494,13 @@ def sql(
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv shows all", err=True)
     return 0
 
+
+# -- episode ---------------------------------------------------------------------------------------
+
+app.command(
+    epilog="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
+    "steps; it needs matplotlib: pip install 'expstore[plot]'."
+)(episode)
 
 # -- fields ----------------------------------------------------------------------------------------
 

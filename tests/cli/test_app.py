@@ -44,6 +44,7 @@ COMMANDS = (
     "collect",
     "drop-column",
     "dumps",
+    "episode",
     "export",
     "info",
     "loads",

@@ -33,6 +33,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "h5py": {"exchange"},
     "httpx": {"datasets", "remote"},
     "llvmlite": {"kernels"},
+    "matplotlib": {"integrations"},
     "numba": {"kernels"},
     "numcodecs": {"kernels", "storages.format"},
     "pandas": {"sql"},

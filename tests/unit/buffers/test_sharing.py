@@ -496,6 +496,28 @@ def test_a_forked_child_writes_by_a_session_of_its_own(rb: TensorDictReplayBuffe
     assert len(set(sources(rb))) == 3
 
 
+def test_forked_children_keep_nothing_of_their_parents_connections(
+    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
+) -> None:
+    """Of the owner's, nor of a worker's: both are in this process."""
+    worker.extend(numbered_rows(3))
+
+    def count() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:expstore")
+        descriptors = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        links = [str(one.readlink()) for one in descriptors if one.is_symlink()]
+        return maps, sum(link.startswith(("socket:", "/memfd:")) for link in links)
+
+    def look(tell: Callable[[Any], None]) -> None:
+        tell(count())
+
+    maps, sockets = count()
+    ((left, still),) = collect_from_child(look)
+    assert maps - left == 2
+    assert sockets - still >= 5  # the listener, both ends of the connection and of what wakes the thread
+    worker.extend(numbered_rows(3))
+
+
 def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDictReplayBuffer) -> None:
     with copy_of(rb) as other:
         other.extend(numbered_rows(1), source="other")
@@ -515,12 +537,12 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: P
             rb = expstore.open(store_path).share()
             os.write(write_end, pickle.dumps(rb))
             os.close(write_end)
+            while rb.write_count == 0:
+                threading.Event().wait(0.005)
             if not os.fork():
                 os.close(until_end_write)
                 os.read(until_end_read, 1)  # until the test ends
                 os._exit(0)
-            while rb.write_count == 0:
-                threading.Event().wait(0.005)
             os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
@@ -530,8 +552,9 @@ def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: P
         worker = pickle.load(pipe)
     worker.extend(numbered_rows(3))
     os.waitpid(owner, 0)
-    with pytest.raises(RemoteError):
-        worker.extend(numbered_rows(3))
+    for _ in range(2):  # neither the connection nor the listener is open in the child
+        with pytest.raises(RemoteError):
+            worker.extend(numbered_rows(3))
     worker.close()
     os.close(until_end_write)
     with expstore.open(store_path) as again:
