@@ -21,6 +21,7 @@ import typer
 from expstore import __version__
 from expstore.cli import checks, export, migrate, reshape, retain, serve, snapshots
 from expstore.cli.columns import add_column, drop_column
+from expstore.cli.completion import complete_store
 from expstore.cli.datasets import datasets
 from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
@@ -55,13 +56,15 @@ app = typer.Typer(
     help="Collect reinforcement-learning experience into stores on disk, inspect it and query it in SQL.",
     epilog="Exit codes: 0 success, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
     "4 the store is damaged.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Stores = Annotated[
-    list[Path], typer.Argument(callback=to_local, metavar="PATH", help="The folders of the stores.")
+    list[Path],
+    typer.Argument(
+        callback=to_local, autocompletion=complete_store, metavar="PATH", help="The folders of the stores."
+    ),
 ]
 
 
@@ -104,6 +107,9 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 success, 1 findings or a failure, 2 wrong usage, 3 locked, 4 damaged, 130
         interrupted.
+
+    Raises:
+        SystemExit: The shell was answered: completion, or the script that installs it.
     """
     if not arguments:
         run(["--help"])
@@ -219,7 +225,12 @@ def collect(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
     path: Annotated[
         Path,
-        typer.Argument(callback=to_local, metavar="PATH", help="The store; created if it does not exist."),
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="PATH",
+            help="The store; created if it does not exist.",
+        ),
     ],
     steps: Annotated[int, typer.Option(min=1, help="Number of transitions to add; a few more may be added.")],
     envs: Annotated[int, typer.Option(min=1, help="Number of environments.")] = 8,
@@ -452,7 +463,12 @@ app.command(
 def sql(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(callback=to_local, metavar="STORE", help="The folders of the stores."),
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="STORE",
+            help="The folders of the stores.",
+        ),
     ] = None,
     query: Annotated[
         str | None, typer.Argument(metavar="QUERY", help="One SELECT statement, in quotes.")

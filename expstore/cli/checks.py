@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from expstore.cli.completion import complete_store
 from expstore.cli.exit_codes import DAMAGED, FAILED
 from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
@@ -19,7 +20,12 @@ from expstore.exchange.progress_bar import show_progress
 
 __all__ = ["repair", "verify"]
 
-Store = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The store's folder.")]
+Store = Annotated[
+    Path,
+    typer.Argument(
+        callback=to_local, autocompletion=complete_store, metavar="PATH", help="The store's folder."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

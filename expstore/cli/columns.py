@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.output import print_json
-from expstore.cli.paths import to_local
+from expstore.cli.paths import Store
+from expstore.exchange.progress_bar import show_progress
 
 if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_column", "drop_column"]
 
-Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The field, such as next.reward.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -67,7 +67,7 @@ def add_column(
     if shape is not None:
         asked["shape"] = _shape(shape)
     key = tuple(name.split("."))
-    with _open(store) as rb, _progress() as progress:
+    with _open(store) as rb, show_progress("filling", "rows") as progress:
         rb.columns.add(key, dtype=dtype, progress=progress, **asked)
         schema = rb.storage.require_schema()
         facts = {"path": str(store), "field": name, "dtype": schema[key].dtype, "rows": len(rb)}
@@ -128,16 +128,3 @@ def _open(store: Path) -> Iterator[TensorDictReplayBuffer]:
         if rb.recovered:
             typer.echo(f"note: {rb.recovered}", err=True)
         yield rb
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Show the progress on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json, size_text
 from expstore.cli.paths import to_local
@@ -44,6 +45,7 @@ Store = Annotated[
     Path,
     typer.Argument(
         callback=to_local,
+        autocompletion=complete_store,
         metavar="STORE",
         help="A store, which may be in use, a snapshot or a folder of snapshots.",
     ),
@@ -174,7 +176,13 @@ def import_(
         Path, typer.Argument(callback=to_local, metavar="SOURCE", help="A file or folder of another format.")
     ],
     store: Annotated[
-        Path, typer.Argument(callback=to_local, metavar="STORE", help="The new store; must not exist.")
+        Path,
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="STORE",
+            help="The new store; must not exist.",
+        ),
     ],
     format: Annotated[
         str | None,

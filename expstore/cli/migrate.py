@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from expstore.cli.completion import complete_store
 from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
 
@@ -18,7 +19,12 @@ __all__ = ["migrate"]
 
 
 def migrate(
-    path: Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The store's folder.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local, autocompletion=complete_store, metavar="PATH", help="The store's folder."
+        ),
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json
-from expstore.cli.paths import to_local
+from expstore.cli.paths import Store, to_local
 from expstore.errors import StateError
 from expstore.exchange.progress_bar import show_progress
 
@@ -27,7 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def resize(
-    store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
+    store: Store,
     capacity: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="New maximum number of rows.")
     ] = None,
@@ -64,6 +65,7 @@ def merge(
         list[Path],
         typer.Argument(
             callback=to_local,
+            autocompletion=complete_store,
             metavar="STORE...",
             help="Stores, snapshots or folders of snapshots, in the order of their rows.",
         ),

@@ -5,19 +5,18 @@ Used by `expstore.cli.app`, which reports errors.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from expstore.cli.output import print_json, size_text
-from expstore.cli.paths import to_local
+from expstore.cli.paths import Store
 
 __all__ = ["retain"]
 
 
 def retain(
-    store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
+    store: Store,
     size: Annotated[
         str | None,
         typer.Option("--bytes", metavar="SIZE", help="Maximum size of the remaining rows, such as 2GB."),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
 from expstore.errors import StateError
 
@@ -68,7 +69,13 @@ _Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON p
 
 def serve(
     path: Annotated[
-        Path, typer.Argument(callback=to_local, metavar="PATH", help="A store, or a folder of stores.")
+        Path,
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="PATH",
+            help="A store, or a folder of stores.",
+        ),
     ],
     host: _Host = "127.0.0.1",
     port: _Port = 8420,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
-from expstore.cli.paths import to_local
+from expstore.cli.paths import Store, to_local
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -22,8 +23,12 @@ __all__ = ["dumps", "loads", "versions"]
 
 KEEP = 5
 
-Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
-Place = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The folder of snapshots.")]
+Place = Annotated[
+    Path,
+    typer.Argument(
+        callback=to_local, autocompletion=complete_store, metavar="PATH", help="The folder of snapshots."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -69,7 +74,12 @@ def loads(
     store: Store,
     path: Place,
     version: Annotated[
-        str | None, typer.Option(metavar="V", help="Number or tag of the snapshot; by default the newest.")
+        str | None,
+        typer.Option(
+            autocompletion=complete_version,
+            metavar="V",
+            help="Number or tag of the snapshot; by default the newest.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -6,6 +6,7 @@ Used by the command line and by data sets, which take minutes to fetch and to im
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -59,11 +60,12 @@ def show_progress(
         def render(self, task: Task) -> Text:
             return Text("" if note is None else note())
 
-    console = Console(stderr=True)
+    # Not `console.is_terminal`: with FORCE_COLOR it is true for a pipe.
+    console, is_terminal = Console(stderr=True), sys.stderr.isatty()
     much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     rate = (Rate(),) if unit == "rows" else ()
     columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn(), Note())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, disable=not is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown
 
