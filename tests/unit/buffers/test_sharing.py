@@ -518,28 +518,6 @@ def test_forked_children_keep_nothing_of_their_parents_connections(
     worker.extend(numbered_rows(3))
 
 
-def test_forked_children_keep_nothing_of_their_parents_connections(
-    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
-) -> None:
-    """Of the owner's, nor of a worker's: both are in this process."""
-    worker.extend(numbered_rows(3))
-
-    def count() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text().count("memfd:expstore")
-        descriptors = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        links = [str(one.readlink()) for one in descriptors if one.is_symlink()]
-        return maps, sum(link.startswith(("socket:", "/memfd:")) for link in links)
-
-    def look(tell: Callable[[Any], None]) -> None:
-        tell(count())
-
-    maps, sockets = count()
-    ((left, still),) = collect_from_child(look)
-    assert maps - left == 2
-    assert sockets - still >= 5  # the listener, both ends of the connection and of what wakes the thread
-    worker.extend(numbered_rows(3))
-
-
 def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDictReplayBuffer) -> None:
     with copy_of(rb) as other:
         other.extend(numbered_rows(1), source="other")
