@@ -16,7 +16,7 @@ import typer
 
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
-from expstore.core.tables import cell_text
+from expstore.core.tables import cell_text, elide
 from expstore.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ __all__ = ["episode"]
 
 #: Number of rows listed at either end of the episode.
 _ENDS = 3
+#: Number of characters of the facts; `--json` prints all.
+_WIDTH = 100
 
 
 def episode(
@@ -100,7 +102,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
         "length": f"{facts['length']:,} steps{kept}",
         "return": "none" if facts["return"] is None else f"{facts['return']:.6g}",
         "written": f"{facts['start_time']:%Y-%m-%d %H:%M:%S} to {facts['end_time']:%Y-%m-%d %H:%M:%S} (UTC)",
-        "facts": "none" if facts["info"] is None else facts["info"],
+        "facts": "none" if facts["info"] is None else elide(facts["info"], _WIDTH),
     }
     for name, text in lines.items():
         typer.echo(f"{name:8} {text}")

@@ -90,6 +90,9 @@ class EpisodeAnimation(FuncAnimation):
         self.save(_GifFile.name, writer=writer)
         return f'<img src="data:image/gif;base64,{base64.b64encode(writer.gif).decode()}">'
 
+    def __del__(self) -> None:
+        """Do nothing; matplotlib would warn of an animation that nobody has looked at."""
+
 
 class _GifFile(io.BytesIO):
     """A file in memory, whose name tells the format."""
@@ -211,7 +214,7 @@ def _plot_column(
     ax.set_xlabel("episode")
     ax.set_ylabel(label)
     ax.set_title(f"{column} of {ids.size:,} episodes, and mean of {window}", loc="left", fontsize="medium")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return ax
 
 
@@ -505,7 +508,7 @@ def _draw_numbers(figure: Figure, grid: GridSpec, numbers: _Numbers, *, first: i
     if panels:
         panels[-1].tick_params(labelbottom=True)
         panels[-1].set_xlabel("step")
-        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return panels
 
 

@@ -19,12 +19,14 @@ from PIL import Image
 
 import expstore
 from expstore import plot
+from expstore.api import Settings
 from expstore.core.values import Array, IntArray
-from expstore.errors import ArgumentError, NotFoundError, QueryError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
+from tests.support.servers import Serving
 
 PNG = b"\x89PNG"
 #: A name that matplotlib would take for a formula and leave out of a legend, and HTML for markup.
-EVIL = "_$x_{<b>"
+EVIL = "_$x_{<b>$"
 
 
 def frames(count: int, shape: tuple[int, ...] = (12, 16, 3)) -> Array:
@@ -167,10 +169,8 @@ def test_only_some_frames_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plot.episode(rb, 1)
         assert asked == [(250, [4, 1, 2])] + [(1, [0])] * 10
         asked.clear()
-        animation = plot.episode(rb, 1, animate=True)
+        plot.episode(rb, 1, animate=True)
         assert asked == [(250, [4, 1, 2])] + [(1, [0])] * 100
-        assert animation._save_count == 100
-        animation._draw_was_started = True  # it is not drawn here, about which matplotlib would warn
 
 
 def test_an_animation_is_a_gif_in_a_notebook(rb: Any, tmp_path: Path) -> None:
@@ -268,6 +268,15 @@ def test_a_reader_and_rows_in_memory_are_drawn_too(rb: Any, tmp_path: Path) -> N
     memory = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(100))
     memory.extend(steps(5))
     assert len(plot.episode(memory, 1).axes) == 4
+
+
+def test_a_served_store_has_returns_and_lengths_but_no_frames(rb: Any, tmp_path: Path) -> None:
+    rb.flush()
+    rb.close()
+    with Serving(Settings(path=tmp_path)) as server, expstore.connect(f"{server.url}/a") as remote:
+        assert len(plot.returns(remote, where="length > ?", params=[10]).lines) == 4
+        with pytest.raises(RemoteError, match="the storage"):
+            plot.episode(remote, 1)  # type: ignore[call-overload]
 
 
 # -- matplotlib ----------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ def test_a_buffer_without_rows_and_a_closed_one(tmp_path: Path) -> None:
     rb.close()
     page = page_of(rb)
     assert "closed" in page.text
+    assert "cannot be read" not in page.text
     assert "bytes a row" in page.cells
     assert "_id" not in page.cells
 
