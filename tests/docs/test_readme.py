@@ -24,9 +24,9 @@ README = (ROOT / "README.md").read_text()
 SERVER = "http://trainer:8420"
 #: Pages whose blocks use `batch` and the store of the README's first block.
 PAGES = (
-    "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "notebooks", "processes",
-    "readers", "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl", "variable_length",
-    "versions",
+    "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "notebooks",
+    "processes", "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl",
+    "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
