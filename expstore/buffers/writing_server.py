@@ -127,7 +127,7 @@ class _Parsed:
     options: WriteOptions = WriteOptions()  # noqa: RUF009 - immutable
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     """One worker's connection: its session, its slot, and what is known of it.
 
@@ -316,7 +316,8 @@ class _Loop:
             while worker.busy and worker not in self._finished:
                 self._waiter.watch([self._woken.fileno()])
                 self._waiter.wait()
-                self._woken.recv(4096)
+                with contextlib.suppress(BlockingIOError):  # a signal has ended the wait
+                    self._woken.recv(4096)
         owner = self._owner()
         if owner is not None:
             for worker in self._workers.values():
