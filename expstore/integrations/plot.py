@@ -91,7 +91,7 @@ class EpisodeAnimation(FuncAnimation):
         return f'<img src="data:image/gif;base64,{base64.b64encode(writer.gif).decode()}">'
 
     def __del__(self) -> None:
-        """Do nothing; matplotlib would warn of an animation that nobody has looked at."""
+        """Do nothing: matplotlib would warn if the animation was never drawn."""
 
 
 class _GifFile(io.BytesIO):
