@@ -10,6 +10,7 @@ from expstore.buffers import schedulers as schedulers
 from expstore.core import rate_limiters as rate_limiters
 from expstore.integrations import sb3 as sb3
 from expstore.integrations import torchrl_trainer as trainers
+from expstore.integrations import trackers as trackers
 
 __version__: str
 from expstore._open import open as open
