@@ -1,4 +1,4 @@
-"""The cost of a step in an environment loop: a recorder, `add`, and stable-baselines3's buffer.
+"""The cost of a step in an environment loop: a recorder, `add`, and stable-baselines3's buffer; a wrapper.
 
 Run as `python benchmarks/recording.py`. All sides get the same steps in turns of some hundreds. Reported are
 the CPU time of the whole process per step, including background work, and the time of a call.
@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
 
+import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
@@ -144,6 +145,41 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
             for _, close in found.values():
                 close()
         yield from _results(kind, cpu, calls)
+    yield measure_wrapper(folder, effort)
+
+
+def measure_wrapper(folder: Path, effort: Effort) -> Result:
+    """Measure what `expstore.gym.Record` adds to each step of CartPole, with random actions."""
+    plain = gymnasium.make("CartPole-v1")
+    path, capacity = folder / "wrapper.exp", effort.capacity
+    recorded = expstore.gym.Record(gymnasium.make("CartPole-v1"), path, capacity=capacity)
+    cpu: dict[str, list[float]] = {"plain": [], "recorded": []}
+    for cycle in range(effort.rounds + 1):
+        for name, env in (("plain", plain), ("recorded", recorded)):
+            spent = _drive(env, effort.steps)
+            if cycle:
+                cpu[name].append(spent)
+    recorded.close()
+    before, after = (float(np.median(found)) for found in cpu.values())
+    return Result(
+        "recording/gymnasium-record",
+        (after - before) * 1e6,
+        f"{(after - before) * 1e6:.1f} µs of CPU more",
+        note=f"a step of the loop {before * 1e6:.1f} µs, recorded {after * 1e6:.1f} µs (medians of turns)",
+        data={"cpu": after - before, **cpu},
+    )
+
+
+def _drive(env: gymnasium.Env[Any, Any], steps: int) -> float:
+    """Step an environment; return the CPU seconds of the process per step."""
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    began = time.process_time()
+    for _ in range(steps):
+        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            env.reset()
+    return (time.process_time() - began) / steps
 
 
 def _take(take: Callable[[Step], object], steps: Sequence[Step]) -> tuple[list[float], float]:

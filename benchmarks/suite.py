@@ -81,6 +81,7 @@ PARTS = (
     Part("steps", "steps", (), 180),
     Part("recording", "recording", (), 240),
     Part("offered", "offered", (), 420),
+    Part("many-writers", "many_writers", (), 420, smoke=None),
     Part("larger-than-memory", "larger_than_memory", (), 420, smoke=None),
     Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30", smoke=None),
     Part(

@@ -8,6 +8,8 @@ from expstore import transforms as transforms
 from expstore import writers as writers
 from expstore.buffers import schedulers as schedulers
 from expstore.core import rate_limiters as rate_limiters
+from expstore.integrations import gymnasium_wrappers as gym
+from expstore.integrations import plot as plot
 from expstore.integrations import sb3 as sb3
 from expstore.integrations import torchrl_trainer as trainers
 from expstore.integrations import trackers as trackers

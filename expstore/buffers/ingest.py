@@ -40,7 +40,7 @@ from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
 from expstore.storages.read_view import ReadView
-from expstore.storages.sessions import end_episodes, end_stream, end_unnamed
+from expstore.storages.sessions import end_stream
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
 from expstore.wire.tables import is_table, take_table
@@ -408,24 +408,35 @@ class Ingest(StorePart):
         with self._store.storage.lock:
             self._prepare(self._store.storage.writer(), batch)
 
-    def append_columns(self, batch: Batch, source: str | None) -> None:
+    def read_step(self, values: Mapping[str, Any], *, single: bool) -> Batch:
+        """Convert a step to columns: one row, or one for each lane.
+
+        Args:
+            values: Values by field name, nested; with lanes their first dim is the lanes.
+            single: Whether it is one row.
+        """
+        layout = layout_of(self._store.storage, self._index.asked_time_dim)
+        return self.read_columns(dict(values), layout, single=single)
+
+    def append_columns(self, batch: Batch, source: str | None, info: str = "") -> None:
         """Append rows whose columns are in the schema's order.
 
         Args:
             batch: The rows.
             source: Name of the stream; None: the session's unnamed stream.
+            info: Facts about all of their episodes, as JSON text.
         """
         storage = self._store.storage
         if self._transform.transforms:
             schema = storage.require_schema()
-            dtypes = [entry.dtype for entry in schema.fields]
-            rows = tensordict_of(Batch(list(schema.keys), dtypes, batch.arrays, batch.count), single=False)
+            rows = tensordict_of(batch_of(schema, batch.arrays), single=False)
             changed = self._to_batch(storage, rows, single=False)
             if changed is None:
                 return
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
-        options = WriteOptions(source, takes_priorities=self._style.takes_priorities(None), return_ids=True)
+        takes_priorities = self._style.takes_priorities(None)
+        options = WriteOptions(source, info, takes_priorities=takes_priorities, return_ids=True)
         proxy = self._store.proxy
         if proxy is not None:
             proxy.append(batch, options, storage.schema)
@@ -473,18 +484,17 @@ class Ingest(StorePart):
         """
         return RunReader(schema, self._store.storage.keys, columns)
 
-    def cut(self, source: str | None) -> None:
+    def cut(self, source: str | None, lanes: Sequence[int] | None = None) -> None:
         """End the open episodes of a stream of this session; see `RecorderTarget.cut`."""
         storage, proxy = self._store.storage, self._store.proxy
         if proxy is not None:
-            proxy.end(source, unnamed=source is None)
+            proxy.end(source, unnamed=source is None, lanes=lanes)
             return
         with storage.lock:
             table = storage.episodes
-            if source is None:
-                end_unnamed(storage, table.session)
-            elif table.joins.awaiting.isdisjoint(table.sources_named(source, session=table.session)):
-                end_episodes(storage, source, session=table.session)
+            named = [] if source is None else table.sources_named(source, session=table.session)
+            if table.joins.awaiting.isdisjoint(named):
+                end_stream(storage, source, session=table.session, lanes=lanes)
 
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
         """Return the readers of the schema, which the first rows fix. The caller holds the lock."""

@@ -7,7 +7,8 @@ batch, in the same way as `extend`. It draws no batches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -17,9 +18,11 @@ import torch
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
+from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
-from expstore.schema.schema import ARROW, OBJECT, Field, Schema
+from expstore.schema.row_selection import concatenate, pick
+from expstore.schema.schema import Field, Schema
 from expstore.storages.capabilities import RowAppending
 
 __all__ = ["Recorder", "RecorderTarget"]
@@ -39,8 +42,11 @@ class RecorderTarget(Protocol):
     def fix_fields(self, row: Mapping[str, Any]) -> Schema:
         """Fix the schema by the fields of one row, without writing the row; return the schema."""
 
-    def append_columns(self, batch: Batch, source: str | None) -> None:
-        """Append rows whose columns are in the schema's order."""
+    def read_step(self, values: Mapping[str, Any], *, single: bool) -> Batch:
+        """Convert a step to columns: one row, or one for each lane."""
+
+    def append_columns(self, batch: Batch, source: str | None, info: str = "") -> None:
+        """Append rows whose columns are in the schema's order, with facts about their episodes."""
 
     def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
         """Return an appender that is faster than `append_columns` while `is_plain`, or None."""
@@ -51,8 +57,8 @@ class RecorderTarget(Protocol):
     def is_plain(self, schema: Schema) -> bool:
         """Return whether only the storage has to process rows."""
 
-    def cut(self, source: str | None) -> None:
-        """End the open episodes of a stream of this session.
+    def cut(self, source: str | None, lanes: Sequence[int] | None = None) -> None:
+        """End the open episodes of a stream of this session, of some lanes or of all.
 
         Resumed episodes stay open until a row continues them.
         """
@@ -113,7 +119,9 @@ class Recorder:
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
-        self._block: _Block | None = None
+        self._block: _Block | _VariableBlock | None = None
+        #: Facts about the next episode of a lane, as JSON text; without lanes of lane 0.
+        self._facts: dict[int, str] = {}
         self._appender: RowAppending | None = None
         self._filled = 0
         self._closed = False
@@ -156,7 +164,7 @@ class Recorder:
             StateError: The recorder or the store is closed.
             StorageError: The disk failed. The step is kept; the next call or `flush` writes it.
         """
-        if self._filled == self._flush_steps:
+        if self._filled == self._flush_steps or (self._facts and self._filled):
             self.flush()  # the previous flush has failed
         if self._skips_resets:
             if self._lanes is None and self._ended:
@@ -173,11 +181,11 @@ class Recorder:
                 row = self._filled
             block.put(row, values, more)
         if valid is not None or self._lanes is not None:
-            block.set_valid(row, valid)
+            block.mask.set(row, valid)
         if self._skips_resets:
-            self._ended[...] = block.find_ended(row)
+            self._ended[...] = block.mask.only(row, block.find_ends(row))
         self._filled = row + 1
-        if self._filled == self._flush_steps:
+        if self._filled == self._flush_steps or self._facts:
             self.flush()
 
     def _find_steps(self, valid: Any) -> Any:
@@ -185,6 +193,11 @@ class Recorder:
         if self._lanes is None:
             return valid
         return ~self._ended if valid is None else np.asarray(valid, np.bool_) & ~self._ended
+
+    @property
+    def pending(self) -> int:
+        """Number of recorded steps that are not published yet."""
+        return self._filled
 
     def flush(self) -> None:
         """Publish the steps that were recorded since the last flush.
@@ -200,11 +213,14 @@ class Recorder:
             return
         self._filled = 0  # first, so that no step is written twice after an interruption
         try:
-            runs = block.runs if filled == self._flush_steps else None
-            if runs is not None and self._appender is not None and self._target.is_plain(block.schema):
-                block.set_done(filled)
-                if self._appender.append(self._source, runs.read()):
-                    return
+            if self._facts and not self._append_first_steps(block):
+                return
+            if isinstance(block, _Block) and block.runs is not None and filled == self._flush_steps:
+                runs, appender = block.runs, self._appender
+                if appender is not None and self._target.is_plain(block.schema):
+                    block.set_done(filled)
+                    if appender.append(self._source, runs.read()):
+                        return
             batch = block.batch(filled)
             if batch.count:
                 self._target.append_columns(batch, self._source)
@@ -212,14 +228,43 @@ class Recorder:
             self._filled = filled
             raise
 
-    def reset(self) -> None:
+    def _append_first_steps(self, block: _Block | _VariableBlock) -> bool:
+        """Append the first steps of the episodes that have facts; return whether the block has other rows."""
+        for lane, facts in list(self._facts.items()):
+            batch = block.batch(1, lane)
+            if batch.count:
+                self._target.append_columns(batch, self._source, facts)
+                del self._facts[lane]
+                if self._lanes is None:
+                    return False
+                block.mask.exclude(lane)
+        return True
+
+    def reset(
+        self,
+        lanes: Sequence[int] | None = None,
+        *,
+        info: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> None:
         """Cut the open episodes: the next step of each lane begins a new episode.
 
         Call it when an environment is reset during an episode.
+
+        Args:
+            lanes: Numbers of the lanes that are reset; None: all.
+            info: Facts about the episodes that begin, as in `episodes.annotate`: one mapping, or with several
+                lanes one for each lane of the recorder (None: no facts). They are stored with the first step
+                of the episode; the first steps of several lanes are then stored one after another.
+
+        Raises:
+            SchemaError: JSON cannot represent a fact; nothing was cut.
         """
+        chosen = range(self._lanes or 1) if lanes is None else lanes
+        facts = {lane: pack_info(info[lane] if isinstance(info, Sequence) else info) for lane in chosen}
         self.flush()
-        self._ended[...] = False
-        self._target.cut(self._source)
+        self._ended[... if lanes is None else list(lanes)] = False
+        self._target.cut(self._source, lanes)
+        self._facts = {lane: text for lane, text in (self._facts | facts).items() if text}
 
     def close(self) -> None:
         """Publish the recorded steps and cut the open episodes; a second call does nothing."""
@@ -238,7 +283,7 @@ class Recorder:
         with contextlib.suppress(ExpStoreError) if error is not None else contextlib.nullcontext():
             self.close()
 
-    def _find_block(self, values: tuple[Any, ...], more: Mapping[str, Any]) -> _Block:
+    def _find_block(self, values: tuple[Any, ...], more: Mapping[str, Any]) -> _Block | _VariableBlock:
         """Return the arrays for steps with these fields."""
         if self._closed:
             raise StateError("the recorder is closed", hint="make another one: rb.record()")
@@ -246,7 +291,12 @@ class Recorder:
         schema = self._target.schema()
         if schema is None:
             schema = self._target.fix_fields(_first_row(values, more, self._lanes))
-        _check_sizes(schema)
+        if schema.variable:
+            self._block = _VariableBlock(
+                schema, more.keys(), self._lanes, self._flush_steps, self._target.read_step
+            )
+            self._appender = None
+            return self._block
         appender = None if self._lanes is not None else self._target.row_appender(schema, self._flush_steps)
         memory = None if appender is None else appender.fields
         block = _Block(schema, values, more, self._lanes, self._flush_steps, memory)
@@ -254,16 +304,6 @@ class Recorder:
             block.runs = self._target.run_reader(schema, block.columns)
         self._block, self._appender = block, appender
         return block
-
-
-def _check_sizes(schema: Schema) -> None:
-    """Raise SchemaError if a field is variable-length."""
-    for entry in schema.fields:
-        if entry.dtype in (OBJECT, ARROW):
-            raise SchemaError(
-                f"field {key_name(entry.key)!r} is {entry}, but a recorder needs fields of a fixed size",
-                hint="use extend() or add()",
-            )
 
 
 def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | None) -> dict[str, Any]:
@@ -485,8 +525,8 @@ class _Block:
                 f"the step lacks fields of this store: {names}",
                 hint="pass them by name: step(..., **{'name.with.dots': value})",
             )
-        self._valid = np.ones((steps, lanes), np.bool_) if lanes is not None else None
-        self._lane_numbers: IntArray = np.tile(np.arange(lanes or 1), steps)
+        #: Which lanes make a step.
+        self.mask = _StepMask(lanes, steps)
         #: The columns of all steps. Shapes `(steps * lanes, *row shape)`.
         self.columns = self._flat(steps)
 
@@ -514,20 +554,10 @@ class _Block:
         for name, value in more.items():
             self._more[name].put(at, value)
 
-    def set_valid(self, at: int, valid: Any) -> None:
-        """Set which lanes make a step; None: all.
-
-        Raises:
-            SchemaError: There are no lanes.
-        """
-        if self._valid is None:
-            raise SchemaError("valid= requires several lanes", hint="do not call step() for a reset")
-        self._valid[at] = True if valid is None else valid
-
-    def find_ended(self, step: int) -> Array:
-        """Return which lanes end an episode in a step. Shape `(lanes,)`, or `()`."""
+    def find_ends(self, step: int) -> Array:
+        """Return in which lanes a step is terminated or truncated. Shape `(lanes,)`, or `()`."""
         ends: Array = self._terminated[step] | self._truncated[step]
-        return ends if self._valid is None else ends & self._valid[step]
+        return ends
 
     def set_done(self, steps: int) -> None:
         """Compute the flag `done` of the first steps from the other flags."""
@@ -547,24 +577,152 @@ class _Block:
             for column, entry in zip(self._columns, self.schema.fields, strict=True)
         ]
 
-    def batch(self, steps: int) -> Batch:
-        """Return the first steps as a batch."""
+    def batch(self, steps: int, lane: int | None = None) -> Batch:
+        """Return the first steps as a batch, of one lane or of all."""
         self.set_done(steps)
         columns = self.columns if steps == self._steps else self._flat(steps)
-        count, lanes = steps * (self._lanes or 1), None
-        if self._valid is not None:
-            lanes = self._lane_numbers[:count]
-            valid = self._valid[:steps].reshape(-1)
-            if not valid.all():
-                columns, lanes = [column[valid] for column in columns], lanes[valid]
-                count = lanes.size
+        return self.mask.batch_of(self.schema, columns, steps, lane)
+
+
+class _StepMask:
+    """Which lanes make the steps of a block.
+
+    Args:
+        lanes: As in `Recorder`.
+        steps: Number of steps.
+    """
+
+    __slots__ = ("_lanes", "_numbers", "_valid")
+
+    def __init__(self, lanes: int | None, steps: int) -> None:
+        self._lanes = lanes
+        self._valid = np.ones((steps, lanes or 1), np.bool_)
+        self._numbers: IntArray = np.tile(np.arange(lanes or 1), steps)
+
+    def set(self, step: int, valid: Any) -> None:
+        """Set which lanes make a step; None: all.
+
+        Raises:
+            SchemaError: There are no lanes.
+        """
+        if self._lanes is None:
+            raise SchemaError("valid= requires several lanes", hint="do not call step() for a reset")
+        self._valid[step] = True if valid is None else valid
+
+    def exclude(self, lane: int) -> None:
+        """Remove a lane from the first step."""
+        self._valid[0, lane] = False
+
+    def only(self, step: int, flags: Array) -> Array:
+        """Return flags, which are False for lanes that do not make a step. Shapes `(lanes,)`, or `()`."""
+        return flags if self._lanes is None else flags & self._valid[step]
+
+    def batch_of(self, schema: Schema, columns: Sequence[Any], steps: int, lane: int | None) -> Batch:
+        """Return the rows of the lanes that make the first steps.
+
+        Args:
+            schema: The fields.
+            columns: Their values, of all lanes. Shapes `(steps * lanes, *row shape)`.
+            steps: Number of steps.
+            lane: Number of the only lane; None: all lanes.
+        """
+        lanes, valid = self._numbers[: steps * (self._lanes or 1)], self._valid[:steps].reshape(-1)
+        if lane is not None:
+            valid = valid & (lanes == lane)
+        if not valid.all():
+            columns, lanes = [pick(column, valid) for column in columns], lanes[valid]
         return Batch(
             [],
             [],
-            columns,
-            count,
-            lanes=lanes,
+            list(columns),
+            lanes.size,
+            lanes=None if self._lanes is None else lanes,
             lane_count=self._lanes or 1,
-            arranged=self.schema,
+            arranged=schema,
             linked=False,
         )
+
+
+class _VariableBlock:
+    """The steps of a recorder between two flushes, if fields are of variable length.
+
+    Each step is converted to columns of its own, as a dict that `add` gets. This takes longer than `_Block`.
+
+    Args:
+        schema: The fields of the store.
+        names: Names of the additional fields of each step.
+        lanes: As in `Recorder`.
+        steps: Number of steps that fit.
+        read: Converts a step to columns; see `RecorderTarget.read_step`.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        names: Iterable[str],
+        lanes: int | None,
+        steps: int,
+        read: Callable[..., Batch],
+    ) -> None:
+        self.schema, self.mask = schema, _StepMask(lanes, steps)
+        #: The names of the additional fields.
+        self.names = {*names}
+        self._lanes, self._read = lanes, read
+        self._steps: list[list[Any]] = []
+        self._ends: list[Array] = []
+
+    def put_plain(self, *step: Any) -> bool:
+        """Return False: every step needs a conversion."""
+        return False
+
+    def put(self, at: int, values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
+        """Keep the values of a step.
+
+        Raises:
+            SchemaError: A value does not fit.
+        """
+        observation, action, reward, following, terminated, truncated = values
+        ends = np.asarray(terminated, np.bool_) | np.asarray(truncated, np.bool_)
+        flags = {"terminated": terminated, "truncated": truncated, "done": ends}
+        numbers: dict[Key, Any] = {
+            (_NEXT, name): value for name, value in (flags | {"reward": reward}).items()
+        }
+        numbers |= {(name,): np.zeros_like(ends) for name in _FLAGS}  # see `_Block`
+        row = {"observation": observation, "action": action, f"{_NEXT}.observation": following, **more}
+        for key, value in numbers.items():
+            if key in self.schema:
+                entry = self.schema[key]
+                lead = () if self._lanes is None else (self._lanes,)
+                row[key_name(key)] = _reshape(
+                    np.asarray(value, entry.numpy_dtype), (*lead, *entry.shape), key
+                )
+        batch = self._read(row, single=self._lanes is None)
+        columns = batch.columns(self.schema)
+        if batch.count != (self._lanes or 1):
+            raise SchemaError(
+                f"a step has values of {batch.count} lanes, and {self._lanes} lanes step together",
+                hint="the first dim of every value must be the lanes",
+            )
+        del self._steps[at:], self._ends[at:]
+        self._steps.append([np.array(part) if isinstance(part, np.ndarray) else part for part in columns])
+        self._ends.append(ends)
+
+    def find_ends(self, step: int) -> Array:
+        """Return in which lanes a step is terminated or truncated. Shape `(lanes,)`, or `()`."""
+        return self._ends[step]
+
+    def batch(self, steps: int, lane: int | None = None) -> Batch:
+        """Return the first steps as a batch, of one lane or of all."""
+        columns = [concatenate(parts) for parts in zip(*self._steps[:steps], strict=True)]
+        return self.mask.batch_of(self.schema, columns, steps, lane)
+
+
+def _reshape(array: Array, shape: tuple[int, ...], key: Key) -> Array:
+    """Return an array in another shape of the same size.
+
+    Raises:
+        SchemaError: It has another size.
+    """
+    if array.size != math.prod(shape):
+        raise SchemaError(f"{key_name(key)!r} has shape {[*shape]}, and a step has {_name(array)} for it")
+    return array.reshape(shape)

@@ -55,6 +55,7 @@ from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.schema.schema import Schema
 from expstore.storages.base import Hook
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.preview import render_view
 from expstore.storages.read_view import ReadView, build_closed_error, read_stable
 from expstore.storages.sessions import end_episodes
 from expstore.storages.snapshots.catalog import Version
@@ -1048,6 +1049,11 @@ class ReplayBuffer:
         room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
         sampler = self._sampling.sampler
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {sampler!r})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: fields, sizes and the first rows."""
+        storage = self._store.current()
+        return render_view(storage, type(self).__name__, [storage.kind, repr(self._sampling.sampler)])
 
     # -- storage, sampler, writer, transforms and random numbers ----------------------------------------
 

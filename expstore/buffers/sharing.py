@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from expstore.buffers.episodes import Episodes
@@ -23,7 +23,7 @@ from expstore.data.batch import Batch
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
-from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, resume
+from expstore.storages.sessions import end_episodes, end_sessions, end_stream, end_unnamed, resume
 
 __all__ = ["Sharing"]
 
@@ -140,9 +140,13 @@ class _Owner:
         facts = json.loads(changes) if changes else {}
         return json.dumps(Episodes(self._store).annotate(episode_id, **facts))
 
-    def end(self, session: SessionKey, source: str | None, *, unnamed: bool) -> None:
+    def end(
+        self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None
+    ) -> None:
         """End open episodes of a session."""
-        if unnamed:
+        if lanes is not None:
+            end_stream(self._store.storage, source, session=session, lanes=lanes)
+        elif unnamed:
             end_unnamed(self._store.storage, session)
         else:
             end_episodes(self._store.storage, source, session=session)

@@ -183,7 +183,7 @@ class StoreHandle:
         """Write through another process, which has the store open, from now on."""
         self.proxy = proxy
         if self._origin is not None:
-            self._origin = self._origin.shared()
+            self._origin = self._origin.to_shared()
 
     def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""

@@ -8,6 +8,7 @@ committed. `expstore.buffers.writing_server` is the other side.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,9 +112,11 @@ class WritingProxy:
             RemoteError: The owner does not answer.
             SchemaError: A field holds objects; or as `extend` raises it.
         """
-        key = NO_KEY if options.key is None else options.key.name + options.key.digest
+        key = NO_KEY
+        if options.key is not None:
+            key, options = options.key.name + options.key.digest, options._replace(key=None)
         with self._lock:
-            return Appended(*self._send_batch("append", batch, options._replace(key=None), schema, key)[1:])
+            return Appended(*self._send_batch("append", batch, options, schema, key)[1:])
 
     def fix_fields(self, batch: Batch) -> None:
         """Fix the fields of a store without rows by those of a row, which is not written."""
@@ -139,14 +142,16 @@ class WritingProxy:
         """Note facts about an episode, as JSON text; return all facts about it now."""
         return str(self._ask({"do": "annotate", "episode": episode_id, "changes": changes}).decode())
 
-    def end(self, source: str | None, *, unnamed: bool = False) -> None:
+    def end(self, source: str | None, *, unnamed: bool = False, lanes: Sequence[int] | None = None) -> None:
         """End open episodes of this session.
 
         Args:
             source: Name of the stream; None: all of them.
             unnamed: Without a source: only the unnamed stream.
+            lanes: Numbers of the stream's lanes; None: all lanes.
         """
-        self._ask({"do": "end", "source": source, "unnamed": unnamed})
+        told = {"do": "end", "source": source, "unnamed": unnamed}
+        self._ask(told | {"lanes": None if lanes is None else [*lanes]})
 
     def resume(self, source: str, *, check: bool) -> IntArray:
         """Adopt the episodes of an ended session; see `Episodes.resume`. Shape `(n,)`."""
@@ -164,30 +169,32 @@ class WritingProxy:
     def _send_batch(
         self, do: str, batch: Batch, options: WriteOptions, schema: Schema | None, key: bytes
     ) -> tuple[int, Any, bool]:
-        keys, dtypes, columns, loose = columns_of(batch)
-        if batch.lanes is not None:
-            columns = [*columns, batch.lanes]
         known = self._described
         if (
             known is not None
+            and do == "append"
             and known.schema is batch.arranged
             and known[1:5] == (batch.lane_count, batch.lanes is not None, batch.linked, options)
         ):
-            text, layouts = known.text, known.layouts
-        else:
-            layouts = layouts_of(columns)
-            told = {
-                "do": do, "schema": self._version_of(schema), "source": options.source, "info": options.info,
-                "checks_domain": options.checks_domain, "takes_priorities": options.takes_priorities,
-                "return_ids": options.return_ids, "columns": describe_layouts(layouts),
-            }  # fmt: skip
-            text = to_text(told | describe_batch(batch, keys, dtypes))
-            if batch.arranged is not None and do == "append":
-                self._described = _Described(
-                    batch.arranged, batch.lane_count, batch.lanes is not None, batch.linked, options, text,
-                    layouts,
-                )  # fmt: skip
-        tail = write_tail(loose) if loose else b""
+            columns = batch.arrays if batch.lanes is None else [*batch.arrays, batch.lanes]
+            call = Call(known.text, batch.count, 0, key)
+            return self._require_link().call(call, known.layouts, columns)
+        keys, dtypes, columns, loose = columns_of(batch)
+        if batch.lanes is not None:
+            columns = [*columns, batch.lanes]
+        layouts = layouts_of(columns)
+        told = {
+            "do": do, "schema": self._version_of(schema), "source": options.source, "info": options.info,
+            "checks_domain": options.checks_domain, "takes_priorities": options.takes_priorities,
+            "return_ids": options.return_ids, "columns": describe_layouts(layouts),
+        }  # fmt: skip
+        text = to_text(told | describe_batch(batch, keys, dtypes))
+        if batch.arranged is not None and do == "append" and not loose:
+            self._described = _Described(
+                batch.arranged, batch.lane_count, batch.lanes is not None, batch.linked, options, text,
+                layouts,
+            )  # fmt: skip
+        tail = write_tail(loose)
         return self._require_link().call(Call(text, batch.count, len(tail), key), layouts, columns, tail)
 
     def _version_of(self, schema: Schema | None) -> int:
@@ -266,10 +273,9 @@ class _Link:
         """
         self._number = number = self._number + 1
         slot, self._slot = self._slot, None
-        space = Slot.space_for(call, layouts)
         try:
-            if slot is None or slot.size < space:
-                slot = self._pass_slot(space)
+            if slot is None or not slot.has_space_for(call, layouts):
+                slot = self._pass_slot(Slot.space_for(call, layouts))
             length = slot.write_call(number, call, layouts, columns, tail)
             self._sock.send(CALL.pack(number, length))
             kind, size, outdated = self._receive(number)

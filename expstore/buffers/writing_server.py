@@ -14,7 +14,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,7 +60,9 @@ class Owner(Protocol):
     def annotate(self, episode_id: int, changes: str) -> str:
         """Note facts about an episode, as JSON text; return all facts about it."""
 
-    def end(self, session: SessionKey, source: str | None, *, unnamed: bool) -> None:
+    def end(
+        self, session: SessionKey, source: str | None, *, unnamed: bool, lanes: Sequence[int] | None
+    ) -> None:
         """End open episodes of a session."""
 
     def resume(self, session: SessionKey, source: str, *, check: bool) -> IntArray:
@@ -188,7 +190,7 @@ class _Loop:
         self._call_back()
 
     def leave_parent(self) -> None:
-        """Close all sockets: this is a forked child, which must not hold them open."""
+        """Close sockets and drop shared memory: this is a forked child, which must not hold them."""
         self._close()
 
     def _call_back(self) -> None:
@@ -233,7 +235,7 @@ class _Loop:
             elif descriptor is not None:
                 shared, descriptor = SharedMemory(descriptor), None
                 worker.slot = Slot(shared.memory)
-        except StorageError as exc:  # it does not keep to the protocol
+        except Exception as exc:  # it does not keep to the protocol; the others are served on
             _log.warning("a process that writes through this one was disconnected: %s", exc)
             self._drop(worker)
         finally:
@@ -325,6 +327,7 @@ class _Loop:
         self._listener.close()
         for worker in self._workers.values():
             worker.sock.close()
+        self._workers = {}  # and their memory
         self._wake.close()
         self._woken.close()
 
@@ -345,7 +348,7 @@ def _parse(text: bytes, session: SessionKey) -> _Parsed:
             told["return_ids"],
         )  # fmt: skip
         return _Parsed(told, layouts, BatchReader(told, layouts), options)
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise StorageError(f"the text of a call cannot be read: {exc!r}") from exc
 
 
@@ -367,7 +370,7 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
     elif do == "annotate":
         return owner.annotate(told["episode"], told["changes"])
     elif do == "end":
-        owner.end(worker.session, told["source"], unnamed=told["unnamed"])
+        owner.end(worker.session, told["source"], unnamed=told["unnamed"], lanes=told["lanes"])
     elif do == "resume":
         return owner.resume(worker.session, told["source"], check=told["check"])
     elif do == "flush":

@@ -23,6 +23,7 @@ from expstore.cli import checks, export, migrate, reshape, retain, serve, snapsh
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
 from expstore.cli.datasets import datasets
+from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
@@ -32,6 +33,7 @@ from expstore.errors import (
     ExpStoreError,
     LockedError,
     MigrationError,
+    NotFoundError,
     SchemaError,
     StateError,
     StorageError,
@@ -64,12 +66,6 @@ Stores = Annotated[
         callback=to_local, autocompletion=complete_store, metavar="PATH", help="The folders of the stores."
     ),
 ]
-
-
-class Policy(StrEnum):
-    """How `collect` chooses actions."""
-
-    random = "random"
 
 
 class Layout(StrEnum):
@@ -184,6 +180,10 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
         return _Trouble(
             USAGE, "usage", "this format needs h5py, which is missing", "pip install 'expstore[h5]'"
         )
+    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("matplotlib"):
+        return _Trouble(
+            USAGE, "usage", "a picture needs matplotlib, which is missing", "pip install 'expstore[plot]'"
+        )
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, OSError):
@@ -245,7 +245,17 @@ def collect(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed for environments and actions.")] = None,
-    policy: Annotated[Policy, typer.Option(help="How actions are chosen.")] = Policy.random,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How actions are chosen: random, or module:function, which takes a batch of observations; "
+            "the module may be in this folder.",
+        ),
+    ] = "random",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that collect, each in --envs environments. 0: this one.")
+    ] = 0,
     autoreset: Annotated[
         Autoreset, typer.Option(help="When an environment is reset after an episode; the rows are the same.")
     ] = Autoreset.next_step,
@@ -257,6 +267,7 @@ def collect(
     from expstore.storages.format.manifest import MANIFEST, Manifest
 
     disk = Disk()
+    chosen = _find_policy(policy)
     with (
         _Interrupts() as interrupts,
         contextlib.closing(_environments(env, envs, autoreset)) as lanes,
@@ -270,11 +281,12 @@ def collect(
         with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None, meta=meta) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
+            lane_count = max(1, workers) * envs
             typer.echo(
-                f"collecting {env} in {envs} lanes into {path}, which holds {len(rb):,} rows", err=True
+                f"collecting {env} in {lane_count} lanes into {path}, which holds {len(rb):,} rows", err=True
             )
             try:
-                stored = _collect(lanes, rb, steps, seed, interrupts)
+                stored = _collect(env, lanes, chosen, rb, steps, seed, workers, interrupts)
             except SchemaError as exc:
                 raise SchemaError(
                     f"{path} has other fields than {env}: {exc.message}", hint="choose another store"
@@ -312,8 +324,30 @@ def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
         raise typer.BadParameter(f"cannot make {env}: {exc}", param_hint="ENV") from exc
 
 
+def _find_policy(name: str) -> Any:
+    """Return the policy of this name; None: random actions."""
+    from expstore.collectors.policies import load_policy
+
+    if name == "random":
+        return None
+    sys.path.insert(0, "")  # modules in the working directory, as `python -m` finds them
+    try:
+        return load_policy(name)
+    except NotFoundError as exc:
+        raise typer.BadParameter(
+            f"{exc.message}; {exc.hint}" if exc.hint else exc.message, param_hint="--policy"
+        ) from exc
+
+
 def _collect(
-    lanes: AnyVectorEnv, rb: ReplayBuffer, steps: int, seed: int | None, interrupts: _Interrupts
+    env: str,
+    lanes: AnyVectorEnv,
+    policy: Any,
+    rb: ReplayBuffer,
+    steps: int,
+    seed: int | None,
+    workers: int,
+    interrupts: _Interrupts,
 ) -> int:
     """Store at least `steps` transitions, fewer if interrupted; return their number."""
     import numpy as np
@@ -324,17 +358,22 @@ def _collect(
     if seed is not None and rb.write_count:
         # With the same seed the same episodes would be collected again.
         seed = int(np.random.SeedSequence([seed, rb.write_count]).generate_state(1)[0])
-    before = rb.write_count
+    before, stored = rb.write_count, 0
     block = lanes.num_envs * STEPS_PER_LANE
-    with show_progress("collecting", "rows") as progress:
-        # None: random actions, so far the only policy
-        with Collector(lanes, None, rb, steps_per_lane=STEPS_PER_LANE, seed=seed) as collector:
-            blocks = iter(collector)
-            stored = 0
-            while stored < steps and not interrupts.seen:
-                left = steps - stored
-                stored += next(blocks) if left >= block else collector.collect(left)
-                progress(min(stored, steps), steps)
+    source: Any = env if workers else lanes
+    mode = lanes.metadata["autoreset_mode"]
+    with (
+        show_progress("collecting", "rows") as tell,
+        Collector(
+            source, policy, rb, workers=workers, lanes=lanes.num_envs if workers else None,
+            steps_per_lane=STEPS_PER_LANE, autoreset_mode=mode, seed=seed,
+        ) as collector,
+    ):  # fmt: skip
+        blocks = iter(collector)
+        while stored < steps and not interrupts.seen:
+            left = steps - stored
+            stored += next(blocks) if workers or left >= block else collector.collect(left)
+            tell(min(stored, steps), steps)
     return rb.write_count - before
 
 
@@ -471,6 +510,13 @@ def sql(
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv shows all", err=True)
     return 0
 
+
+# -- episode ---------------------------------------------------------------------------------------
+
+app.command(
+    epilog="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
+    "steps; it needs matplotlib: pip install 'expstore[plot]'."
+)(episode)
 
 # -- fields ----------------------------------------------------------------------------------------
 

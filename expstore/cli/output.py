@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from expstore.core.tables import size_text
+
 if TYPE_CHECKING:
     from expstore.sql.result import Result
 
@@ -159,14 +161,6 @@ def _print_rich(
     console.print(table)
     if fitting < len(head):
         typer.echo(f"too narrow for {', '.join(head[fitting:])}; name the columns you want", err=True)
-
-
-def size_text(count: int) -> str:
-    """Format a number of bytes for people."""
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}" if size < 1000 else f"{size:,.0f} {units[0]}"
 
 
 def iso_text(seconds: float | None) -> str | None:

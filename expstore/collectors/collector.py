@@ -6,7 +6,6 @@ It owns either a `LaneCollector` or the `Workers`, and the environments and the 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,15 @@ from torch import nn
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.environments import make_lanes, maker_of
-from expstore.collectors.lanes import LaneCollector, TransitionSink, check_mode, check_steps
+from expstore.collectors.lanes import LaneCollector, TransitionSink, check_steps
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, check_policy
+from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
 from expstore.episodes.annotations import pack_info
 from expstore.errors import StateError
+from expstore.exchange.progress_bar import show_progress
 
 __all__ = ["Collector"]
 
@@ -267,26 +268,18 @@ class Collector:
 
     @contextlib.contextmanager
     def _show(self, steps: int) -> Iterator[_Show | None]:
-        """Show a bar of so many steps, if that is wanted and there is a terminal."""
-        if not self._shows_progress or not sys.stderr.isatty():
+        """Show a bar of so many steps, if that is wanted; yield what updates it."""
+        if not self._shows_progress:
             yield None
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        mean: float | None = None
+        note = lambda: "" if mean is None else f"mean return {mean:.1f}"  # noqa: E731
+        with show_progress("collecting", "rows", note=note) as tell:
 
-        text = TextColumn("{task.fields[speed]} {task.fields[mean]}")
-        columns = (TextColumn("collecting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=steps, speed="", mean="")
-
-            def show(stored: int, mean: float | None) -> None:
-                speed = bar.tasks[0].speed
-                bar.update(
-                    task,
-                    completed=stored,
-                    speed="" if speed is None else f"{speed:,.0f} steps/s",
-                    mean="" if mean is None else f"return {mean:.1f}",
-                )
+            def show(stored: int, recent: float | None) -> None:
+                nonlocal mean
+                mean = recent
+                tell(stored, steps)
 
             yield show
 

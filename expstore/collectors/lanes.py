@@ -6,10 +6,8 @@ does not close the environment or the buffer.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -21,22 +19,26 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.buffers.domain_checks import select_specs
-from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.environments import AnyVectorEnv
+from expstore.collectors.space_fields import (
+    SpaceField,
+    autoreset_mode_of,
+    describe_rows,
+    fields_of,
+    find_specs,
+    put_final,
+    read_values,
+)
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
-from expstore.specs import Categorical, TensorSpec, Unbounded
-from expstore.specs.gymnasium_spaces import from_space
+from expstore.specs import TensorSpec
 
 __all__ = [
     "LaneCollector",
     "Numbering",
     "TransitionSink",
-    "check_mode",
     "check_steps",
     "count_from",
-    "describe_rows",
 ]
 
 BoolArray = NDArray[np.bool_]
@@ -150,7 +152,7 @@ class LaneCollector:
         if policy is not None and not callable(policy):
             raise TypeError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
         self._env = _as_vector(env)
-        self._mode = _autoreset_mode(self._env, autoreset_mode)
+        self._mode = autoreset_mode_of(self._env, autoreset_mode)
         self._rb = rb
         self._source = source
         self._seed = seed
@@ -160,8 +162,8 @@ class LaneCollector:
         self._number, self._pass_specs = numbering, pass_specs
         #: Returns of the episodes that ended, in the order in which they ended; callers clear it.
         self.finished: list[float] = []
-        self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
-        self._action_leaves = _leaves(self._env.single_action_space, ("action",))
+        self._observation_leaves = fields_of(self._env.single_observation_space, ("observation",))
+        self._action_leaves = fields_of(self._env.single_action_space, ("action",))
         self._act = _RandomActions(self._env, seed) if policy is None else _ignore_resets(policy)
         self._steps_per_lane = steps_per_lane
         self._block = self._new_block()
@@ -250,9 +252,9 @@ class LaneCollector:
         lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
         self._reset_lanes()
         # Stored before the policy gets it, as the policy may change the arrays in place.
-        block.put(_columns(self._observation, leaves, lanes, "the environment"))
+        block.put(read_values(self._observation, leaves, lanes, "the environment"))
         resets = self._ended & (self._mode is AutoresetMode.NEXT_STEP)
-        action = _columns(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
+        action = read_values(self._act(self._observation, resets), self._action_leaves, lanes, "the policy")
         _check_range(action, self._action_leaves)
         block.put(action)
 
@@ -260,9 +262,9 @@ class LaneCollector:
         nested = _nest(self._env.single_action_space, ("action",), action)
         observation, reward, terminated, truncated, info = self._env.step(nested)
         ended = np.asarray(terminated, dtype=np.bool_) | np.asarray(truncated, dtype=np.bool_)
-        following = _columns(observation, leaves, lanes, "the environment")
+        following = read_values(observation, leaves, lanes, "the environment")
         if self._mode is AutoresetMode.SAME_STEP and ended.any():
-            following = _with_final(following, leaves, ended, info)
+            following = put_final(following, leaves, ended, info)
         block.put(following, prefix=("next",))
         block.put_outcome(reward, done=ended, terminated=terminated, truncated=truncated)
         block.commit(~resets, self._fresh & ~resets)
@@ -296,8 +298,8 @@ class LaneCollector:
     def _merge(self, fresh: Any) -> Any:
         """Return the current observations, with those of the ended lanes replaced from `fresh`."""
         lanes, leaves = self._env.num_envs, self._observation_leaves
-        merged = _columns(self._observation, leaves, lanes, "the environment")
-        for key, column in _columns(fresh, leaves, lanes, "the environment").items():
+        merged = read_values(self._observation, leaves, lanes, "the environment")
+        for key, column in read_values(fresh, leaves, lanes, "the environment").items():
             merged[key] = merged[key].copy()
             merged[key][self._ended] = column[self._ended]
         return _nest(self._env.single_observation_space, ("observation",), merged)
@@ -324,50 +326,23 @@ class LaneCollector:
                     self._trajectory = trajectory
                     self._next_trajectory = base + block.rows
             if not self._described:
-                self._describe()
+                self._described = True
+                specs = find_specs(self._observation_leaves, self._action_leaves)
+                if self._pass_specs is not None:
+                    self._pass_specs(specs)
+                else:
+                    describe_rows(self._rb, specs)
         elif block.full:
             self._block = self._new_block()
         return block.rows
-
-    def _describe(self) -> None:
-        """Store the specs of the environment's fields in the buffer, unless it has specs.
-
-        Only fields that are stored unchanged get specs: a transform may change the others.
-        """
-        self._described = True
-        specs = _specs_of(self._observation_leaves, self._action_leaves)
-        if self._pass_specs is not None:
-            self._pass_specs(specs)
-        elif isinstance(self._rb, ReplayBuffer):
-            describe_rows(self._rb, specs)
-
-
-def describe_rows(rb: ReplayBuffer, specs: Mapping[Key, TensorSpec]) -> None:
-    """Store specs of fields, unless the buffer has specs; those that do not fit the fields are left out."""
-    if rb.schema is not None and rb.specs is None:
-        found = select_specs(dict(specs), rb.schema)
-        if not found.is_empty():
-            rb.set_specs(found)
-
-
-def _specs_of(observation: list[_Leaf], action: list[_Leaf]) -> dict[Key, TensorSpec]:
-    """Return the specs of the fields that a collector stores."""
-    found: dict[Key, TensorSpec] = {}
-    for leaf in (*action, *observation):
-        with contextlib.suppress(TypeError, ValueError):  # a custom space
-            found[leaf.key] = from_space(leaf.space)
-    found |= {("next", *leaf.key): found[leaf.key] for leaf in observation if leaf.key in found}
-    found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
-    for flag in _FLAGS:
-        found[(flag,)] = found["next", flag] = Categorical(2, shape=(1,), dtype=torch.bool)
-    found["collector", "traj_ids"] = Unbounded((), dtype=torch.int64)
-    return found
 
 
 class _Block:
     """Up to K steps of every lane: columns of shape (lanes, K, ...), and flags of which are transitions."""
 
-    def __init__(self, lanes: int, steps: int, observation: list[_Leaf], action: list[_Leaf]) -> None:
+    def __init__(
+        self, lanes: int, steps: int, observation: list[SpaceField], action: list[SpaceField]
+    ) -> None:
         def column(*shape: int, dtype: Any = np.bool_) -> Array:
             return np.zeros((lanes, steps, *shape), dtype=dtype)
 
@@ -427,51 +402,6 @@ class _Block:
         return batch, ids[:, -1].copy()
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One array of a space: its position, and the shape and dtype of one lane's value.
-
-    Args:
-        path: Keys and positions that lead to it in a nested value.
-        key: The field in which it is stored.
-        space: The space.
-    """
-
-    path: tuple[Any, ...]
-    key: Key
-    space: spaces.Space[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.space.shape or ())
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.space.dtype)
-
-    def pick(self, value: Any) -> Any:
-        for part in self.path:
-            value = value[part]
-        return value
-
-
-def _leaves(space: spaces.Space[Any], key: Key, path: tuple[Any, ...] = ()) -> list[_Leaf]:
-    """Return the arrays of which a value of `space` consists."""
-    parts: list[tuple[Any, spaces.Space[Any]]]
-    if isinstance(space, spaces.Dict):
-        parts = list(space.spaces.items())
-    elif isinstance(space, spaces.Tuple):
-        parts = list(enumerate(space.spaces))
-    elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
-        raise ValueError(
-            f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape; "
-            "wrap the environment so that it returns arrays"
-        )
-    else:
-        return [_Leaf(path, key, space)]
-    return [leaf for name, part in parts for leaf in _leaves(part, (*key, str(name)), (*path, name))]
-
-
 def _nest(space: spaces.Space[Any], key: Key, columns: dict[Key, Array]) -> Any:
     """Return `columns` nested as `space` nests them; the inverse of `_columns`."""
     if isinstance(space, spaces.Dict):
@@ -481,30 +411,7 @@ def _nest(space: spaces.Space[Any], key: Key, columns: dict[Key, Array]) -> Any:
     return columns[key]
 
 
-def _columns(value: Any, leaves: list[_Leaf], lanes: int, whose: str) -> dict[Key, Array]:
-    """Return the arrays of a batch by key, each of shape (lanes, ...) and in its space's dtype."""
-    columns = {}
-    for leaf in leaves:
-        try:
-            part = leaf.pick(value)
-            array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
-        except (KeyError, IndexError, TypeError, ValueError) as exc:
-            raise SchemaError(
-                f"{whose} returned no array for {key_name(leaf.key)!r}, but a {type(value).__name__}: {exc}",
-                hint="return a batch of all lanes, nested like the space",
-            ) from exc
-        expected = (lanes, *leaf.shape)
-        if array.shape != expected or not np.can_cast(array.dtype, leaf.dtype, casting="same_kind"):
-            raise SchemaError(
-                f"{whose} returned {key_name(leaf.key)!r} as {array.dtype} {array.shape}, "
-                f"its space says {leaf.dtype} {expected}",
-                hint="the first dimension must be the lanes",
-            )
-        columns[leaf.key] = array.astype(leaf.dtype, copy=False)
-    return columns
-
-
-def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
+def _check_range(actions: dict[Key, Array], leaves: list[SpaceField]) -> None:
     """Refuse actions that do not exist. A Box is only checked for NaN, as many policies exceed its bounds."""
     for leaf in leaves:
         action, space = actions[leaf.key], leaf.space
@@ -522,26 +429,6 @@ def _check_range(actions: dict[Key, Array], leaves: list[_Leaf]) -> None:
             )
 
 
-def _with_final(
-    columns: dict[Key, Array], leaves: list[_Leaf], ended: BoolArray, info: dict[str, Any]
-) -> dict[Key, Array]:
-    """Replace the observations of ended lanes, which belong to the next episode, by the last ones."""
-    if "final_obs" not in info:
-        raise SchemaError(
-            "an episode ended, but the environment returned no info['final_obs'], which SAME_STEP requires",
-            hint="pass autoreset_mode= if it resets in another way",
-        )
-    final = info["final_obs"]
-    # gymnasium has one value per lane; other vector environments return a batch.
-    per_lane = isinstance(final, np.ndarray) and final.dtype == object
-    merged = {}
-    for leaf in leaves:
-        merged[leaf.key] = columns[leaf.key].copy()
-        for lane in np.flatnonzero(ended):
-            merged[leaf.key][lane] = leaf.pick(final[lane]) if per_lane else leaf.pick(final)[lane]
-    return merged
-
-
 class _RandomActions:
     """Random actions, one seeded stream per lane.
 
@@ -555,7 +442,7 @@ class _RandomActions:
             # Hashed, since the environment of this lane is seeded with seed + lane itself.
             mixed = None if seed is None else np.random.SeedSequence([seed, lane]).generate_state(1)
             space.seed(None if mixed is None else int(mixed[0]))
-        self._leaves = _leaves(self._space, ("action",))
+        self._leaves = fields_of(self._space, ("action",))
         self._last = [space.sample() for space in self._lanes]
 
     def __call__(self, observation: Any, resets: BoolArray) -> Any:
@@ -585,29 +472,3 @@ def check_steps(steps_per_lane: int) -> None:
     """Raise ValueError if a block would have no steps."""
     if steps_per_lane < 1:
         raise ValueError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")
-
-
-def check_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Return an autoreset mode by its name.
-
-    Raises:
-        ValueError: There is no such mode.
-    """
-    try:
-        return AutoresetMode(mode)
-    except ValueError as exc:
-        raise ValueError(f"{exc}; the autoreset mode is one of {_MODES}") from exc
-
-
-def _autoreset_mode(env: AnyVectorEnv, given: str | AutoresetMode | None) -> AutoresetMode:
-    """Return the autoreset mode of `env`, from its metadata or from the caller."""
-    declared = env.metadata.get("autoreset_mode")
-    if declared is None and given is None:
-        raise ValueError(
-            f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
-            f"pass autoreset_mode=, one of {_MODES}"
-        )
-    modes = [check_mode(mode) for mode in (declared, given) if mode is not None]
-    if modes[0] is not modes[-1]:
-        raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
-    return modes[0]

@@ -22,9 +22,10 @@ import torch
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.environments import EnvMaker, make_lanes
-from expstore.collectors.lanes import LaneCollector, count_from, describe_rows
+from expstore.collectors.lanes import LaneCollector, count_from
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, Weights, weights_of
+from expstore.collectors.space_fields import describe_rows
 from expstore.errors import StateError
 
 __all__ = ["Workers"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
 import weakref
 from typing import Any
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 from expstore.disk.files import File
 from expstore.errors import StorageError
 
-__all__ = ["AddressRange"]
+__all__ = ["PAGE_BYTES", "AddressRange"]
+
+#: Size of a page of memory, bytes.
+PAGE_BYTES = resource.getpagesize()
 
 _PROT_READ = 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10

@@ -214,29 +214,32 @@ class Waiter:
     """Wait until one of several sockets can be read."""
 
     def __init__(self) -> None:
-        self._fds: NDArray[np.void] = np.zeros(0, _POLL)
+        self.watch(())
 
     def watch(self, descriptors: Sequence[int]) -> None:
         """Wait for these from now on."""
-        self._fds = np.zeros(len(descriptors), _POLL)
-        self._fds["fd"], self._fds["events"] = descriptors, _POLLIN
+        self._descriptors = tuple(descriptors)
+        fds = np.zeros(len(descriptors), _POLL)
+        fds["fd"], fds["events"] = descriptors, _POLLIN
+        self._found: NDArray[np.int16] = fds["revents"]
+        self._address = fds.ctypes.data
 
     def wait(self) -> list[int]:
         """Wait; return the descriptors that can be read, or whose other end is closed.
 
         None are returned if a signal ended the wait.
         """
-        count = _waits.poll(self._fds.ctypes.data, len(self._fds), -1)
+        count = _waits.poll(self._address, len(self._descriptors), -1)
         return self._ready() if count > 0 else []
 
     def look(self) -> list[int]:
         """Return what `wait` would return, without waiting and without giving up the GIL."""
-        count = _keeps.poll(self._fds.ctypes.data, len(self._fds), 0)
+        count = _keeps.poll(self._address, len(self._descriptors), 0)
         return self._ready() if count > 0 else []
 
     def _ready(self) -> list[int]:
-        found: list[int] = self._fds["fd"][self._fds["revents"] != 0].tolist()
-        return found
+        found = self._found.tolist()
+        return [number for number, events in zip(self._descriptors, found, strict=True) if events]
 
 
 def close_descriptor(descriptor: int) -> None:

@@ -21,8 +21,10 @@ __all__ = ["SharedMemory"]
 class SharedMemory:
     """A mapping of anonymous memory that a descriptor passes to another process.
 
-    The memory cannot shrink: if it could, a process that reads it would be killed by SIGBUS. A forked child
-    does not inherit the mapping. Pages take memory once they are written to.
+    The memory cannot shrink: if it could, a process that reads it would be killed by SIGBUS. Pages take
+    memory once they are written to. A forked child inherits the mapping, and should drop this object. (Not to
+    let it inherit the mapping, by MADV_DONTFORK, would be worse: when the object is freed there, it unmaps
+    addresses at which the child may have other memory by then.)
 
     Args:
         descriptor: Of the memory; it is closed when this returns. None: make new memory.
@@ -38,8 +40,7 @@ class SharedMemory:
             fd = _create(size) if descriptor is None else descriptor
             try:
                 _check_sealed(fd)
-                self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-                self._map.madvise(mmap.MADV_DONTFORK)
+                memory = mmap.mmap(fd, os.fstat(fd).st_size)
             except BaseException:
                 os.close(fd)
                 raise
@@ -50,7 +51,7 @@ class SharedMemory:
         else:
             os.close(fd)
         #: All bytes. Shape `(size,)`.
-        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
 
     def pass_descriptor(self) -> int:
         """Return the descriptor of new memory, for one other process; call `forget_descriptor` after that."""

@@ -9,7 +9,7 @@ import re
 
 from expstore.errors import SchemaError
 
-__all__ = ["lane_names", "stream_of"]
+__all__ = ["lane_names", "lane_of", "stream_of"]
 
 _LANE = re.compile(r".+//\d+")
 
@@ -41,6 +41,11 @@ def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
 def stream_of(name: str) -> str:
     """Return the name of the stream to which a source belongs as a lane."""
     return name.rpartition("//")[0] if _LANE.fullmatch(name) else name
+
+
+def lane_of(name: str) -> int:
+    """Return the number of the lane that a source is in its stream."""
+    return int(name.rpartition("//")[2]) if _LANE.fullmatch(name) else 0
 
 
 def _is_name(source: object) -> bool:

@@ -40,7 +40,7 @@ from expstore.episodes.segmentation import (
     cut_lane,
 )
 from expstore.episodes.sessions import End, NewSource, Resume, Session, SessionKey
-from expstore.episodes.sources import lane_names, stream_of
+from expstore.episodes.sources import lane_names, lane_of, stream_of
 
 __all__ = [
     "HAS_TRAJECTORY",
@@ -436,6 +436,24 @@ class EpisodeTable:
             if session == key or (session is None and not known.ended)
             for name, number in known.named.items()
             if stream_of(name) == source
+        ]
+
+    def sources_of_lanes(self, source: str | None, lanes: Collection[int], session: SessionKey) -> list[int]:
+        """Return the numbers of the sources of some lanes of a session's stream.
+
+        Args:
+            source: The name that the user gave; None: the unnamed stream.
+            lanes: Numbers of the lanes.
+            session: Key of the session.
+        """
+        known = self._sessions.get(session)
+        if known is None:
+            return []
+        names = known.unnamed if source is None else known.named
+        return [
+            number
+            for name, number in names.items()
+            if source in (None, stream_of(name)) and lane_of(name) in lanes
         ]
 
     def newest_ended(self, source: str) -> Session | None:

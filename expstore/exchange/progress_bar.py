@@ -29,12 +29,15 @@ def show_nothing(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
 
 
 @contextlib.contextmanager
-def show_progress(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
+def show_progress(
+    what: str, unit: Unit = "bytes", *, note: Callable[[], str] | None = None
+) -> Iterator[Tell]:
     """Show a bar on the terminal, or nothing if standard error is not a terminal.
 
     Args:
         what: The title.
         unit: The unit of the amounts.
+        note: Returns a text that is shown at the end of the line; None: nothing is.
     """
     from rich.console import Console
     from rich.progress import (
@@ -53,11 +56,15 @@ def show_progress(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
         def render(self, task: Task) -> Text:
             return Text("" if task.speed is None else f"{task.speed:,.0f} {unit}/s")
 
+    class Note(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if note is None else note())
+
     # Not `console.is_terminal`: with FORCE_COLOR it is true for a pipe.
     console, is_terminal = Console(stderr=True), sys.stderr.isatty()
     much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     rate = (Rate(),) if unit == "rows" else ()
-    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn(), Note())
     with Progress(*columns, console=console, disable=not is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown

@@ -217,15 +217,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
             StorageError: The disk failed.
         """
         self._steps.add(
-            self._shaped(obs),
+            self._reshape(obs),
             np.asarray(action).reshape(self.n_envs, self.action_dim),
             reward,
-            self._shaped(next_obs),
+            self._reshape(next_obs),
             done,
             _read_timeouts(infos, self.n_envs),
         )
 
-    def _shaped(self, observation: Any) -> Any:
+    def _reshape(self, observation: Any) -> Any:
         """Return observations with the shapes of samples: those of discrete spaces get a dim."""
         if isinstance(self.obs_shape, dict):
             return {

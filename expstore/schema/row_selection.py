@@ -1,6 +1,6 @@
-"""Select rows of a column: an array, or an Arrow array.
+"""Select and join rows of a column: an array, or an Arrow array.
 
-Used wherever columns of a batch are cut. The rows are copied.
+Used wherever columns of a batch are cut or joined. The rows are copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from expstore.core.values import Array
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 
-__all__ = ["in_shape", "no_rows", "pick"]
+__all__ = ["concatenate", "in_shape", "no_rows", "pick"]
 
 
 def pick(column: Any, rows: Array) -> Any:
@@ -28,6 +28,21 @@ def pick(column: Any, rows: Array) -> Any:
         return column[rows]
     numbers = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
     return column.take(numbers)
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Return columns of a field one after another.
+
+    Args:
+        parts: Arrays of shape `(n, *row shape)`, or pyarrow Arrays; at least one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    import pyarrow as pa
+
+    return pa.concat_arrays(parts)
 
 
 def no_rows(entry: Field) -> Any:

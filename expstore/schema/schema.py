@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.tables import Table, build_table, render_card, size_text
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.arrow_types import check_text, describe
@@ -48,6 +49,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "complex64": np.dtype("<c8"),
     OBJECT: np.dtype("O"),
 }
+
+#: Number of fields that a notebook lists.
+_LISTED_FIELDS = 30
 
 #: Blanks are allowed only inside: some file systems strip them at the end of a name.
 _COMPONENT = re.compile(r"(?! )[A-Za-z0-9_.\- ]{1,100}(?<! )")
@@ -207,6 +211,24 @@ class Schema:
 
     def __repr__(self) -> str:
         return "Schema(" + ", ".join(f"{key_name(f.key)}: {f}" for f in self.fields) + ")"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the fields."""
+        facts = [f"{len(self.fields)} fields", f"{size_text(self.row_bytes)} a row"]
+        if self.variable:
+            facts.append(f"and {len(self.variable)} fields of variable length")
+        return render_card(type(self).__name__, facts, [self.tabulate()])
+
+    def tabulate(self) -> Table:
+        """Return the fields as a table for people; of many fields the first ones."""
+        rows = [
+            (key_name(entry.key), str(entry), "", None)
+            if entry.variable
+            else (key_name(entry.key), entry.dtype, str(list(entry.shape)), entry.row_bytes)
+            for entry in self.fields[:_LISTED_FIELDS]
+        ]
+        names = ("field", "dtype", "shape", "bytes a row")
+        return build_table(names, rows, total=len(self.fields), what="fields")
 
     def place(self, key: Key) -> int:
         """Return the position of a field, or -1 if the schema does not have it."""

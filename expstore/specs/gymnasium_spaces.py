@@ -15,9 +15,10 @@ import torch
 from expstore import specs
 from expstore.specs.base import TensorSpec
 
-__all__ = ["from_space", "to_space"]
+__all__ = ["WITHOUT_SPEC", "from_space", "to_space"]
 
-_REFUSED = {
+#: Kinds of spaces whose values have no fixed shape, with the reason.
+WITHOUT_SPEC = {
     "Text": "its values are text of any length, not tensors",
     "Graph": "its values are graphs of any size, not tensors",
     "Sequence": "its values have any length; pad them to a fixed one in the environment",
@@ -49,7 +50,7 @@ def from_space(space: Any) -> Any:
         return specs.Composite({str(key): from_space(part) for key, part in space.spaces.items()})
     if "Tuple" in names:
         return specs.Composite({str(place): from_space(part) for place, part in enumerate(space.spaces)})
-    for name, reason in _REFUSED.items():
+    for name, reason in WITHOUT_SPEC.items():
         if name in names:
             raise ValueError(f"there is no spec for a {name} space: {reason}")
     if "Box" in names:

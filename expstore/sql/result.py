@@ -14,15 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expstore.core.tables import ITEMS, PREVIEW_ROWS, ListHead, Table, build_table, render_card
 from expstore.disk.local_path import local_path
 from expstore.errors import StorageError
 
 __all__ = ["Result"]
-
-_PREVIEW_ROWS = 10
-_WIDTH = 100
-_CELL = 28
-_ITEMS = 3
 
 
 class Result:
@@ -102,19 +98,17 @@ class Result:
         return iter(self.fetchall())
 
     def __repr__(self) -> str:
-        names = [_elide(name) for name in self.columns]
-        rows = [
-            [_elide(_short(value)) for value in row] for row in _tuples(self._table.slice(0, _PREVIEW_ROWS))
-        ]
-        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-        fitting = max(1, sum(sum(widths[: k + 1]) + 2 * k <= _WIDTH for k in range(len(widths))))
-        lines = ["  ".join(map(str.ljust, row[:fitting], widths)).rstrip() for row in (names, *rows)]
-        more = [f"{len(self)} rows"] if len(self) > _PREVIEW_ROWS else []
-        if fitting < len(names):
-            more.append(
-                f"{len(names) - fitting} more columns: {_elide(', '.join(self.columns[fitting:]), _WIDTH)}"
-            )
-        return "\n".join(lines + ["... " + ", ".join(more)] * bool(more))
+        return self._preview().render_text()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the first rows."""
+        facts = [f"{self.shape[0]:,} rows", f"{self.shape[1]} columns"]
+        return render_card(type(self).__name__, facts, [self._preview()])
+
+    def _preview(self) -> Table:
+        first = [column.slice(0, PREVIEW_ROWS) for column in self._table.columns]
+        rows = zip(*(map(_peek, column) for column in first), strict=True)
+        return build_table(self.columns, rows, total=len(self))
 
 
 def _tuples(table: pa.Table) -> list[tuple[Any, ...]]:
@@ -134,17 +128,10 @@ def _plain_integers(table: pa.Table) -> pa.Table:
     return table
 
 
-def _short(value: Any) -> str:
-    """Format a value; long lists are shortened to the first items and the length."""
-    if isinstance(value, list):
-        inside = ", ".join(_short(item) for item in value[:_ITEMS])
-        return f"[{inside}, ... {len(value)}]" if len(value) > _ITEMS else f"[{inside}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_short(item)}" for name, item in list(value.items())[:_ITEMS]) + "}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(value).replace("\n", " ")
-
-
-def _elide(text: str, width: int = _CELL) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _peek(scalar: Any) -> Any:
+    """Return a value for a preview; of a list only the first items, because images are lists, too."""
+    if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
+        return ListHead([_peek(item) for item in scalar.values[:ITEMS]], len(scalar.values))
+    if isinstance(scalar, pa.StructScalar) and scalar.is_valid:
+        return {name: _peek(item) for name, item in scalar.items()}
+    return scalar.as_py()

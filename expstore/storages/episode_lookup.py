@@ -14,11 +14,20 @@ from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError
 from expstore.storages.read_view import ReadView
 
-__all__ = ["check_episode", "rows_of_episode", "unknown_episode"]
+__all__ = ["check_episode", "rows_of_episode", "steps_of_episode", "unknown_episode"]
 
 
 def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
     """Return the ids of an episode's readable rows, in the order of its steps. Shape `(n,)`, n > 0.
+
+    Raises:
+        NotFoundError: The episode does not exist, or none of its rows can be read any more.
+    """
+    return steps_of_episode(storage, episode_id)[0]
+
+
+def steps_of_episode(storage: ReadView, episode_id: int) -> tuple[IntArray, IntArray]:
+    """Return the ids and the steps of an episode's readable rows, by step. Shapes `(n,)`, n > 0.
 
     Raises:
         NotFoundError: The episode does not exist, or none of its rows can be read any more.
@@ -29,13 +38,16 @@ def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
         window = storage.query_window
         fragments = storage.episodes.fragments.rows
         own = fragments[:, fragments[0] == number]
-    ids = all_ids(own[:, np.argsort(own[1], kind="stable")])
-    ids = ids[window.holds(ids)]
+    own = own[:, np.argsort(own[1], kind="stable")]
+    _, first_step, count, _, _ = own
+    ids, steps = all_ids(own), all_ids(np.stack([own[0], first_step, count, first_step, np.ones_like(count)]))
+    held = window.holds(ids)
+    ids, steps = ids[held], steps[held]
     if not ids.size:
         if 0 < number < storage.episodes.next_episode:
             raise NotFoundError(f"no row of episode {number} is left in the store")
         raise unknown_episode(storage, number)
-    return ids
+    return ids, steps
 
 
 def unknown_episode(storage: ReadView, number: int) -> NotFoundError:

@@ -154,7 +154,7 @@ class Origin:
         reason = "is open for reading only in a copy of a buffer"
         return dataclasses.replace(self, reason=reason, forked=False, copied=True)
 
-    def shared(self) -> Origin:
+    def to_shared(self) -> Origin:
         """Return the origin of a copy that writes through the process that has the store open."""
         reason = (
             "is written by another process: here rows are appended, priorities set, and episodes annotated, "

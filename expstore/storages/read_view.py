@@ -202,6 +202,12 @@ class ReadView(ABC):
             parts.append(f"capacity {self.capacity}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: fields, sizes and the first rows."""
+        from expstore.storages.preview import render_view
+
+        return render_view(self, type(self).__name__)
+
     @property
     def given_up(self) -> int:
         """The newest id that was removed other than by age."""

@@ -7,7 +7,7 @@ Used by buffers, by storages that are closed, and when rows are appended. Change
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -132,16 +132,26 @@ def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
         _end(storage.writer(), storage.episodes.find_unnamed_sources(session or storage.episodes.session))
 
 
-def end_stream(storage: ReadView, source: str | None, *, session: SessionKey | None = None) -> None:
-    """End the open episodes of one stream of a session, of all its lanes; see `end_episodes`.
+def end_stream(
+    storage: ReadView,
+    source: str | None,
+    *,
+    session: SessionKey | None = None,
+    lanes: Collection[int] | None = None,
+) -> None:
+    """End the open episodes of one stream of a session; see `end_episodes`.
 
     Args:
         storage: Where they are.
         source: Name of the stream; None: the unnamed one.
         session: Which session; None: the own one.
+        lanes: Numbers of the lanes whose episodes end; None: all lanes.
     """
     session = session or storage.episodes.session
-    if source is None:
+    if lanes is not None:
+        with storage.lock:
+            _end(storage.writer(), storage.episodes.sources_of_lanes(source, lanes, session))
+    elif source is None:
         end_unnamed(storage, session)
     else:
         end_episodes(storage, source, session=session)

@@ -101,17 +101,28 @@ class Slot:
         self._memory = memory
         #: How many bytes it has.
         self.size = memory.size
-        # Views of the last call: calls of one worker are alike.
-        self._last: tuple[int, int, Sequence[ColumnLayout]] | None = None
+        # Views of the columns of the last call, and where they end: calls of one worker are mostly alike.
+        self._last: tuple[int, int, Sequence[ColumnLayout]] = (0, 0, ())
         self._views: list[Array] = []
+        self._end = _TEXT_AT
 
     @staticmethod
     def space_for(call: Call, layouts: Sequence[ColumnLayout]) -> int:
         """Return how many bytes a slot needs for a call and its answer."""
-        at = _aligned(_TEXT_AT + len(call.text))
+        at = _align(_TEXT_AT + len(call.text))
         for layout in layouts:
-            at = _aligned(at + layout.bytes_of(call.rows))
+            at = _align(at + layout.bytes_of(call.rows))
         return max(at + call.tail, _TEXT_AT + 8 * call.rows)
+
+    def has_space_for(self, call: Call, layouts: Sequence[ColumnLayout]) -> bool:
+        """Return whether the slot is long enough for a call and its answer."""
+        if self._is_like_last(call, layouts):
+            return self._end + call.tail <= self.size
+        return self.space_for(call, layouts) <= self.size
+
+    def _is_like_last(self, call: Call, layouts: Sequence[ColumnLayout]) -> bool:
+        text, rows, known = self._last
+        return known is layouts and rows == call.rows and text == len(call.text)
 
     # -- the caller ----------------------------------------------------------------------------------
 
@@ -135,7 +146,7 @@ class Slot:
         end = _TEXT_AT + len(call.text)
         for view, column in zip(self.columns(call, layouts), columns, strict=True):
             self._put(view, column)
-        start = self._tail_at(call, layouts)
+        start = self._end
         if tail:
             self._put(self._memory[start : start + len(tail)], np.frombuffer(tail, np.uint8))
         self._put(self._memory[_TEXT_AT:end], np.frombuffer(call.text, np.uint8))
@@ -186,23 +197,22 @@ class Slot:
         Raises:
             StorageError: The memory is too short for them.
         """
-        last = (len(call.text), call.rows, layouts)
-        if self._last is not None and self._last[:2] == last[:2] and self._last[2] is layouts:
+        if self._is_like_last(call, layouts):
             return self._views
-        views, at = [], _aligned(_TEXT_AT + len(call.text))
+        views, at = [], _align(_TEXT_AT + len(call.text))
         for layout in layouts:
             size = layout.bytes_of(call.rows)
             if at + size > self.size:
                 raise StorageError(f"{call.rows} rows do not fit into {self.size} bytes of shared memory")
             views.append(self._memory[at : at + size].view(layout.dtype).reshape(call.rows, *layout.shape))
-            at = _aligned(at + size)
-        self._last, self._views = last, views
+            at = _align(at + size)
+        self._last, self._views, self._end = (len(call.text), call.rows, layouts), views, at
         return views
 
     def tail(self, call: Call, layouts: Sequence[ColumnLayout]) -> bytes:
         """Return a copy of what follows the columns of a call."""
-        start = self._tail_at(call, layouts)
-        return self._memory[start : start + call.tail].tobytes()
+        self.columns(call, layouts)
+        return self._memory[self._end : self._end + call.tail].tobytes()
 
     def answer_numbers(self, numbers: IntArray) -> int:
         """Write numbers as an answer, over the call; return how many. Shape `(n,)`."""
@@ -224,15 +234,8 @@ class Slot:
         """Copy values into the memory: every write of an answer goes through here."""
         self._memory[_TEXT_AT : _TEXT_AT + values.size] = values
 
-    @staticmethod
-    def _tail_at(call: Call, layouts: Sequence[ColumnLayout]) -> int:
-        at = _aligned(_TEXT_AT + len(call.text))
-        for layout in layouts:
-            at = _aligned(at + layout.bytes_of(call.rows))
-        return at
 
-
-def _aligned(at: int) -> int:
+def _align(at: int) -> int:
     return -(-at // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -293,8 +296,16 @@ def describe_layouts(layouts: Sequence[ColumnLayout]) -> list[tuple[str, tuple[i
 
 
 def read_layouts(told: Any) -> tuple[ColumnLayout, ...]:
-    """Return the layouts that `describe_layouts` has described."""
-    return tuple(ColumnLayout(np.dtype(dtype), tuple(shape)) for dtype, shape in told)
+    """Return the layouts that `describe_layouts` has described.
+
+    Raises:
+        ValueError: A column cannot lie in shared memory.
+        TypeError: They are no layouts.
+    """
+    layouts = tuple(ColumnLayout(np.dtype(dtype), tuple(map(int, shape))) for dtype, shape in told)
+    if any(layout.dtype.hasobject or min(layout.shape, default=1) < 1 for layout in layouts):
+        raise ValueError(f"columns that cannot lie in shared memory: {told}")
+    return layouts
 
 
 class BatchReader:

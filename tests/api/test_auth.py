@@ -226,7 +226,7 @@ def test_pages_of_other_sites_change_nothing(opened: Serving) -> None:
             assert client.get("/v1/stores", headers=headers).status_code == 200
 
 
-def test_forms_and_plain_text_are_refused(opened: Serving) -> None:
+def test_form_data_and_plain_text_are_refused(opened: Serving) -> None:
     """What a page may send without asking first is not what routes take; and no page is ever allowed."""
     with httpx.Client(base_url=opened.url) as client:
         client.put("/v1/stores/plain", json={"fields": {"x": "int64"}})

@@ -91,6 +91,25 @@ def test_served_stores_are_measured(tmp_path: Path) -> None:
     assert min(found.values()) > 0
 
 
+@pytest.mark.torture
+def test_many_writers_are_measured(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT.with_name("many_writers.py")), "--smoke", "--json", str(figures)]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [*(tmp_path / "a").iterdir()]
+    told = json.loads(figures.read_text())["results"]
+    found = {row["name"].removeprefix("many-writers/"): row["value"] for row in told}
+    sides = [
+        f"{kind}-{what}" for kind in ("locomotion", "pixels") for what in ("throughput", "torchrl", "cpu")
+    ]
+    acts = [f"latency-{act}-{part}" for act in ("waiting", "training", "python") for part in ("p50", "p99")]
+    assert [*found] == [*sides, "latency-idle", *acts]
+    assert min(found.values()) > 0
+
+
 # -- one run of all -----------------------------------------------------------------------------------
 
 
@@ -198,6 +217,9 @@ def test_recording_is_measured(run: dict[str, Any]) -> None:
     ours = {"record-1", "record-16", "add-dict", "add-tensordict"}
     kinds = {"cartpole", "locomotion", "pixels"}
     assert {f"{kind}-{side}" for kind in kinds for side in ours} <= found.keys()
+    wrapper = found.pop("gymnasium-record")
+    assert min(wrapper["plain"]) > 0
+    assert min(wrapper["recorded"]) > 0
     assert all(data["cpu"] > 0 and data["p50"] <= data["p99"] for data in found.values())
 
 

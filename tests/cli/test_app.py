@@ -44,6 +44,7 @@ COMMANDS = (
     "collect",
     "drop-column",
     "dumps",
+    "episode",
     "export",
     "info",
     "loads",
@@ -195,6 +196,9 @@ def test_the_version(cli: Cli) -> None:
         ("collect", "CartPole-v1", "run.exp"),
         ("collect", "CartPole-v1", "run.exp", "--steps", "many"),
         ("collect", "CartPole-v1", "run.exp", "--steps", "9", "--policy", "wise"),
+        ("collect", "CartPole-v1", "run.exp", "--steps", "9", "--policy", "no_such_module:f"),
+        ("collect", "CartPole-v1", "run.exp", "--steps", "9", "--policy", "os:no_such_function"),
+        ("collect", "CartPole-v1", "run.exp", "--steps", "9", "--workers", "-1"),
     ],
 )
 def test_wrong_usage_exits_2(
@@ -697,6 +701,34 @@ def test_collect_continues_an_existing_store(cli: Cli, tmp_path: Path) -> None:
     # The same seed does not store the same episodes again.
     query = "SELECT count(DISTINCT observation) = count(*) AS distinct FROM transitions WHERE _step = 0"
     assert cli("sql", path, query, "--json").json == [{"distinct": True}]
+
+
+POLICY = """
+import numpy as np
+
+def push_right(observation):
+    return np.ones(len(observation), np.int64)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_collect_takes_a_policy_and_workers(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """The policy is a function of a module in the working directory."""
+    (tmp_path / f"policy_{workers}.py").write_text(POLICY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    policy = ("--policy", f"policy_{workers}:push_right", "--workers", workers)
+    done = cli(
+        "collect", "CartPole-v1", "run.exp", "--steps", 100, "--envs", 2, "--seed", 1, *policy, "--json"
+    )
+    assert done.code == 0
+    assert done.json["stored"] >= 100
+    query = "SELECT DISTINCT action FROM transitions"
+    assert cli("sql", "run.exp", query, "--json").json == [{"action": 1}]
+    query = "SELECT count(DISTINCT source) AS sources FROM episodes"
+    assert cli("sql", "run.exp", query, "--json").json == [{"sources": 2 * max(1, workers)}]
 
 
 def test_collect_makes_the_layout_that_is_asked_for(cli: Cli, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_no_color_is_respected(store: Path) -> None:
     assert not COLOR.search(on_terminal("verify", store, NO_COLOR="1"))
 
 
-def test_progress_bars_are_for_terminals_only(store: Path) -> None:
+def test_only_terminals_get_a_progress_bar(store: Path) -> None:
     assert "checking" in on_terminal("verify", store)
     for more in ({}, {"FORCE_COLOR": "1"}):
         out, err = in_pipe("verify", store, **more)

@@ -137,9 +137,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     of the previous row in its slot. notes without a record: annotations of an episode are in no record of the
     journal. adoptions without a record: the same for adoptions of episodes. displaced without a record: the
     same for a row that replaces another. raw rows in memory: rows of an incomplete packed chunk are in no
-    file. keys in no
-    record: a repeated write is made again. archived after: evicted rows are archived after their slots may be
-    reused. mutants.py describes the others.
+    file. keys in no record: a repeated write is made again. archived after: evicted rows are archived after
+    their slots may be reused. mutants.py describes the others.
     """
     assert reports[fault]["failures"]
 

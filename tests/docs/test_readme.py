@@ -24,8 +24,9 @@ README = (ROOT / "README.md").read_text()
 SERVER = "http://trainer:8420"
 #: Pages whose blocks use `batch` and the store of the README's first block.
 PAGES = (
-    "columns", "collecting", "durability", "episodes", "exchange", "images", "readers", "retention",
-    "sampling", "server", "sql", "stable_baselines3", "torchrl", "variable_length", "versions",
+    "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "notebooks",
+    "processes", "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl",
+    "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
@@ -108,7 +109,7 @@ def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.Monke
         assert len(rb) == 1000
 
 
-@pytest.mark.parametrize("name", ["exchange", "sql"])
+@pytest.mark.parametrize("name", ["exchange", "notebooks", "sql"])
 def test_the_commands_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:

@@ -25,14 +25,15 @@ from tests.support.paths import ROOT
 #: library -> the only packages that may import it.
 HOME_OF_LIBRARY: dict[str, set[str]] = {
     "anyio": {"api"},
-    "cloudpickle": {"datasets"},
+    "cloudpickle": {"collectors", "datasets"},
     "duckdb": {"sql"},
     "fastapi": {"api"},
-    "gymnasium": {"cli", "collectors", "specs"},
+    "gymnasium": {"cli", "collectors", "integrations", "specs"},
     "h11": {"api"},
     "h5py": {"exchange"},
     "httpx": {"datasets", "remote"},
     "llvmlite": {"kernels"},
+    "matplotlib": {"integrations"},
     "numba": {"kernels"},
     "numcodecs": {"kernels", "storages.format"},
     "pandas": {"sql"},

@@ -6,7 +6,6 @@ see `expstore.kernels.load_rows`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray
+from expstore.disk.mapped_files import PAGE_BYTES
 from expstore.kernels.loader import compiling, load_in_background
 
 __all__ = ["SLOW_COPY", "ColdRows"]
 
-_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 #: A copy that takes no longer has not waited for the disk. Seconds.
 SLOW_COPY = 1e-3
 #: The slowest copy of rows in memory, bytes per second.
@@ -77,7 +76,7 @@ class ColdRows:
         if int(sizes.sum()) * slots.size > _MOST_BYTES:
             return
         starts = np.array([view.ctypes.data for view in views], np.int64)
-        if self._loop(starts, sizes, np.ascontiguousarray(slots, np.int64), _PAGE_BYTES):
+        if self._loop(starts, sizes, np.ascontiguousarray(slots, np.int64), PAGE_BYTES):
             self._checks, self._found, self._ignore = _WARM_BATCHES, True, 0
             return
         self._checks -= 1

@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 
@@ -373,21 +374,21 @@ class Journal:
         self._at += len(frame)
         return self.sequence
 
-    def append_framed(self, kind: Kind, frame: memoryview, size: int) -> int:
+    def append_framed(self, kind: Kind, frame: Array, size: int) -> int:
         """Append a record that is already laid out; return its LSN.
 
         Args:
             kind: The kind of the record.
-            frame: Room for its header, its body, and zeros up to a multiple of `ALIGN`.
+            frame: Room for its header, its body, and zeros up to a multiple of `ALIGN`. Shape `(bytes,)`,
+                uint8.
             size: Length of the body, bytes.
         """
         assert self._file is not None
         sequence = self.sequence + 1
-        HEADER.pack_into(frame, 0, size, 0, self._salt, sequence, kind)
-        data = frame.tobytes()
-        crc = google_crc32c.value(data[:4])  # of everything except the checksum itself
-        _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(crc, data[8 : HEADER.size + size]))
-        self._file.write(frame.tobytes(), self._at)
+        HEADER.pack_into(frame.data, 0, size, 0, self._salt, sequence, kind)
+        crc = google_crc32c.value(frame[:4])  # of everything except the checksum itself
+        _CHECKSUM.pack_into(frame.data, 4, google_crc32c.extend(crc, frame[8 : HEADER.size + size]))
+        self._file.write(frame, self._at)
         self.sequence = sequence
         self._at += len(frame)
         return sequence

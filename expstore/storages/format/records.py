@@ -168,12 +168,12 @@ class RowRecord:
         #: Ids, episodes, steps and times. Shape `(4, rows)`.
         self._numbers: IntArray = np.frombuffer(self._payload[rows * row_bytes :], np.int64).reshape(4, rows)
         # By number of segments, which precede the fields: the memory of the record, and the size of its body.
-        self._frames = [(self._data, 0)]
+        self._frames: list[tuple[Array, int]] = [(np.frombuffer(self._data, np.uint8), 0)]
         for count in range(1, rows + 1):
             begin = start - _HEAD_BYTES - SEGMENT_BYTES * count
             body = start + size - begin - HEADER.size
             end = begin + -(-(HEADER.size + body) // ALIGN) * ALIGN
-            self._frames.append((self._data[begin:end], body))
+            self._frames.append((np.frombuffer(self._data[begin:end], np.uint8), body))
         #: Size of the body of the longest record, bytes.
         self.largest_size = self._frames[-1][1]
 
@@ -210,7 +210,7 @@ class RowRecord:
         data = payload.tobytes()
         frame, _ = self._frames[len(segments)]
         _FIRST.pack_into(
-            frame, HEADER.size,
+            frame.data, HEADER.size,
             first_id, draw, time,
             rows, 0, len(segments), 0, google_crc32c.value(data), column_set,
             priority, NO_KEY, NO_KEY, 0,
@@ -218,7 +218,8 @@ class RowRecord:
         )  # fmt: skip
         if len(segments) > 1:
             more = pack_segments(segments[1:])
-            frame[_HEAD_BYTES + SEGMENT_BYTES : _HEAD_BYTES + SEGMENT_BYTES + len(more)] = more
+            start = _HEAD_BYTES + SEGMENT_BYTES
+            frame[start : start + len(more)] = np.frombuffer(more, np.uint8)
         return data
 
     def append_to(self, journal: Journal, segments: int) -> int:

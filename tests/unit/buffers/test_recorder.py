@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -371,11 +372,114 @@ def test_other_fields_than_the_rows_have(tmp_path: Path) -> None:
         assert rb[:]["log_prob"].tolist() == [0.0, 1.0]
 
 
-def test_fields_without_a_fixed_size_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flush_steps", [1, 3])
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_fields_of_variable_length(tmp_path: Path, lanes: int | None, flush_steps: int) -> None:
+    """Texts are stored in a store with layout="arrow"; every step is copied."""
+    reused = np.zeros((*([] if lanes is None else [lanes]), 3), np.float32)
+
+    def of_lanes(value: Any) -> Any:
+        return value if lanes is None else [value] * lanes
+
     with expstore.open(tmp_path / "a.exp", layout="arrow") as rb:
-        rb.add({"observation": OBSERVATION, "text": "some"})
-        with rb.record() as episode, pytest.raises(SchemaError, match="text.*fixed size"):
-            episode.step(*steps(1)[0])
+        with rb.record("env", lanes=lanes, flush_steps=flush_steps) as episode:
+            for k in range(7):
+                reused[...] = k
+                observation = {"says": of_lanes("é" * k), "seen": reused}
+                following = {"says": of_lanes("é" * (k + 1)), "seen": reused + 1}
+                values = (of_lanes(k), of_lanes(0.5), following, of_lanes(k == 4), of_lanes(False))
+                valid = None if lanes is None or k != 2 else np.array([True, False])
+                episode.step(observation, *values, valid=valid, note=of_lanes(f"n{k}"))
+        names = ("source", "length", "return", "status")
+        found = [tuple(row[name] for name in names) for row in rb.episodes().arrow().to_pylist()]
+        ours = [("env", 5, 2.5, "terminated"), ("env", 2, 1.0, "cut")]
+        others = [("env//1", 4, 2.0, "terminated"), ("env//1", 2, 1.0, "cut")]
+        assert sorted(found) == sorted(ours + ([] if lanes is None else others))
+        rows = rb.sql(
+            "SELECT observation.says, observation.seen[1], next.observation.says, note, action "
+            "FROM transitions JOIN episodes ON _episode = episode_id WHERE source = 'env' ORDER BY _id"
+        ).fetchall()
+        assert rows == [("é" * k, k, "é" * (k + 1), f"n{k}", k) for k in range(7)]
+        with rb.record("more", lanes=lanes) as episode:
+            with pytest.raises(SchemaError, match="note"):
+                episode.step({"says": of_lanes("a"), "seen": reused}, *values, note=of_lanes(7))
+            with pytest.raises(SchemaError, match="lacks 'note'"):
+                episode.step({"says": of_lanes("a"), "seen": reused}, *values)
+        with rb.record("more", lanes=3) as episode, pytest.raises(SchemaError, match="3 lanes|has shape"):
+            episode.step({"says": of_lanes("a"), "seen": reused}, *values, note=of_lanes("7"))
+        assert len(rb) == (7 if lanes is None else 13)
+
+
+@pytest.mark.parametrize("flush_steps", [1, 4])
+def test_facts_are_stored_with_the_first_step(tmp_path: Path, flush_steps: int) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        episode = rb.record("env-0", flush_steps=flush_steps)
+        episode.reset(info={"seed": 7, "site": "lab"})
+        for at, values in enumerate(steps(8)):  # the first episode ends after five
+            if at == 6:
+                episode.reset(info={"seed": 8})
+            episode.step(*values)
+            if at == 0:
+                assert rb.sql("SELECT length, info->>'seed' FROM episodes").fetchall() == [(1, "7")]
+        with pytest.raises(SchemaError, match="cannot represent a object"):
+            episode.reset(info={"seed": object()})
+        episode.close()
+        found = rb.sql("SELECT length, status, info FROM episodes ORDER BY episode_id").fetchall()
+        first = '{"seed": 7, "site": "lab"}'
+        assert found == [(5, "terminated", first), (1, "cut", None), (2, "cut", '{"seed": 8}')]
+        assert rb[:]["action"].tolist() == [k % 3 for k in range(8)]
+
+
+@pytest.mark.parametrize("source", ["envs", None])
+def test_some_lanes_are_reset_with_facts(tmp_path: Path, source: str | None) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record(source, lanes=3, flush_steps=4) as episode:
+            episode.reset(info=[{"seed": 4}, None, {"seed": 6}])
+            for k in range(6):
+                if k == 3:
+                    episode.reset([1, 2], info=[None, {"seed": 9}, None])
+                observation = np.full((3, 4), k, np.float32)
+                valid = [k > 0, True, True]
+                ends = np.zeros(3, bool)
+                episode.step(observation, np.arange(3), np.ones(3), observation + 1, ends, ends, valid=valid)
+        found = rb.sql("SELECT source, length, status, info->>'seed' FROM episodes").fetchall()
+        lanes = [(name.partition("//")[2] or "0", *more) for name, *more in found]
+        assert sorted(lanes, key=str) == [
+            ("0", 5, "cut", "4"),
+            ("1", 3, "cut", "9"),
+            ("1", 3, "cut", None),
+            ("2", 3, "cut", "6"),
+            ("2", 3, "cut", None),
+        ]
+
+
+def test_first_steps_with_facts_survive_a_failing_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes that were stored before the failure are not stored again."""
+    with expstore.open(tmp_path / "a.exp") as rb:
+        append, failing = Journal.append, [2, 3]
+
+        def fail(journal: Journal, *given: Any, **options: Any) -> Any:
+            failing[0] -= 1
+            if failing[0] < 0 < failing[1]:
+                failing[1] -= 1
+                raise StorageError("no space")
+            return append(journal, *given, **options)
+
+        episode = rb.record("envs", lanes=3)
+        episode.reset(info=[{"seed": lane} for lane in range(3)])
+        monkeypatch.setattr(Journal, "append", fail)
+        ends = np.zeros(3, bool)
+        for k in range(5):
+            observation = np.full((3, 4), k, np.float32)
+            with contextlib.suppress(StorageError):
+                episode.step(observation, np.arange(3), np.ones(3), observation + 1, ends, ends)
+        episode.close()
+        found = rb.sql("SELECT length, info->>'seed' FROM episodes ORDER BY source").fetchall()
+        assert [seed for _, seed in found] == ["0", "1", "2"]
+        assert len({length for length, _ in found}) == 1
+        assert failing[1] == 0
 
 
 def test_root_flags_are_false(tmp_path: Path) -> None:

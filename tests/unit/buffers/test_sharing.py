@@ -6,6 +6,7 @@ A copy that is unpickled in this process connects like one in another process: m
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
 import expstore
@@ -27,6 +29,7 @@ from expstore.errors import NotReadyError, PriorityError, RemoteError
 from expstore.wire.slots import Slot
 from tests.support.batches import numbered_rows, transitions
 from tests.support.forks import collect_from_child
+from tests.support.recorded_envs import drive, make_counting, model_of_lane, stored_rows
 
 
 def copy_of(rb: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
@@ -131,6 +134,7 @@ def test_fields_that_come_and_go_between_two_calls(
         worker.extend(numbered_rows(10, start))
     rb.columns.add("extra", fill=5.0, dtype="float32", default=5.0)
     worker.extend(numbered_rows(10, 30))  # late fields may be missing
+    assert worker.schema == rb.schema  # the answer told it
     worker.extend(numbered_rows(10, 40, extra=torch.ones(10)))
     worker.extend({"number": np.arange(50, 60), "extra": [2] * 10})
     assert rb[:]["number"].tolist() == list(range(60))
@@ -196,6 +200,28 @@ def test_steps_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplay
             episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [step == 4, False], [False, False])
     found = rb.sql("SELECT source, length, status FROM episodes ORDER BY source, episode_id").fetchall()
     assert found == [("env", 5, "terminated"), ("env", 2, "cut"), ("env//1", 7, "cut")]
+
+
+def test_environments_are_recorded(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    envs = expstore.gym.RecordVector(make_counting(AutoresetMode.SAME_STEP), worker, source="envs")
+    for _ in itertools.islice(drive(envs), 9):
+        pass
+    envs.close()
+    for lane, found in stored_rows(rb).items():
+        assert found == model_of_lane(lane, 9, AutoresetMode.SAME_STEP)
+    seeds = rb.sql("SELECT info->>'seed' FROM episodes WHERE info IS NOT NULL ORDER BY source").fetchall()
+    assert seeds == [("3",), ("4",), ("5",), ("6",)]
+
+
+def test_some_lanes_are_reset(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    with worker.record("env", lanes=2) as episode:
+        for step in range(4):
+            if step == 3:
+                episode.reset([1], info={"seed": 5})
+            now = np.full((2, 1), step, np.float32)
+            episode.step(now, np.zeros(2, np.int64), np.ones(2), now + 1, [False, False], [False, False])
+    found = rb.sql("SELECT source, length, info FROM episodes ORDER BY source, episode_id").fetchall()
+    assert found == [("env", 4, None), ("env//1", 3, None), ("env//1", 1, '{"seed": 5}')]
 
 
 def test_flush_syncs_the_store(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
@@ -371,12 +397,16 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected(
     worker.extend(numbered_rows(3))
     with copy_of(rb) as good:
         with monkeypatch.context() as patch:
-            patch.setattr(writing_proxy, "to_text", lambda told: b"[]")
-            with pytest.raises(RemoteError):
+            for text in (b"[]", b"{}", b"nonsense", b"[" * 100_000, b'{"do": "append"}'):
+                patch.setattr(writing_proxy, "to_text", lambda told, text=text: text)
+                with pytest.raises(RemoteError):
+                    worker.flush()
+            patch.setattr(writing_proxy, "to_text", lambda told: b'{"do": "dance"}')
+            with pytest.raises(StateError, match="no call 'dance'"):
                 worker.flush()
         assert good.extend(numbered_rows(1)).tolist() == [3]
     assert worker.extend(numbered_rows(1)).tolist() == [4]  # by another connection
-    assert sources(rb)[0] != sources(rb)[2]
+    assert sources(rb)[0] != sources(rb)[-1]
 
 
 # -- waits ---------------------------------------------------------------------------------------------------
@@ -466,6 +496,28 @@ def test_a_forked_child_writes_by_a_session_of_its_own(rb: TensorDictReplayBuffe
     assert len(set(sources(rb))) == 3
 
 
+def test_forked_children_keep_nothing_of_their_parents_connections(
+    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
+) -> None:
+    """Of the owner's, nor of a worker's: both are in this process."""
+    worker.extend(numbered_rows(3))
+
+    def count() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:expstore")
+        descriptors = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        links = [str(one.readlink()) for one in descriptors if one.is_symlink()]
+        return maps, sum(link.startswith(("socket:", "/memfd:")) for link in links)
+
+    def look(tell: Callable[[Any], None]) -> None:
+        tell(count())
+
+    maps, sockets = count()
+    ((left, still),) = collect_from_child(look)
+    assert maps - left == 2
+    assert sockets - still >= 5  # the listener, both ends of the connection and of what wakes the thread
+    worker.extend(numbered_rows(3))
+
+
 def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDictReplayBuffer) -> None:
     with copy_of(rb) as other:
         other.extend(numbered_rows(1), source="other")
@@ -478,31 +530,32 @@ def test_a_killed_worker_has_its_episodes_cut_and_others_continue(rb: TensorDict
 def test_a_child_that_lives_on_does_not_hide_the_end_of_its_parent(store_path: Path) -> None:
     """The owner forks a child, then dies: workers hear of it although the child has copies of descriptors."""
     read_end, write_end = os.pipe()
-    hold_read, hold_write = os.pipe()
+    until_end_read, until_end_write = os.pipe()
     owner = os.fork()
     if not owner:
         try:
             rb = expstore.open(store_path).share()
             os.write(write_end, pickle.dumps(rb))
             os.close(write_end)
-            if not os.fork():
-                os.close(hold_write)
-                os.read(hold_read, 1)  # until the test ends
-                os._exit(0)
             while rb.write_count == 0:
                 threading.Event().wait(0.005)
+            if not os.fork():
+                os.close(until_end_write)
+                os.read(until_end_read, 1)  # until the test ends
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
     os.close(write_end)
-    os.close(hold_read)
+    os.close(until_end_read)
     with os.fdopen(read_end, "rb") as pipe:
         worker = pickle.load(pipe)
     worker.extend(numbered_rows(3))
     os.waitpid(owner, 0)
-    with pytest.raises(RemoteError):
-        worker.extend(numbered_rows(3))
+    for _ in range(2):  # neither the connection nor the listener is open in the child
+        with pytest.raises(RemoteError):
+            worker.extend(numbered_rows(3))
     worker.close()
-    os.close(hold_write)
+    os.close(until_end_write)
     with expstore.open(store_path) as again:
         assert len(again) == 3

@@ -13,7 +13,6 @@ from expstore import StorageError
 from expstore.disk.message_socket import MESSAGE_BYTES, Listener, Waiter, connect
 from expstore.disk.shared_memory import SharedMemory
 from expstore.errors import RemoteError
-from tests.support.forks import collect_from_child
 
 
 def test_both_sides_see_the_same_bytes() -> None:
@@ -44,18 +43,6 @@ def test_what_is_no_memory_is_refused() -> None:
     with pytest.raises(StorageError, match="cannot map"):
         SharedMemory(read_end)
     os.close(write_end)
-
-
-def test_a_forked_child_does_not_inherit_the_mapping() -> None:
-    mine = SharedMemory.create(1 << 20)
-    address = mine.memory.ctypes.data
-
-    def look(tell: object) -> None:
-        with open("/proc/self/maps") as file:
-            starts = [int(line.split("-")[0], 16) for line in file]
-        tell(address in starts)  # type: ignore[operator]
-
-    assert collect_from_child(look) == [False]
 
 
 def connection() -> tuple[Listener, object, object]:

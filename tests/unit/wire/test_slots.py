@@ -97,6 +97,14 @@ def test_a_call_that_is_not_the_announced_one_is_refused() -> None:
             slot.read_call(number, size)
 
 
+@pytest.mark.parametrize(
+    "told", [[("O", [])], [("<f4", [-1])], [("<f4", [2, 0])], [("<f4",)], 5, [("x", [])]]
+)
+def test_columns_that_cannot_be_shared_are_refused(told: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        read_layouts(told)
+
+
 def test_columns_beyond_the_memory_are_refused() -> None:
     slot = Slot(memory(4096))
     with pytest.raises(StorageError, match="do not fit"):

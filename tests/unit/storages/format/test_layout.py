@@ -223,7 +223,7 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
     assert not (tmp_path / "other.exp/columns").exists()
 
 
-def test_layout_fields_accept_both_forms_of_a_key(tmp_path: Path) -> None:
+def test_layout_fields_accept_strings_and_tuples_as_keys(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(
         path, capacity=100, layout=expstore.Layout(fields={("next", "frame"): {"layout": "flat"}})

@@ -1,0 +1,247 @@
+"""The fields of a store that hold the values of gymnasium spaces.
+
+Used by the collector and by the wrappers that record. It steps no environment, and does not import gymnasium
+before a vector environment is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from expstore.buffers.domain_checks import select_specs
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.core.values import Array, Key, key_name
+from expstore.errors import SchemaError
+from expstore.specs import Categorical, TensorSpec, Unbounded
+from expstore.specs.gymnasium_spaces import WITHOUT_SPEC, from_space
+
+__all__ = [
+    "SpaceField",
+    "autoreset_mode_of",
+    "check_mode",
+    "describe_rows",
+    "fields_of",
+    "find_specs",
+    "put_final",
+    "read_values",
+]
+
+_FLAGS = ("done", "terminated", "truncated")
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceField:
+    """One array, or one text, of a space.
+
+    Args:
+        path: Keys and positions that lead to it in a nested value.
+        key: The field in which it is stored.
+        space: The space.
+        shape: Shape of the value in one environment.
+        dtype: Its dtype; objects for a text.
+    """
+
+    path: tuple[Any, ...]
+    key: Key
+    space: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are texts."""
+        return self.dtype.kind == "O"
+
+    def pick(self, value: Any) -> Any:
+        """Return the part of a nested value."""
+        for part in self.path:
+            value = value[part]
+        return value
+
+    def read(self, value: Any, lanes: int | None, whose: str) -> Array:
+        """Return the part of a nested value as an array; see `read_values`."""
+        shape = self.shape if lanes is None else (lanes, *self.shape)
+        try:
+            part = self.pick(value)
+            if type(part) is np.ndarray and part.dtype == self.dtype and part.shape == shape:
+                return part
+            if isinstance(part, torch.Tensor):
+                part = part.detach().cpu().numpy()
+            array = np.asarray(part, object) if self.is_text else np.asarray(part)
+        except (KeyError, IndexError, TypeError, ValueError) as exc:
+            raise SchemaError(
+                f"{whose} returned no array for {key_name(self.key)!r}, but a {type(value).__name__}: {exc}",
+                hint=f"return {_describe_wanted(lanes)}, nested like the space",
+            ) from exc
+        if array.shape != shape or not (
+            all(isinstance(text, str) for text in array.flat)
+            if self.is_text
+            else np.can_cast(array.dtype, self.dtype, casting="same_kind")
+        ):
+            dtype = "text" if self.is_text else self.dtype
+            raise SchemaError(
+                f"{whose} returned {key_name(self.key)!r} as {array.dtype} {array.shape}, "
+                f"its space says {dtype} {shape}",
+                hint=f"return {_describe_wanted(lanes)}, as the space says",
+            )
+        return array.astype(self.dtype, copy=False)
+
+
+def _describe_wanted(lanes: int | None) -> str:
+    return "a value" if lanes is None else "a batch of all lanes, whose first dimension is the lanes"
+
+
+def fields_of(
+    space: Any, key: Key, path: tuple[Any, ...] = (), *, with_texts: bool = False
+) -> list[SpaceField]:
+    """Return the fields of a space's values. The parts of a Tuple have the names "0", "1" and so on.
+
+    Args:
+        space: A space of gymnasium, nested to any depth.
+        key: Key of the field, or of the group of fields.
+        path: Keys and positions that lead to the space's value in a larger one.
+        with_texts: Whether Text spaces are accepted.
+
+    Raises:
+        ValueError: The values of a space have no fixed numeric shape.
+    """
+    kinds = [kind.__name__ for kind in type(space).__mro__]
+    parts: list[tuple[Any, Any]]
+    if "Dict" in kinds:
+        parts = list(space.spaces.items())
+    elif "Tuple" in kinds:
+        parts = list(enumerate(space.spaces))
+    elif with_texts and "Text" in kinds:
+        return [SpaceField(path, key, space, (), np.dtype(object))]
+    elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
+        reason = next((f": {WITHOUT_SPEC[name]}" for name in kinds if name in WITHOUT_SPEC), "")
+        raise ValueError(
+            f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape{reason}; "
+            "wrap the environment so that it returns arrays"
+        )
+    else:
+        return [SpaceField(path, key, space, tuple(space.shape), np.dtype(space.dtype))]
+    return [
+        field
+        for name, part in parts
+        for field in fields_of(part, (*key, str(name)), (*path, name), with_texts=with_texts)
+    ]
+
+
+def read_values(value: Any, fields: Sequence[SpaceField], lanes: int | None, whose: str) -> dict[Key, Array]:
+    """Return the arrays of a nested value by key, in the dtypes of its spaces. They may share its memory.
+
+    Args:
+        value: A value of a space, or a batch of such values.
+        fields: The fields of the space.
+        lanes: Number of environments; the arrays have shape `(lanes, *shape)`. None: a single value.
+        whose: Who returned it, for messages.
+
+    Raises:
+        SchemaError: A part is missing, or is not as its space says.
+    """
+    return {field.key: field.read(value, lanes, whose) for field in fields}
+
+
+def put_final(
+    columns: Mapping[Key, Array], fields: Sequence[SpaceField], ended: Array, info: Mapping[str, Any]
+) -> dict[Key, Array]:
+    """Replace the observations of ended lanes, which belong to the next episode, by the last ones.
+
+    Args:
+        columns: Observations by key. Shapes `(lanes, *shape)`.
+        fields: Their fields.
+        ended: Which lanes ended an episode in this step. Shape `(lanes,)`, bool.
+        info: What the step of the vector environment returned as infos.
+
+    Raises:
+        SchemaError: There are no last observations.
+    """
+    if "final_obs" not in info:
+        raise SchemaError(
+            "an episode ended, but the environment returned no info['final_obs'], which SAME_STEP requires",
+            hint="pass autoreset_mode= if it resets in another way",
+        )
+    final = info["final_obs"]
+    # gymnasium has one value per lane; other vector environments return a batch.
+    per_lane = isinstance(final, np.ndarray) and final.dtype == object
+    merged = {}
+    for field in fields:
+        merged[field.key] = columns[field.key].copy()
+        for lane in np.flatnonzero(ended):
+            merged[field.key][lane] = field.pick(final[lane]) if per_lane else field.pick(final)[lane]
+    return merged
+
+
+def find_specs(observation: Sequence[SpaceField], action: Sequence[SpaceField]) -> dict[Key, TensorSpec]:
+    """Return the specs of the fields that may be stored for an environment."""
+    found: dict[Key, TensorSpec] = {}
+    for field in (*action, *observation):
+        with contextlib.suppress(TypeError, ValueError):  # a custom space, or a text
+            found[field.key] = from_space(field.space)
+    found |= {("next", *field.key): found[field.key] for field in observation if field.key in found}
+    found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
+    for flag in _FLAGS:
+        found[(flag,)] = found["next", flag] = Categorical(2, shape=(1,), dtype=torch.bool)
+    found["collector", "traj_ids"] = Unbounded((), dtype=torch.int64)
+    return found
+
+
+def describe_rows(rb: Any, specs: Mapping[Key, TensorSpec]) -> None:
+    """Store the specs of fields in a buffer that has rows but no specs.
+
+    Only fields that are stored unchanged get specs: a transform may change the others. A process that writes
+    through another one sets none.
+    """
+    if isinstance(rb, ReplayBuffer) and rb.storage.can_write and rb.schema is not None and rb.specs is None:
+        found = select_specs(dict(specs), rb.schema)
+        if not found.is_empty():
+            rb.set_specs(found)
+
+
+def check_mode(mode: Any) -> Any:
+    """Return an autoreset mode of gymnasium by its name.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+    from gymnasium.vector import AutoresetMode
+
+    try:
+        return AutoresetMode(mode)
+    except ValueError as exc:
+        raise ValueError(f"{exc}; the autoreset mode is one of {_list_modes()}") from exc
+
+
+def _list_modes() -> str:
+    from gymnasium.vector import AutoresetMode
+
+    return ", ".join(repr(mode.value) for mode in AutoresetMode)
+
+
+def autoreset_mode_of(env: Any, given: Any) -> Any:
+    """Return the autoreset mode of a vector environment, from its metadata or from the caller.
+
+    Args:
+        env: The environment.
+        given: A mode, or its name; None: `env` must declare its mode.
+
+    Raises:
+        ValueError: There is no such mode, none is known, or `env` declares another one.
+    """
+    declared = env.metadata.get("autoreset_mode")
+    if declared is None and given is None:
+        raise ValueError(
+            f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
+            f"pass autoreset_mode=, one of {_list_modes()}"
+        )
+    modes = [check_mode(mode) for mode in (declared, given) if mode is not None]
+    if modes[0] is not modes[-1]:
+        raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
+    return modes[0]

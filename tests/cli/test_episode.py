@@ -1,0 +1,135 @@
+"""`expstore episode`: the facts and rows of an episode, and a picture of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import expstore
+from tests.support.commands import Cli
+
+pytestmark = pytest.mark.index
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ring of which the first episode has left, and the second in part; the third has 3 rows."""
+    path = tmp_path_factory.mktemp("stores") / "run.exp"
+    with expstore.open(path, capacity=12) as rb:
+        for length in (10, 10, 3):
+            number = np.arange(length)
+            rows = {
+                "frame": np.zeros((length, 20, 20), np.uint8),
+                "speed": number / 4,
+                "next": {"reward": np.ones(length, np.float32), "terminated": number == length - 1},
+            }
+            rb.extend(rows, source="red <b>", episode_info={"good": length == 3})
+    return path
+
+
+def test_the_facts_and_the_first_and_last_rows(cli: Cli, store: Path) -> None:
+    done = cli("episode", store, 2)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines[:7])
+    assert facts.pop("written").endswith("(UTC)")
+    assert facts == {
+        "episode": "2",
+        "source": "red <b>",
+        "status": "terminated",
+        "length": "10 steps, 9 rows are left",
+        "return": "10",
+        "facts": '{"good": false}',
+    }
+    assert lines[8].split() == ["_step", "frame", "speed", "next.reward", "next.terminated"]
+    assert [line.split()[0] for line in lines[9:15]] == ["1", "2", "3", "7", "8", "9"]
+    assert lines[14].split() == ["9", "uint8[20,", "20]", "2.25", "1", "true"]
+    assert lines[15:] == ["3 rows between them are not listed"]
+
+
+def test_short_episodes_are_listed_whole(cli: Cli, store: Path) -> None:
+    lines = cli("episode", store, 3).out.splitlines()
+    assert [line.split()[0] for line in lines[9:]] == ["0", "1", "2"]
+
+
+def test_of_an_episode_that_has_left_the_facts_remain(cli: Cli, store: Path) -> None:
+    done = cli("episode", store, 1)
+    assert done.code == 0
+    assert "10 steps, 0 rows are left" in done.out
+    assert "_step" not in done.out
+
+
+def test_json_has_the_facts(cli: Cli, store: Path) -> None:
+    found = cli("episode", store, 3, "--json").json
+    assert found.pop("start_time") <= found.pop("end_time")
+    assert found == {
+        "episode_id": 3,
+        "source": "red <b>",
+        "length": 3,
+        "return": 3.0,
+        "status": "terminated",
+        "trajectory_id": None,
+        "live_rows": 3,
+        "info": {"good": True},
+        "path": str(store),
+        "png": None,
+    }
+
+
+def test_a_picture(cli: Cli, store: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    before = sorted(store.rglob("*"))
+    picture = tmp_path / "out.png"
+    done = cli("episode", store, 2, "--png", picture)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"a picture of episode 2 was written to {picture}\n"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert list(tmp_path.iterdir()) == [picture]
+    assert sorted(store.rglob("*")) == before
+    done = cli("episode", store, 1, "--png", picture)
+    assert done.code == 2
+    assert done.err.startswith("error: no row of episode 1 is left in the store")
+
+
+@pytest.mark.parametrize("number", [0, 4, 10**18])
+def test_an_unknown_id_names_the_range(cli: Cli, store: Path, number: int) -> None:
+    done = cli("episode", store, number)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"error: no episode {number}: their ids are 1 to 3; "
+        f"expstore sql {store} 'SELECT * FROM episodes' lists them\n"
+    )
+
+
+def test_an_empty_store_and_none(cli: Cli, tmp_path: Path) -> None:
+    expstore.open(tmp_path / "a.exp").close()
+    assert "the store has no episodes yet" in cli("episode", tmp_path / "a.exp", 1).err
+    assert cli("episode", tmp_path / "b.exp", 1).code == 2
+
+
+def test_matplotlib_is_needed_for_pictures_only(
+    cli: Cli, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "expstore.integrations.plot", raising=False)
+    assert cli("episode", store, 2).code == 0
+    done = cli("episode", store, 2, "--png", tmp_path / "out.png")
+    assert done.code == 2
+    assert done.err == "error: a picture needs matplotlib, which is missing; pip install 'expstore[plot]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_loads_no_torch(store: Path) -> None:
+    code = (
+        "import sys; from expstore.cli.app import run; "
+        f"run(['episode', {str(store)!r}, '2', '--png', {str(store.parent / 'a.png')!r}]); "
+        "print(sorted({'torch', 'matplotlib.pyplot'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
