@@ -12,6 +12,7 @@ from expstore.integrations import gymnasium_wrappers as gym
 from expstore.integrations import plot as plot
 from expstore.integrations import sb3 as sb3
 from expstore.integrations import torchrl_trainer as trainers
+from expstore.integrations import trackers as trackers
 
 __version__: str
 from expstore._open import open as open
