@@ -190,11 +190,11 @@ def _room(facts: dict[str, Any]) -> str:
 def _line(field: dict[str, Any]) -> tuple[Any, ...]:
     sizes = (size_text(field["disk_bytes"]), size_text(field["million_rows_bytes"]))
     if field["row_bytes"] is None:
-        return (field["name"], field["type"], "", "varies", *sizes, _lies(field))
-    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _lies(field))
+        return (field["name"], field["type"], "", "varies", *sizes, _describe_layout(field))
+    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _describe_layout(field))
 
 
-def _lies(field: dict[str, Any]) -> str:
+def _describe_layout(field: dict[str, Any]) -> str:
     """Return how a field is stored on disk, as text."""
     if field["layout"] == "segments":
         return "segments" + (f", {field['codec']}" if field["codec"] else "")

@@ -1,6 +1,6 @@
 """Operations on many closed files at once: hard-link, read, sync, remove.
 
-Used to create and restore versions. It uses the operations of a `Disk` one by one if a test replaced them.
+Used to create and restore snapshots. It uses the operations of a `Disk` one by one if a test replaced them.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class _Stream:
 
 @dataclass(slots=True)
 class JoinMemory:
-    """What the next call is compared with, kept between calls.
+    """Checksums of observations with which later rows are compared, kept between calls.
 
     It is only in RAM: if it lacks an episode, the checksum is computed from the stored row.
 
