@@ -191,7 +191,14 @@ def _line(field: dict[str, Any]) -> tuple[Any, ...]:
     sizes = (size_text(field["disk_bytes"]), size_text(field["million_rows_bytes"]))
     if field["row_bytes"] is None:
         return (field["name"], field["type"], "", "varies", *sizes, _describe_layout(field))
-    return (field["name"], field["dtype"], field["shape"], field["row_bytes"], *sizes, _describe_layout(field))
+    return (
+        field["name"],
+        field["dtype"],
+        field["shape"],
+        field["row_bytes"],
+        *sizes,
+        _describe_layout(field),
+    )
 
 
 def _describe_layout(field: dict[str, Any]) -> str:

@@ -406,7 +406,7 @@ class LeafSpec(TensorSpec):
 
     @property
     def dtype(self) -> Any:
-        """What a value is made of."""
+        """Dtype of the values."""
         return self._dtype
 
     @dtype.setter
