@@ -156,7 +156,7 @@ class JoinMemory:
         self.required.pop(episode, None)
 
     def forget_ends(self, last_id: int) -> None:
-        """Drop how all episodes end: rows after this id have other fields to compare."""
+        """Forget the last observations of all episodes, because rows after this id have other fields."""
         self.ends.clear()
         self.joined.clear()
         self.required.clear()
