@@ -105,7 +105,7 @@ class WritingProxy:
 
         Args:
             batch: The rows, at least one.
-            options: What the write asks for besides.
+            options: The options of the write.
             schema: The fields of the store as far as they are known here.
 
         Raises:
