@@ -257,7 +257,7 @@ class Ingest(StorePart):
 
         Args:
             batch: The rows.
-            options: What the write asks for besides.
+            options: The options of the write.
             check: Called now and then while the rate limiter makes the write wait; raises to give it up.
         """
         storage = self._store.storage
