@@ -98,7 +98,7 @@ class TrainState(NamedTuple):
 def init_state(seed: int) -> TrainState:
     sizes = (4, 128, 128, 2)
     keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-    initialize = jax.nn.initializers.he_uniform()
+    initialize = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as in PyTorch
     params = [
         {"weight": initialize(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
         for key, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False)
