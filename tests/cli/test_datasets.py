@@ -106,7 +106,7 @@ def test_a_collection_without_a_list_says_so(
         (["fetch", "hopper"], 2, "must be prefixed"),
         (["fetch", "nobody:hopper"], 2, "Unknown dataset source 'nobody'"),
         (["fetch", "d4rl:nothing"], 2, "Env nothing not found. (expstore datasets list --available PREFIX)"),
-        (["fetch", "atari:Pong/1"], 2, "atari-replay-datasets/dqn, is gone"),
+        (["fetch", "atari:Pong/1"], 2, "atari-replay-datasets/dqn, no longer exists"),
         (["fetch", NAME, "--source", "nowhere"], 2, "there is no file or folder"),
         (["info", "d4rl"], 2, "not of the form PREFIX:ID"),
         (["delete", "d4rl:../x"], 2, "not of the form PREFIX:ID"),

@@ -607,7 +607,7 @@ def resume(path: Path) -> None:
         rb.extend(rows(4, 2), source="robot")
         rb.extend(rows(54, 1, traj=1), source="robot")
         check(rb, (6, "open"), (5, "open"), (2, "cut"))
-        with pytest.raises(StateError, match="written rows of source 'robot' already"):
+        with pytest.raises(StateError, match="already written rows of source 'robot'"):
             rb.episodes.resume("robot")
     read(path, (6, "cut"), (5, "cut"), (2, "cut"))
 

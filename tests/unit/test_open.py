@@ -471,7 +471,7 @@ def test_w_that_fails_brings_the_old_store_back(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
         uuid = rb.storage.description.uuid
-    with pytest.raises(TypeError, match="Sampler"):
+    with pytest.raises(TypeError, match="sampler must be a name"):
         expstore.open(store_path, mode="w", sampler=3)  # type: ignore[arg-type]
     assert os.listdir(store_path.parent) == [store_path.name]
     with expstore.open(store_path) as rb:
@@ -481,7 +481,7 @@ def test_w_that_fails_brings_the_old_store_back(store_path: Path) -> None:
 def test_a_store_that_is_there_stays_where_an_opening_fails(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
-    with pytest.raises(TypeError, match="Sampler"):
+    with pytest.raises(TypeError, match="sampler must be a name"):
         expstore.open(store_path, sampler=3)  # type: ignore[arg-type]
     with expstore.open(store_path) as rb:
         assert len(rb) == 4

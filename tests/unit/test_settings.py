@@ -119,7 +119,12 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("layout", {"fields": {"frame": "wide"}}, SchemaError, "field 'frame': no layout 'wide'"),
     ("layout", {"fields": {"frame": {"codec": "rar"}}}, SchemaError, "field 'frame': no codec 'rar'"),
     ("layout", {"share_next": 1}, SchemaError, "share_next must be True or False, got 1"),
-    ("layout", {"columns": "flat", "share_next": True}, SchemaError, "share_next=True is of packed fields"),
+    (
+        "layout",
+        {"columns": "flat", "share_next": True},
+        SchemaError,
+        "share_next=True is an option of packed fields",
+    ),
     ("durability", "never", ValueError, "durability='never' is unknown; use 'process', 'sync'"),
     ("durability", True, TypeError, "durability takes Durability(...)"),
     ("durability", {"sync": "yes"}, TypeError, "sync must be True or False, got 'yes'"),

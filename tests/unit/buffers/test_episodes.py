@@ -121,7 +121,7 @@ def test_a_missing_episode_is_refused_with_a_list_of_episodes(rb: Any) -> None:
             rb.trajectory(wrong)
         with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
             rb.episodes.annotate(wrong, x=1)
-    with pytest.raises(TypeError, match="an integer, not str"):
+    with pytest.raises(TypeError, match="an integer, got str"):
         rb.trajectory("1")
     with pytest.raises(TypeError, match="an integer, not float"):
         rb.episodes.annotate(1.0, x=1)

@@ -252,10 +252,10 @@ WRONG = {
     "dtype": ({"a": np.arange(2, dtype=np.complex128)}, "'a' has dtype complex128"),
     "a text": ({"a": "text"}, r"'a' has type str: extend\(\) takes one value per row"),
     "a number too large": ({"a": 2**70}, "'a' has type int: extend"),
-    "numbers too large": ({"a": [2**70]}, "'a' holds objects"),
-    "ragged lists": ([{"a": [[1], [1, 2]]}, {"a": [[1], [1, 2]]}], "'a' holds objects"),
+    "numbers too large": ({"a": [2**70]}, "'a' has objects"),
+    "ragged lists": ([{"a": [[1], [1, 2]]}, {"a": [[1], [1, 2]]}], "'a' has objects"),
     "a float too large": ({"a": [1.0, 1e300]}, "'a' is float32, and .* does not fit"),
-    "a field twice": ({"a.b": np.arange(2), "a": {"b": np.arange(2)}}, "'a.b' comes twice"),
+    "a field twice": ({"a.b": np.arange(2), "a": {"b": np.arange(2)}}, "'a.b' occurs twice"),
     "rows of other kinds": ([{"a": 1}, 5], "row 1 has type int, row 0 is a dict"),
     "rows of other fields": ([{"a": 1, "b": 2}, {"a": 1}], "row 1 has other fields than row 0"),
 }

@@ -335,7 +335,7 @@ def test_bad_priorities_change_nothing(turned: TensorDictReplayBuffer) -> None:
     before = priorities(turned)
     for bad in (-1.0, -1e-30, float("nan"), float("inf"), 1e300):
         for given in ({"index": [0, 1]}, {"id": [14, 15]}, {"id": [1, 2]}):
-            with pytest.raises(PriorityError, match=r"priority number 1 of 2 is .*; give finite values >= 0"):
+            with pytest.raises(PriorityError, match=r"priority number 1 of 2 is .*; use finite values >= 0"):
                 turned.update_priority(**given, priority=[9.0, bad])
     assert priorities(turned) == before
     turned.extend(rows([24]))

@@ -133,7 +133,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
             assert workers is not None
             os.kill(workers._workers[0].process.pid, signal.SIGKILL)
             # The other one goes on; rows come until the killed one was replaced.
-            while collector.stats()["restarts"] == 0:
+            while collector.stats()["restarts"] == 0 or not workers._workers[0].stored:
                 counts.append(collector.collect(100))
             counts.append(collector.collect(400))
             stats = collector.stats()
