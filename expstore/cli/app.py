@@ -330,7 +330,8 @@ def _find_policy(name: str) -> Any:
 
     if name == "random":
         return None
-    sys.path.insert(0, "")  # modules in the working directory, as `python -m` finds them
+    # Modules in the working directory, as `python -m` finds them; not as "", which workers would not resolve.
+    sys.path.insert(0, str(Path().absolute()))
     try:
         return load_policy(name)
     except NotFoundError as exc:
@@ -372,7 +373,10 @@ def _collect(
         blocks = iter(collector)
         while stored < steps and not interrupts.seen:
             left = steps - stored
-            stored += next(blocks) if workers or left >= block else collector.collect(left)
+            if workers:  # some blocks at a time, between which Ctrl-C is seen
+                stored += collector.collect(min(left, 8 * workers * block))
+            else:
+                stored += next(blocks) if left >= block else collector.collect(left)
             tell(min(stored, steps), steps)
     return rb.write_count - before
 

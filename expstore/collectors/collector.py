@@ -159,8 +159,8 @@ class Collector:
     def collect(self, steps: int) -> int:
         """Store at least `steps` transitions and return how many were stored.
 
-        All lanes step at once, so up to one transition per lane may be added; with workers up to a block of
-        each. Pending transitions of an interrupted call count too. After Ctrl-C, and after an error, what was
+        All lanes step at once, so up to one transition per lane may be added; with workers up to two blocks
+        of each. Pending transitions of an interrupted call count too. After Ctrl-C, and after an error, what was
         collected is stored.
 
         Raises:
@@ -188,7 +188,7 @@ class Collector:
     @staticmethod
     def _collect_by_workers(workers: Workers, steps: int, show: _Show | None) -> int:
         before = workers.rows
-        workers.run()
+        workers.run(before + steps)
         try:
             while (
                 stored := workers.wait_for(before + steps, None if show is None else 0.2) - before

@@ -59,6 +59,10 @@ class _Worker:
     failure: str = ""
 
 
+#: Blocks that a worker may be ahead of the owner, so that `collect` stores little more than it was asked for.
+_AHEAD = 2
+
+
 @dataclass
 class _Progress:
     """What all workers have done so far."""
@@ -100,6 +104,7 @@ class Workers:
         self._version = 0
         self._weights: Weights | None = None
         self._collecting = self._closing = False
+        self._target: int | None = None  # rows in all at which the workers stop; None: at `pause`
         self._failure: str = ""
         self._ears, self._mouth = self._context.Pipe(duplex=False)  # wakes the listener
         self._workers = {number: self._start(number, 0) for number in range(count)}
@@ -126,13 +131,13 @@ class Workers:
                 "policy_version": self._version,
             }
 
-    def run(self) -> None:
-        """Let all workers collect until `pause`."""
+    def run(self, rows: int | None = None) -> None:
+        """Let all workers collect until `pause`, or until so many rows have been stored in all."""
         with self._changed:
             self._check()
-            self._collecting = True
+            self._collecting, self._target = True, rows
             for worker in self._workers.values():
-                self._tell(worker, "run")
+                self._tell_to_run(worker)
 
     def wait_for(self, rows: int, seconds: float | None = None) -> int:
         """Wait until so many rows have been stored in all, or for some time; return how many have.
@@ -206,7 +211,7 @@ class Workers:
         if self._weights is not None:
             self._tell(worker, "weights", self._version, self._weights)
         if self._collecting:
-            self._tell(worker, "run")
+            self._tell_to_run(worker)
         return worker
 
     def _next_trajectory(self) -> int:
@@ -214,10 +219,12 @@ class Workers:
         ((largest,),) = self._rb.sql("SELECT max(trajectory_id) FROM episodes").fetchall()
         return max(0 if largest is None else largest + 1, self._rb.write_count)
 
+    def _tell_to_run(self, worker: _Worker) -> None:
+        worker.is_running = True
+        self._tell(worker, "run", None if self._target is None else _AHEAD)
+
     def _tell(self, worker: _Worker, *message: Any) -> None:
         """Send a message; a worker that has died is found by the listener."""
-        if message[0] == "run":
-            worker.is_running = True
         with contextlib.suppress(OSError):
             worker.pipe.send(message)
 
@@ -248,6 +255,8 @@ class Workers:
                 self._progress.rows += rows
                 self._progress.episodes += len(returns)
                 self._progress.recent.extend(returns)
+                if self._collecting and self._target is not None and self._progress.rows < self._target:
+                    self._tell(worker, "more")
             elif kind == "paused":
                 worker.is_running = False
             elif kind == "specs":
@@ -321,21 +330,27 @@ class _WorkerLoop:
     def __init__(self, collector: LaneCollector, policy: Any, pipe: Connection) -> None:
         self._collector, self._policy, self._pipe = collector, policy, pipe
         self._is_running = False
+        self._blocks: int | None = 0  # how many more may be collected; None: any number
 
     def run(self) -> None:
         """Collect, and obey the owner, until it says "close"."""
         blocks = iter(self._collector)
         while self._obey():
             stored = next(blocks)
+            if self._blocks is not None:
+                self._blocks -= 1
             self._pipe.send(("stored", stored, self._collector.finished))
             self._collector.finished = []
 
     def _obey(self) -> bool:
         """Do what the owner says, and wait while nothing is to be collected; return False at the end."""
-        while not self._is_running or self._pipe.poll():
+        while not self._is_running or self._blocks == 0 or self._pipe.poll():
             act, *told = self._pipe.recv()
             if act == "run":
-                self._is_running = True
+                self._is_running, self._blocks = True, told[0]
+            elif act == "more":
+                if self._blocks is not None:
+                    self._blocks += 1
             elif act == "pause":
                 self._is_running = False
                 self._pipe.send(("paused",))

@@ -123,7 +123,7 @@ def test_a_missing_episode_is_refused_with_a_list_of_episodes(rb: Any) -> None:
             rb.episodes.annotate(wrong, x=1)
     with pytest.raises(TypeError, match="an integer, got str"):
         rb.trajectory("1")
-    with pytest.raises(TypeError, match="an integer, not float"):
+    with pytest.raises(TypeError, match="an integer, got float"):
         rb.episodes.annotate(1.0, x=1)
     with pytest.raises(NotFoundError, match="the store has no episodes yet"):
         ReplayBuffer(storage=MemoryStorage(5)).trajectory(1)
