@@ -160,8 +160,8 @@ class Collector:
         """Store at least `steps` transitions and return how many were stored.
 
         All lanes step at once, so up to one transition per lane may be added; with workers up to two blocks
-        of each. Pending transitions of an interrupted call count too. After Ctrl-C, and after an error, what was
-        collected is stored.
+        of each. Pending transitions of an interrupted call count too. After Ctrl-C, and after an error, all
+        transitions so far are stored.
 
         Raises:
             SchemaError: The policy did not return a batch of actions. That step was not taken, and nothing of
