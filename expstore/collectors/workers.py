@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -205,7 +206,13 @@ class Workers:
             name=f"expstore-collect-{number}",
             daemon=True,
         )
-        process.start()
+        # Ctrl-C reaches the owner, which ends its workers: the mask is inherited from the start on.
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
         theirs.close()
         worker = _Worker(number, starts + 1, process, ours)
         if self._weights is not None:
@@ -294,7 +301,7 @@ def _work(
         first: Its first trajectory id.
         step: How far its trajectory ids are apart.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the owner, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     try:
         plan, make_env, lanes = cloudpickle.loads(task)
