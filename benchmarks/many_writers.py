@@ -304,7 +304,7 @@ def measure_throughput(folder: Path, workload: Workload, capacity: int, effort: 
     text = f"{rate:,.0f} rows/s"
     yield Result(
         f"{name}-throughput", rate / single, text, f"{single:,.0f} rows/s", f"{rate / single:.2f}x",
-        f"{WORKERS} workers extend({ROWS}); beside it one process alone", data,
+        f"{WORKERS} workers extend({ROWS}); the other side: one process alone", data,
     )  # fmt: skip
     yield Result(
         f"{name}-torchrl", rate / other_rate, text, f"{other_rate:,.0f} rows/s", f"{rate / other_rate:.2f}x",
@@ -313,7 +313,7 @@ def measure_throughput(folder: Path, workload: Workload, capacity: int, effort: 
     cost, least = ours.cpu_per_row(ROWS), alone.cpu_per_row(ROWS)
     yield Result(
         f"{name}-cpu", cost / least, f"{cost * 1e6:.2f} µs a row", f"{least * 1e6:.2f} µs a row",
-        f"{cost / least:.2f}x", "CPU of owner and workers; beside it of one process alone",
+        f"{cost / least:.2f}x", "CPU of owner and workers; the other side: of one process alone",
     )  # fmt: skip
 
 
@@ -334,7 +334,7 @@ def measure_latency(folder: Path, effort: Effort) -> Iterator[Result]:
     yield Result(
         "many-writers/latency-idle", mine / least, f"{mine * 1e6:.0f} µs", f"{least * 1e6:.0f} µs",
         f"{mine / least:.2f}x",
-        f"extend({FEW}), one worker, idle owner; beside it {local.percentile(50) * 1e6:.0f} µs in process "
+        f"extend({FEW}), one worker, idle owner; {local.percentile(50) * 1e6:.0f} µs in process "
         f"and two round trips of a pipe, {trips.median * 1e6:.0f} µs each",
         {"expstore": proxied.to_json(FEW), "alone": local.to_json(FEW), "round_trip": trips.median},
     )  # fmt: skip
@@ -359,7 +359,7 @@ def measure_latency(folder: Path, effort: Effort) -> Iterator[Result]:
             yield Result(
                 f"many-writers/latency-{name}-p{part}", mine, f"{mine * 1e6:.0f} µs",
                 f"{other_time * 1e6:.0f} µs", f"{other_time / mine:.2f}x",
-                f"extend({FEW}), {WORKERS} workers without a pause, {ours.rate(FEW):,.0f} rows/s beside "
+                f"extend({FEW}), {WORKERS} workers without a pause, {ours.rate(FEW):,.0f} rows/s against "
                 f"{theirs.rate(FEW):,.0f}",
                 data if part == 50 else {},
             )  # fmt: skip
@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     wanted = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     torch.set_num_threads(1)  # workers are forked, and two cores are all that the sides have
-    report = Report({} if wanted.smoke else BARS, out, other="beside it", file=wanted.json)
+    report = Report({} if wanted.smoke else BARS, out, other="the other side", file=wanted.json)
     needed = 6 * max(effort.rows * LOCOMOTION.row_bytes, effort.frames * PIXELS.row_bytes)
     with scratch(wanted.folder, needed) as folder:
         for result in measure_throughput(folder, LOCOMOTION, effort.rows, effort):

@@ -1,7 +1,8 @@
 """Write for the workers of a buffer that is shared: the side of the process that owns the store.
 
 `ReplayBuffer.share` starts a `WritingServer`. One thread serves all workers, whose calls are short; a call
-that may wait for another thread of this process gets a thread of its own, so that it holds up nobody else.
+that may wait for another thread of this process runs in a separate thread, so that other workers do not wait
+for it.
 `expstore.buffers.writing_proxy` is the other side.
 """
 

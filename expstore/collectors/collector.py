@@ -181,7 +181,6 @@ class Collector:
             left = steps - stored
             stored += next(blocks) if left >= lanes.block_rows else lanes.collect(left)
             self._recent.extend(lanes.finished)
-            lanes.finished.clear()
             show(stored, float(np.mean(self._recent)) if self._recent else None)
         return stored
 
@@ -239,7 +238,7 @@ class Collector:
         """
         if not isinstance(self._policy, ModulePolicy):
             raise StateError(
-                "only a torch.nn.Module has weights to update; the policy of this collector is none",
+                "only a torch.nn.Module has weights to update, and the policy of this collector is not one",
                 hint="pass the module as policy",
             )
         if self._workers is not None:

@@ -160,7 +160,7 @@ class LaneCollector:
         #: The number stored with each row of the next block; None: none is.
         self.policy_version = policy_version
         self._number, self._pass_specs = numbering, pass_specs
-        #: Returns of the episodes that ended, in the order in which they ended; callers clear it.
+        #: Returns of the episodes that ended in the newest block, in the order in which they ended.
         self.finished: list[float] = []
         self._observation_leaves = fields_of(self._env.single_observation_space, ("observation",))
         self._action_leaves = fields_of(self._env.single_action_space, ("action",))
@@ -250,6 +250,8 @@ class LaneCollector:
     def _step(self) -> None:
         """Take one step in every lane and add it to the block."""
         lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
+        if not block.filled:
+            self.finished.clear()
         self._reset_lanes()
         # Stored before the policy gets it, as the policy may change the arrays in place.
         block.put(read_values(self._observation, leaves, lanes, "the environment"))

@@ -27,7 +27,7 @@ from expstore.collectors.lanes import LaneCollector, count_from
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, Weights, weights_of
 from expstore.collectors.space_fields import describe_rows
-from expstore.errors import StateError
+from expstore.errors import ExpStoreError, StateError
 
 __all__ = ["Workers"]
 
@@ -107,7 +107,7 @@ class Workers:
         self._collecting = self._closing = False
         self._target: int | None = None  # rows in all at which the workers stop; None: at `pause`
         self._failure: str = ""
-        self._ears, self._mouth = self._context.Pipe(duplex=False)  # wakes the listener
+        self._wake_end, self._waker = self._context.Pipe(duplex=False)  # wakes the listener
         self._workers = {number: self._start(number, 0) for number in range(count)}
         self._listener = threading.Thread(target=self._listen, name="expstore-collect", daemon=True)
         self._listener.start()
@@ -138,7 +138,7 @@ class Workers:
             self._check()
             self._collecting, self._target = True, rows
             for worker in self._workers.values():
-                self._tell_to_run(worker)
+                self._send_run(worker)
 
     def wait_for(self, rows: int, seconds: float | None = None) -> int:
         """Wait until so many rows have been stored in all, or for some time; return how many have.
@@ -157,7 +157,7 @@ class Workers:
         with self._changed:
             self._collecting = False
             for worker in self._workers.values():
-                self._tell(worker, "pause")
+                self._send(worker, "pause")
             self._changed.wait_for(lambda: not any(one.is_running for one in self._workers.values()))
 
     def set_weights(self, module: torch.nn.Module) -> int:
@@ -166,7 +166,7 @@ class Workers:
             self._version += 1
             self._weights = weights_of(module)
             for worker in self._workers.values():
-                self._tell(worker, "weights", self._version, self._weights)
+                self._send(worker, "weights", self._version, self._weights)
             return self._version
 
     def close(self) -> None:
@@ -176,14 +176,14 @@ class Workers:
                 return
             self._closing = True
             for worker in self._workers.values():
-                self._tell(worker, "close")
+                self._send(worker, "close")
             if not self._changed.wait_for(lambda: not self._workers, _END_SECONDS):
                 for worker in self._workers.values():
                     worker.process.kill()
                 self._changed.wait_for(lambda: not self._workers)
-        self._mouth.close()
+        self._waker.close()
         self._listener.join()
-        self._ears.close()
+        self._wake_end.close()
 
     def _check(self) -> None:
         """Raise StateError if a worker has failed for good, or the collector is closed."""
@@ -199,7 +199,7 @@ class Workers:
         ours, theirs = self._context.Pipe()
         # Each start has lanes and trajectory ids of its own.
         lane = (starts * self._count + number) * self._lanes
-        first = self._next_trajectory() + number
+        first = self._find_trajectory(number)
         process = self._context.Process(
             target=_work,
             args=(self._task, self._rb, theirs, number, lane, first, self._count),
@@ -216,39 +216,43 @@ class Workers:
         theirs.close()
         worker = _Worker(number, starts + 1, process, ours)
         if self._weights is not None:
-            self._tell(worker, "weights", self._version, self._weights)
+            self._send(worker, "weights", self._version, self._weights)
         if self._collecting:
-            self._tell_to_run(worker)
+            self._send_run(worker)
         return worker
 
-    def _next_trajectory(self) -> int:
-        """Return a trajectory id above all in the store."""
+    def _find_trajectory(self, number: int) -> int:
+        """Return a trajectory id above all in the store, which no other worker will use.
+
+        Ids of a worker have the remainder `number` when divided by the number of workers.
+        """
         ((largest,),) = self._rb.sql("SELECT max(trajectory_id) FROM episodes").fetchall()
-        return max(0 if largest is None else largest + 1, self._rb.write_count)
+        least = max(0 if largest is None else largest + 1, self._rb.write_count)
+        return least + (number - least) % self._count
 
-    def _tell_to_run(self, worker: _Worker) -> None:
+    def _send_run(self, worker: _Worker) -> None:
         worker.is_running = True
-        self._tell(worker, "run", None if self._target is None else _AHEAD)
+        self._send(worker, "run", None if self._target is None else _AHEAD)
 
-    def _tell(self, worker: _Worker, *message: Any) -> None:
+    def _send(self, worker: _Worker, *message: Any) -> None:
         """Send a message; a worker that has died is found by the listener."""
         with contextlib.suppress(OSError):
             worker.pipe.send(message)
 
     def _listen(self) -> None:
-        """Take messages of workers, and replace those that died, until the collector is closed."""
+        """Receive messages of workers, and replace those that died, until the collector is closed."""
         while True:
             with self._changed:
                 workers = {worker.pipe: worker for worker in self._workers.values()}
-            for pipe in wait([*workers, self._ears]):
-                if pipe is self._ears:
+            for pipe in wait([*workers, self._wake_end]):
+                if pipe is self._wake_end:
                     return
-                self._hear(workers[pipe])  # type: ignore[index]
+                self._handle_message(workers[pipe])  # type: ignore[index]
 
-    def _hear(self, worker: _Worker) -> None:
-        """Take one message of a worker, or note that it has ended."""
+    def _handle_message(self, worker: _Worker) -> None:
+        """Receive one message of a worker, or notice that it has ended."""
         try:
-            kind, *told = worker.pipe.recv()
+            kind, *values = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join()  # only this thread does, since a process can be waited for once
             with self._changed:
@@ -257,19 +261,19 @@ class Workers:
             return
         with self._changed:
             if kind == "stored":
-                rows, returns = told
+                rows, returns = values
                 worker.stored += rows
                 self._progress.rows += rows
                 self._progress.episodes += len(returns)
                 self._progress.recent.extend(returns)
                 if self._collecting and self._target is not None and self._progress.rows < self._target:
-                    self._tell(worker, "more")
+                    self._send(worker, "more")
             elif kind == "paused":
                 worker.is_running = False
             elif kind == "specs":
-                describe_rows(self._rb, told[0])
+                describe_rows(self._rb, values[0])
             else:
-                worker.failure = told[0]
+                worker.failure = values[0]
             self._changed.notify_all()
 
     def _remove(self, worker: _Worker) -> None:
@@ -282,15 +286,19 @@ class Workers:
         if not worker.stored:
             self._failure = self._failure or f"worker {worker.number}: {failure}"
             return
-        _logger.warning("collector: worker %d is replaced: %s", worker.number, failure)
+        try:
+            self._workers[worker.number] = self._start(worker.number, worker.starts)
+        except (ExpStoreError, OSError) as exc:  # the buffer was closed, say: there is nothing to write to
+            self._failure = self._failure or f"worker {worker.number}: {failure}\nIt was not replaced: {exc}"
+            return
         self._progress.restarts += 1
-        self._workers[worker.number] = self._start(worker.number, worker.starts)
+        _logger.warning("collector: worker %d is replaced: %s", worker.number, failure)
 
 
 def _work(
     task: bytes, rb: ReplayBuffer, pipe: Connection, number: int, lane: int, first: int, step: int
 ) -> None:
-    """Collect as the owner says; the main function of a worker process.
+    """Collect on commands of the owner: the main function of a worker process.
 
     Args:
         task: A pickled `Plan`, the function that makes an environment, and the number of lanes.
@@ -306,15 +314,16 @@ def _work(
     try:
         plan, make_env, lanes = cloudpickle.loads(task)
         envs = make_lanes(make_env, lanes, plan.autoreset_mode)
-        collector = plan.collector(
-            envs,
-            rb,
-            worker=number,
-            first_lane=lane,
-            numbering=count_from(first, step),
-            pass_specs=lambda specs: pipe.send(("specs", specs)),
-        )
-        _WorkerLoop(collector, plan.policy, pipe).run()
+        with contextlib.closing(envs):
+            collector = plan.collector(
+                envs,
+                rb,
+                worker=number,
+                first_lane=lane,
+                numbering=count_from(first, step),
+                pass_specs=lambda specs: pipe.send(("specs", specs)),
+            )
+            _WorkerLoop(collector, plan.policy, pipe).run()
     except EOFError:
         return  # the owner has ended
     except BaseException:
@@ -326,7 +335,7 @@ def _work(
 
 
 class _WorkerLoop:
-    """Collect while the owner says so.
+    """Collect in a worker process, on commands of the owner.
 
     Args:
         collector: Collects in this process.
@@ -340,29 +349,28 @@ class _WorkerLoop:
         self._blocks: int | None = 0  # how many more may be collected; None: any number
 
     def run(self) -> None:
-        """Collect, and obey the owner, until it says "close"."""
+        """Collect, and handle commands, until the owner sends "close"."""
         blocks = iter(self._collector)
-        while self._obey():
+        while self._handle_commands():
             stored = next(blocks)
             if self._blocks is not None:
                 self._blocks -= 1
             self._pipe.send(("stored", stored, self._collector.finished))
-            self._collector.finished = []
 
-    def _obey(self) -> bool:
-        """Do what the owner says, and wait while nothing is to be collected; return False at the end."""
+    def _handle_commands(self) -> bool:
+        """Handle commands, and wait while there is nothing to collect; return False after "close"."""
         while not self._is_running or self._blocks == 0 or self._pipe.poll():
-            act, *told = self._pipe.recv()
-            if act == "run":
-                self._is_running, self._blocks = True, told[0]
-            elif act == "more":
+            command, *values = self._pipe.recv()
+            if command == "run":
+                self._is_running, self._blocks = True, values[0]
+            elif command == "more":
                 if self._blocks is not None:
                     self._blocks += 1
-            elif act == "pause":
+            elif command == "pause":
                 self._is_running = False
                 self._pipe.send(("paused",))
-            elif act == "weights":
-                self._set_weights(*told)
+            elif command == "weights":
+                self._set_weights(*values)
             else:
                 self._collector.close()
                 return False

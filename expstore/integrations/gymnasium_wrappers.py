@@ -553,7 +553,7 @@ def _entry(info: Mapping[str, Any], name: str) -> Any:
     """Return an entry of the info of a step.
 
     Raises:
-        SchemaError: There is none, or it is a dict.
+        SchemaError: The entry is missing, or is a dict.
     """
     if name not in info:
         raise _missing(name, "the step", info)

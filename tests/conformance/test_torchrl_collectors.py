@@ -150,7 +150,7 @@ def test_options_of_collectors(rb: Any, kind: str, option: str) -> None:
 
 
 def test_set_truncated(rb: Any) -> None:
-    """Every batch ends with a truncated row; the episode goes on in the next batch."""
+    """Every batch ends with a truncated row; the episode continues in the next batch."""
     run(
         MultiSyncCollector, makers(2), None, frames_per_batch=40, total_frames=200, replay_buffer=rb,
         set_truncated=True,

@@ -15,7 +15,7 @@ import pytest
 from tests.support.paths import ROOT
 
 TEXT = (ROOT / "GUARANTEES.md").read_text()
-#: The name of a test as it stands in a table.
+#: The name of a test as it is written in a table.
 CELL = r"`tests/[\w/]+\.py::test_\w+`"
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 #: Where no test is asked for: what is not promised has none.

@@ -132,7 +132,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
             workers = collector._workers
             assert workers is not None
             os.kill(workers._workers[0].process.pid, signal.SIGKILL)
-            # The other one goes on; rows come until the killed one was replaced.
+            # The other one continues, until the killed one has been replaced.
             while collector.stats()["restarts"] == 0 or not workers._workers[0].stored:
                 counts.append(collector.collect(100))
             counts.append(collector.collect(400))
@@ -182,6 +182,9 @@ def test_each_lane_has_a_source_and_seeds_of_its_own(rb: Any) -> None:
 def test_trajectory_ids_are_unique(rb: Any) -> None:
     ((episodes, ids),) = rb.sql("SELECT count(*), count(DISTINCT trajectory_id) FROM episodes").fetchall()
     assert episodes == ids
+    # Also those to come: each worker, and what replaces it, has ids of its own.
+    found = rb.sql("SELECT DISTINCT source[11]::INT, trajectory_id % 2 FROM episodes ORDER BY ALL").fetchall()
+    assert found == [(0, 0), (1, 1)]
 
 
 def test_rows_know_the_version_of_the_weights(collected: Collected, rb: Any) -> None:
@@ -226,6 +229,15 @@ def test_a_worker_that_fails_at_once_ends_the_collection(store_path: Path) -> No
             collector.start()
     with pytest.raises(StateError, match="closed|no such simulator"):
         collector.collect(10)
+
+
+def test_a_buffer_that_is_closed_first_ends_the_collection(store_path: Path) -> None:
+    rb = expstore.open(store_path)
+    with Collector(Numbered, None, rb, workers=1, steps_per_lane=4) as collector:
+        collector.collect(4)
+        rb.close()
+        with pytest.raises(StateError, match=r"(?s)a worker of the collector failed.*It was not replaced"):
+            collector.collect(4)
 
 
 def test_workers_collect_in_the_background_and_in_loops(store_path: Path) -> None:

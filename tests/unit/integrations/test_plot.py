@@ -52,7 +52,7 @@ def steps(count: int, *, offset: float = 0, shape: tuple[int, ...] = (12, 16, 3)
 
 @pytest.fixture
 def rb(tmp_path: Path) -> Any:
-    """Ten episodes of 3 to 12 steps of two sources, and one that goes on."""
+    """Ten episodes of 3 to 12 steps of two sources, and one that is still open."""
     with expstore.open(tmp_path / "a.exp") as rb:
         for number in range(10):
             rb.extend(steps(3 + number), source=EVIL if number % 2 else "worker")
