@@ -100,7 +100,8 @@ class Sampling(StorePart):
         self.sampler = adapt(sampler)
         #: What a sampled row is extended to; None: the row alone.
         self.unit = unit
-        self._limiter = limiter
+        #: Limits how fast rows may be sampled; None: no limit.
+        self.limiter = limiter
         self._prefetch = prefetch
         self._relabeling: Relabeling | None = None
         self._fixed_draws = draws
@@ -123,7 +124,7 @@ class Sampling(StorePart):
         Raises:
             NotReadyError: The store is empty, or no more rows may be drawn.
         """
-        storage, limiter = self._store.storage, self._limiter
+        storage, limiter = self._store.storage, self.limiter
         if limiter is None or storage.follows:
             return self._next(storage, request)
         with limiter.sampling(request.size) as count:
@@ -324,7 +325,7 @@ class Sampling(StorePart):
 
     def stats(self) -> dict[str, Any]:
         """Return statistics as values that JSON can store."""
-        storage, limiter = self._store.storage, self._limiter
+        storage, limiter = self._store.storage, self.limiter
         limited = limiter is not None and not (storage.follows or storage.closed)
         return {
             "prefetch_queue_size": 0 if self._prefetcher is None else len(self._prefetcher),
@@ -391,8 +392,8 @@ class Sampling(StorePart):
         self.drop_prefetched()
         self._draws = self._prefetcher = None
         self.sampler.attach(storage)
-        if self._limiter is not None and not storage.follows:
-            self._limiter.attach(storage)
+        if self.limiter is not None and not storage.follows:
+            self.limiter.attach(storage)
         if self.generator is not None:
             self._use(GivenDraws(self.generator, storage.draws, resume=self._resumes))
             self._resumes = True
@@ -420,8 +421,8 @@ class Sampling(StorePart):
 
     def close(self) -> None:
         """Stop prefetching and end all waits for the limiter."""
-        if self._limiter is not None:
-            self._limiter.close()
+        if self.limiter is not None:
+            self.limiter.close()
         if self._prefetcher is not None:
             self._prefetcher.close(self)
         self.sampler.detach()
