@@ -13,13 +13,25 @@ from pydantic import ConfigDict, Field
 
 from expstore.api.auth import check_origin
 from expstore.api.bodies import ARROW, JSON, arrow_answer, choose_type, json_answer, to_json
-from expstore.api.dependencies import SQL_ANSWER, TABLE_ANSWER, Limits, Store, problems
+from expstore.api.dependencies import (
+    SQL_ANSWER,
+    EpisodeCondition,
+    Limits,
+    Store,
+    check_sql,
+    problems,
+    table_answer,
+)
+from expstore.api.episode_pages import ORDER_PATTERN, EpisodePage, Filters
 from expstore.api.errors import Refusal
+from expstore.api.relations import Relations, describe_relations
 from expstore.api.request_models import RequestModel
+from expstore.api.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
-from expstore.wire.stream import batches_of, table_stream
+from expstore.errors import NotReadyError, QueryError
+from expstore.wire.stream import batches_of, read_table, table_stream
 
 router = APIRouter(tags=["asking"])
 
@@ -27,7 +39,18 @@ router = APIRouter(tags=["asking"])
 _JSON_TIMES = 6
 
 
-@router.get("/stores/{name}/episodes", summary="List episodes", responses=TABLE_ANSWER | problems(406))
+_PAGE_HEADERS = {
+    "X-Next": "Cursor of the next page; absent on the last page.",
+    "X-Previous": "Cursor of the previous page; absent on the first page.",
+    "X-Total": "Number of episodes that match; absent if counting them takes too long.",
+}
+
+
+@router.get(
+    "/stores/{name}/episodes",
+    summary="List episodes",
+    responses=table_answer("A table.", _PAGE_HEADERS) | problems(406, 504),
+)
 async def episodes(
     request: Request,
     store: Store,
@@ -41,23 +64,127 @@ async def episodes(
         Literal["open", "terminated", "truncated", "cut"] | None,
         Query(description="Only episodes with this status.", examples=["terminated"]),
     ] = None,
+    where: EpisodeCondition = None,
+    order: Annotated[
+        str,
+        Query(
+            pattern=ORDER_PATTERN,
+            description="A column of `episodes`, or `info.` and the name of a fact (facts are ordered as "
+            "numbers); after `-` descending. NULL comes last, equal values are ordered by id.",
+            examples=["-return"],
+        ),
+    ] = "episode_id",
+    page: Annotated[
+        str | None, Query(max_length=4000, description="`X-Next` or `X-Previous` of an earlier answer.")
+    ] = None,
 ) -> Response:
-    """List episodes ordered by id, also those whose rows are not in the store any more."""
+    """List episodes, also those whose rows are not in the store any more.
+
+    The headers `X-Next` and `X-Previous` have cursors of the pages around this one, `X-Total` the number of
+    matches. Pages neither repeat nor skip episodes while a writer adds some. A condition is evaluated in the
+    sandbox of `/sql`, within its limits of time and rows.
+    """
     kind = choose_type(request)
-    where = ["episode_id > $after"]
-    params: dict[str, Any] = {"after": after}
-    for name, value in (("source", source), ("status", status)):
-        if value is not None:
-            where.append(f"{name} = ${name}")
-            params[name] = value
+    filters = Filters(where, after, source, status)
+    found = EpisodePage(filters, order, limit, page)
+    if where is not None:
+        check_sql(limits)
 
     def ask() -> Response:
-        found = store.rb.episodes(" AND ".join(where), "episode_id", limit, params=params)
-        table = found.arrow()
-        ReadLimit(limits.max_answer, text=kind == JSON).check_bytes(table.nbytes)
-        return _answer(table_stream(table), kind)
+        size = ReadLimit(limits.max_answer, text=kind == JSON)
+        table, truncated = _ask(store, limits, where, *found.query(), rows=found.limit + 1)
+        table, headers = found.cut(table, truncated=truncated)
+        size.check_bytes(table.nbytes)
+        total = _count(store, limits, filters)
+        if total is not None:
+            headers["X-Total"] = str(total)
+        response = _answer(table_stream(table), kind)
+        response.headers.update(headers)
+        return response
 
     return await store.run(ask)
+
+
+def _ask(
+    store: Served, limits: Settings, where: str | None, sql: str, params: dict[str, Any], *, rows: int
+) -> tuple[Any, bool]:
+    """Return the result of a query over episodes, and whether rows are missing.
+
+    A query with a condition of a client runs in the sandbox.
+    """
+    if where is None:
+        return store.rb.sql(sql, params).arrow(), False
+    found = store.sql.query(sql, params, rows=rows, size=limits.max_answer)
+    return read_table(found.data), found.truncated
+
+
+def _count(store: Served, limits: Settings, filters: Filters) -> int | None:
+    """Return how many episodes match; None: counting them takes too long."""
+    try:
+        table, _ = _ask(store, limits, filters.where, *filters.count(), rows=1)
+    except (QueryError, NotReadyError) as exc:
+        if exc.kind not in ("timeout", "memory", "busy"):
+            raise
+        return None
+    total: int = table[0][0].as_py()
+    return total
+
+
+@router.get("/stores/{name}/series", summary="Chart episodes", responses=problems(504))
+async def series(
+    store: Store,
+    limits: Limits,
+    y: Annotated[
+        Literal["return", "length", "throughput"],
+        Query(description="The values: of ended episodes, or rows written per second (`throughput`)."),
+    ] = "return",
+    x: Annotated[
+        Literal["episode", "time", "rows"],
+        Query(
+            description="The order of episodes: by id, by the time of their end, or by the number of rows "
+            "that were written until then. `throughput` is over `time`."
+        ),
+    ] = "episode",
+    by: Annotated[
+        str,
+        Query(
+            pattern=BY_PATTERN,
+            description="What the episodes of a group have in common: `none`, `source`, `session`, `status`, "
+            "or `info.` and the name of a fact.",
+            examples=["source"],
+        ),
+    ] = "none",
+    points: Annotated[int, Query(ge=1, le=2000, description="Most bins of a group.")] = 500,
+    where: EpisodeCondition = None,
+) -> Series:
+    """Return values in bins of equal width, for charts: mean, minimum, maximum and count of each bin.
+
+    Only ended episodes with a finite value count, also those whose rows are not in the store any more. There
+    are at most 20 groups; the smaller ones are together in the last one. With a condition, groups have fewer
+    bins if the server's limit of SQL rows requires it. `throughput` comes from the times of the readable
+    rows, and has neither groups nor a condition.
+    """
+    if where is not None:
+        check_sql(limits)
+    if y == "throughput":
+        if by != "none" or where is not None:
+            raise Refusal(422, "throughput has neither groups nor a condition", hint="leave by and where out")
+        return await store.run(lambda: throughput_of(store.rb.storage, points))
+
+    def ask() -> Series:
+        most = points if where is None else max(1, min(points, limits.sql_rows // GROUPS))
+        sql, params = build_query(Filters(where), y, x, by, most)
+        table, _ = _ask(store, limits, where, sql, params, rows=GROUPS * most)
+        return series_of(y, x, table)
+
+    return await store.run(ask)
+
+
+@router.get("/stores/{name}/relations", summary="Describe relations of SQL", responses=problems())
+async def relations(store: Store, limits: Limits) -> Relations:
+    """List the relations that SQL sees, with names, types and meanings of their columns."""
+    check_sql(limits)
+    return await store.run(lambda: describe_relations(store.rb))
 
 
 class Question(RequestModel):
@@ -91,7 +218,7 @@ async def sql(request: Request, store: Store, limits: Limits, asked: Question) -
     The query runs in a process that can read this store and nothing else. Its time, rows and bytes are
     limited; the header `X-Truncated` says whether the result was cut.
     """
-    _check(limits)
+    check_sql(limits)
     kind = choose_type(request)
     return await store.run(lambda: _run_query(store, limits, asked, kind))
 
@@ -117,14 +244,9 @@ async def sql_by_url(
     """Run one SELECT within the same sandbox and limits as POST, for browsers and `curl -G`."""
     # Without this, a page of another site could measure how long queries take, and learn about rows.
     check_origin(request.headers, request.headers["host"])
-    _check(limits)
+    check_sql(limits)
     asked, kind = Question(query=q, params=None, limit=limit), choose_type(request)
     return await store.run(lambda: _run_query(store, limits, asked, kind))
-
-
-def _check(limits: Settings) -> None:
-    if not limits.sql:
-        raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
 
 
 def _run_query(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
