@@ -81,7 +81,8 @@ class RouteTable:
 
     Args:
         document: Returns the OpenAPI document.
-        open_folder: Path of static files that need no token, and to which `/` redirects; None: there are none.
+        open_folder: Path of static files that need no token, and to which `/` redirects; None: there are
+            none.
     """
 
     def __init__(self, document: Callable[[], dict[str, Any]], open_folder: str | None = None) -> None:

@@ -32,9 +32,9 @@ SERVE_NOTES = (
     "For TLS, put a proxy in front of it."
 )
 UI_NOTES = (
-    "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. Only this "
-    "machine can open the page. To look at stores of another machine, run `expstore serve` there: it has the same "
-    "page at /ui/, which can also change facts of episodes."
+    "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
+    "Only this machine can open the page. To look at stores of another machine, run `expstore serve` there: "
+    "it has the same page at /ui/, which can also change facts of episodes."
 )
 #: Seconds that closing the stores may take, after the running requests had their time.
 GRACE_SECONDS = 10.0
@@ -119,8 +119,8 @@ def serve(
     settings = Settings(
         path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, sql_seconds=sql_seconds,
-        max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate, min_size=min_size,
-        samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
+        max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate,
+        min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
         session_timeout=session_timeout,
     )  # fmt: skip
     if access_log:
