@@ -120,8 +120,8 @@ def serve(
         path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, sql_seconds=sql_seconds,
         max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate,
-        min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
-        session_timeout=session_timeout,
+        min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer,
+        shutdown_seconds=shutdown_seconds, session_timeout=session_timeout,
     )  # fmt: skip
     if access_log:
         _log_requests()
