@@ -17,6 +17,7 @@ from expstore.api.dependencies import ROWS_ANSWER, Known, Limits, Store, problem
 from expstore.api.openapi import Need
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, check_ids
+from expstore.api.summary import Summary
 from expstore.buffers.read_limits import limit_reads
 
 router = APIRouter(tags=["reading"])
@@ -25,9 +26,7 @@ router = APIRouter(tags=["reading"])
 class StoreNames(BaseModel):
     """The stores of a server."""
 
-    model_config = {
-        "json_schema_extra": {"examples": [{"stores": ["demo"], "access": "write", "sql": True}]}
-    }
+    model_config = {"json_schema_extra": {"examples": [{"stores": ["demo"], "access": "write", "sql": True}]}}
 
     stores: list[str] = Field(description="Their names, sorted.")
     access: Literal["read", "write"] = Field(
@@ -75,6 +74,12 @@ async def info(store: Store) -> StoreInfo:
         name=store.name, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
         generation=store.generation, meta=rb.meta,
     )  # fmt: skip
+
+
+@router.get("/stores/{name}/summary", summary="Summarize a store", responses=problems())
+async def summary(store: Store) -> Summary:
+    """Return size, fields, episodes, sessions, rates and histograms of a store; at most a second old."""
+    return await store.run(store.summarizer.summarize)
 
 
 class Ids(RequestModel):

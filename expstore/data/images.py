@@ -120,9 +120,9 @@ def _shrink(planes: Array, factor: int) -> Array:
     high, wide = (min(factor, side) for side in planes.shape[1:3])
     planes = planes[:, : planes.shape[1] // high * high, : planes.shape[2] // wide * wide]
     places = [(row, column) for row in _places(high) for column in _places(wide)]
-    is_float = planes.dtype.kind == "f"
-    total = np.zeros((planes.shape[0], planes.shape[1] // high, planes.shape[2] // wide, planes.shape[3]),
-                     np.float64 if planes.dtype == np.float64 else np.float32 if is_float else np.uint16)  # fmt: skip
+    is_float, count = planes.dtype.kind == "f", planes.shape[0]
+    shape = (count, planes.shape[1] // high, planes.shape[2] // wide, planes.shape[3])
+    total = np.zeros(shape, np.float32 if is_float else np.uint16)
     for row, column in places:
         total += planes[:, row::high, column::wide]
     return total / len(places) if is_float else (total + len(places) // 2) // len(places)
