@@ -10,9 +10,18 @@ const MOST_POINTS = 10_000;
 /** Number of `--series-N` colours. */
 const COLOURS = 8;
 
-/** @param {string} name Of a custom property of the style sheet. */
+/**
+ * A colour of the style sheet, for the scheme that the reader uses; canvases do not know `light-dark()`.
+ *
+ * @param {string} name Of a custom property.
+ */
 function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const probe = h("span", { hidden: true });
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return colour;
 }
 
 /**
@@ -22,14 +31,19 @@ function css(name) {
  * @param {string[]} names All names that share a chart.
  */
 export function colourOf(name, names) {
-  return css(`--series-${(Math.max(0, [...names].sort().indexOf(name)) % COLOURS) + 1}`);
+  return paletteColour(Math.max(0, [...names].sort().indexOf(name)));
+}
+
+/** @param {number} number A colour of the palette for lines, which begins again after the eighth. */
+export function paletteColour(number) {
+  return css(`--series-${(number % COLOURS) + 1}`);
 }
 
 /**
  * @typedef {object} Series
  * @property {string} label
  * @property {(number | null)[]} values One per x; null: a gap.
- * @property {string} [colour]
+ * @property {string | (() => string)} [colour] A function is called anew when the reader's scheme changes.
  * @property {(number | null)[]} [low] Lower edge of a band around the values.
  * @property {(number | null)[]} [high]
  * @property {boolean} [steps] Whether a value stays until the next one.
@@ -39,6 +53,7 @@ export function colourOf(name, names) {
  * @typedef {object} Chart
  * @property {(x: number[], series: Series[]) => void} setData
  * @property {(x: number | null) => void} setCursor Mark a place of the x axis.
+ * @property {(low: number | null, high: number | null) => void} setRange Mark a range of the x axis.
  * @property {HTMLElement} element
  */
 
@@ -56,6 +71,7 @@ export function colourOf(name, names) {
  * @param {number} [options.height] In pixels.
  * @param {boolean} [options.points] Whether to draw a dot per value.
  * @param {boolean} [options.bars] Whether to draw bars.
+ * @param {boolean} [options.isLog] Whether x grows by factors.
  * @param {string} [options.sync] Charts of the same name share their cursor.
  * @param {(x: number) => void} [options.onSelect] Called with the x at which the reader clicks.
  * @param {(low: number, high: number) => void} [options.onRange] Called with the range that the reader drags over.
@@ -75,10 +91,12 @@ export function lineChart(container, options) {
   let plot = null;
   /** @type {number | null} */
   let marked = null;
+  /** @type {[number, number] | null} */
+  let range = null;
 
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(settings(options, x, series, place, () => marked), dataOf(x, series), place);
+    plot = new uPlot(settings(options, x, series, place, () => marked, () => range), dataOf(x, series), place);
   };
   const resize = new ResizeObserver(() => {
     if (plot && place.clientWidth > 0 && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: plot.height });
@@ -108,6 +126,10 @@ export function lineChart(container, options) {
       marked = value;
       plot?.redraw(false, false);
     },
+    setRange(low, high) {
+      range = low === null || high === null ? null : [low, high];
+      plot?.redraw(false, false);
+    },
   };
 }
 
@@ -117,14 +139,14 @@ function dataOf(/** @type {number[]} */ x, /** @type {Series[]} */ series) {
 }
 
 function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series,
-  /** @type {HTMLElement} */ place, /** @type {() => number | null} */ marked) {
+  /** @type {HTMLElement} */ place, /** @type {() => number | null} */ marked, /** @type {() => [number, number] | null} */ range) {
   const ink = css("--ink-soft");
   const line = css("--line");
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui", labelFont: "12px system-ui" };
   const bands = [];
   const entries = [];
   for (const one of series) {
-    const colour = one.colour ?? colourOf(one.label, series.map((each) => each.label));
+    const colour = (typeof one.colour === "function" ? one.colour() : one.colour) ?? colourOf(one.label, series.map((each) => each.label));
     const paths = options.bars ? uPlot.paths.bars({ size: [1, 100], gap: 1 }) : one.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
     entries.push({
       label: one.label, stroke: colour, width: options.bars ? 0 : 1.5, paths, spanGaps: true,
@@ -139,7 +161,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
   }
   return {
     width: Math.max(place.clientWidth, 200), height: options.height ?? 220, ms: 1, bands,
-    scales: { x: { time: options.isTime ?? false, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) } },
+    scales: { x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) } },
     legend: { show: series.length > 1 || !options.bars, live: true },
     cursor: {
       sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 },
@@ -158,6 +180,15 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
     series: [{ label: options.xLabel ?? "x", value: (/** @type {any} */ _, /** @type {number} */ value) => (options.isTime ? formatTime(value) : number(value)) }, ...entries],
     hooks: {
       draw: [(/** @type {any} */ plot) => {
+        const chosen = range();
+        if (chosen) {
+          const [from, to] = chosen.map((value) => Math.min(Math.max(plot.valToPos(value, "x", true), plot.bbox.left), plot.bbox.left + plot.bbox.width));
+          plot.ctx.save();
+          plot.ctx.globalAlpha = 0.16;
+          plot.ctx.fillStyle = css("--accent");
+          plot.ctx.fillRect(from, plot.bbox.top, Math.max(to - from, 2), plot.bbox.height);
+          plot.ctx.restore();
+        }
         const at = marked();
         if (at === null || at === undefined) return;
         const left = Math.round(plot.valToPos(at, "x", true));
@@ -181,7 +212,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
 }
 
 /**
- * Draw a histogram.
+ * Draw a histogram, over a logarithmic axis if the widths of its bins grow.
  *
  * @param {HTMLElement} container
  * @param {object} options
@@ -194,8 +225,11 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
  * @param {AbortSignal} [options.signal]
  */
 export function histogram(container, options) {
+  const [first, second] = options.edges;
+  const last = options.edges[options.edges.length - 1];
+  const growing = first > 0 && last - first > 10 * options.counts.length * (second - first);
   return lineChart(container, {
-    ...options, bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
+    ...options, isLog: growing, bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
   });
 }
 
@@ -208,7 +242,7 @@ export function histogram(container, options) {
 export function histogramData(edges, counts) {
   return {
     x: counts.map((_, number) => (edges[number] + edges[number + 1]) / 2),
-    series: [{ label: "count", values: counts, colour: css("--series-1") }],
+    series: [{ label: "count", values: counts, colour: () => css("--series-1") }],
   };
 }
 
