@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,8 +31,8 @@ IMAGES = Path(__file__).resolve().parent / "images"
 SIDE, PADDLE, LIMIT = 84, 6, 150
 ROWS, BROKEN_AT, WORKERS = 60_000, 40_000, 4
 ACTIONS = ["left", "stay", "right"]
-#: Most bytes of a picture.
-MOST_BYTES = 150_000
+#: Most bytes of a picture, and the width of each in pixels.
+MOST_BYTES, WIDTH = 150_000, 1200
 
 
 @dataclass
@@ -118,9 +122,14 @@ def fill(path: Path, *, seed: int, frames: bool, broken: bool, rows: int = ROWS)
             works = not (broken and part >= BROKEN_AT / ROWS and worker == 2)
             skill = float(np.clip(0.15 + 1.1 * part + rng.normal(0, 0.08), 0, 0.97))
             game = play(rng, skill, camera_works=works)
-            facts: dict[str, Any] = {"level": int(rng.integers(1, 4)), "version": "2.1" if part > 0.5 else "2.0"}
+            facts: dict[str, Any] = {
+                "level": int(rng.integers(1, 4)),
+                "version": "2.1" if part > 0.5 else "2.0",
+            }
             added = rb.extend(rows_of(game, frames=frames), source=f"worker-{worker}", episode_info=facts)
-            rb.update_priority(index=added, priority=np.abs(game.reward) + rng.exponential(0.2, len(game.reward)))
+            rb.update_priority(
+                index=added, priority=np.abs(game.reward) + rng.exponential(0.2, len(game.reward))
+            )
             if rng.random() < 0.5:
                 rb.sample()
         rb.snapshots.tag("first-policy")
@@ -162,3 +171,129 @@ def build_stores(folder: Path, *, rows: int = ROWS) -> None:
     for seed in (2, 3):
         fill(folder / f"catch-state-{seed}.exp", seed=seed, frames=False, broken=False, rows=rows)
     fill_answers(folder / "answers.exp")
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A picture of a page.
+
+    Args:
+        name: Name of the file, after `page_`.
+        address: What follows `#` in the address; "": the page on which the shot before it has ended.
+        height: Height of the window in pixels; the width is 1200.
+        scheme: "light" or "dark".
+        click: Text of a link that is clicked first.
+        wait: A selector that must be there.
+    """
+
+    name: str
+    address: str
+    height: int
+    scheme: Literal["light", "dark"] = "light"
+    click: str = ""
+    wait: str = "body[data-ready]"
+
+
+STORE = "/stores/catch-pixels"
+#: A range of episodes around the one in which the camera breaks.
+RANGE = "from={low}&to={high}"
+SHOTS = (
+    Shot("stores", "/", 330, wait="svg.sparkline"),
+    Shot("store", f"{STORE}?smooth=0.8", 1000),
+    Shot("store_dark", f"{STORE}?smooth=0.8", 1000, scheme="dark"),
+    Shot("drop", f"{STORE}?by=source&smooth=0.8&x=rows&{RANGE}", 900, wait="text=Show these episodes"),
+    Shot("bad_episodes", "", 700, click="worker-2", wait="tbody tr"),
+    Shot("bad_episode", "", 900, click="tbody a", wait="canvas"),
+    Shot("answer", "/stores/answers/episodes/3", 800),
+    Shot("sql", f"{STORE}/sql?q=SELECT%20source%2C%20count(*)%20AS%20episodes%2C%20avg(%22return%22)%20FROM%20episodes"
+         "%20GROUP%20BY%20source%20ORDER%20BY%20source&run=1", 640),
+    Shot("sampling", f"{STORE}/sampling", 900),
+    Shot("compare", "/compare?stores=catch-pixels,catch-state-2,catch-state-3&smooth=0.8", 900),
+)  # fmt: skip
+
+
+def take_pictures(folder: Path, only: str = "") -> None:
+    """Serve stores, and write a picture of each page into docs/images.
+
+    Args:
+        folder: Stores that `build_stores` made.
+        only: Only shots with this text in their name, and those that they continue.
+    """
+    from playwright.sync_api import sync_playwright
+
+    low, high = BROKEN_AT - 2000, BROKEN_AT + 8000
+    with serve(folder) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for number, shot in enumerate(SHOTS):
+            later = SHOTS[number + 1 :]
+            continued = next((k for k, one in enumerate(later) if one.address), len(later))
+            if not any(only in one.name for one in (shot, *later[:continued])):
+                continue
+            if shot.address:
+                page = browser.new_page(viewport={"width": WIDTH, "height": shot.height})
+                page.emulate_media(color_scheme=shot.scheme, reduced_motion="reduce")
+                page.goto(f"{url}/ui/#{shot.address.format(low=low, high=high)}")
+            else:
+                page.set_viewport_size({"width": WIDTH, "height": shot.height})
+                page.wait_for_selector("body[data-ready]")
+                page.locator(
+                    f"main {shot.click}" if " " in shot.click else f"main a:has-text('{shot.click}')"
+                ).first.click()
+            page.wait_for_selector("body[data-ready]")
+            page.wait_for_selector(shot.wait, timeout=60_000)
+            page.wait_for_timeout(2000)  # charts and frames arrive after the page
+            if shot.name == "drop":
+                page.locator("#series-title").scroll_into_view_if_needed()
+            save(page.screenshot(), IMAGES / f"page_{shot.name}.png")
+        browser.close()
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Serve a folder for reading by the command; yield the address."""
+    command = [sys.executable, "-m", "expstore", "ui", str(folder), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            yield line.partition(" at ")[2].partition("/ui/")[0]
+        finally:
+            server.terminate()
+
+
+def save(data: bytes, path: Path) -> None:
+    """Write a screenshot with a palette, which takes a third of the space."""
+    with Image.open(io.BytesIO(data)) as file:
+        picture = file.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    picture.save(path, optimize=True)
+    size = path.stat().st_size
+    print(f"{path.name}: {picture.size}, {size:,} bytes")
+    if size > MOST_BYTES:
+        raise SystemExit(f"{path} is larger than {MOST_BYTES:,} bytes: show less")
+
+
+def main() -> None:
+    """Make the stores, and the pictures unless only the stores are wanted."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--stores", type=Path, metavar="FOLDER", help="make the stores there, and no pictures"
+    )
+    parser.add_argument("--use", type=Path, metavar="FOLDER", help="stores that --stores made")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only pictures with TEXT in their name")
+    wanted = parser.parse_args()
+    if wanted.stores:
+        wanted.stores.mkdir(parents=True, exist_ok=True)
+        build_stores(wanted.stores)
+    elif wanted.use:
+        take_pictures(wanted.use, wanted.only)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            build_stores(Path(folder))
+            take_pictures(Path(folder), wanted.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ export function paletteColour(number) {
  * @property {string} label
  * @property {(number | null)[]} values One per x; null: a gap.
  * @property {string | (() => string)} [colour] A function is called anew when the reader's scheme changes.
- * @property {(number | null)[]} [low] Lower edge of a band around the values.
+ * @property {(number | null)[]} [low] Lower edge of a band around the values; both edges are drawn faintly.
  * @property {(number | null)[]} [high]
  * @property {boolean} [steps] Whether a value stays until the next one.
  */
@@ -154,7 +154,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
       value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
     });
     if (one.low && one.high) {
-      const edge = { stroke: "transparent", points: { show: false }, spanGaps: true, class: "band-edge" };
+      const edge = { stroke: `color-mix(in srgb, ${colour} 35%, transparent)`, width: 1, points: { show: false }, spanGaps: true, class: "band-edge" };
       entries.push({ label: `${one.label} low`, ...edge }, { label: `${one.label} high`, ...edge });
       bands.push({ series: [entries.length, entries.length - 1], fill: `color-mix(in srgb, ${colour} 18%, transparent)` });
     }
@@ -174,7 +174,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
       } : undefined,
     },
     axes: [
-      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32 },
+      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options) },
       { ...axis, label: options.yLabel, labelSize: options.yLabel ? 18 : 0, size: 56, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number) },
     ],
     series: [{ label: options.xLabel ?? "x", value: (/** @type {any} */ _, /** @type {number} */ value) => (options.isTime ? formatTime(value) : number(value)) }, ...entries],
@@ -208,6 +208,28 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
         plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       }] : [],
     },
+  };
+}
+
+/** Ticks of the x axis: times of a day or dates, powers of ten, or what uPlot chooses. */
+function xTicks(/** @type {any} */ { isTime, isLog }) {
+  if (isTime) {
+    return {
+      space: 90,
+      values: (/** @type {any} */ plot, /** @type {number[]} */ ticks) => {
+        const span = plot.scales.x.max - plot.scales.x.min;
+        const [from, to] = span > 2 * 86_400_000 ? [5, 16] : span > 7_200_000 ? [11, 16] : [11, 19];
+        return ticks.map((tick) => formatTime(tick).slice(from, to));
+      },
+    };
+  }
+  if (!isLog) return {};
+  return {
+    splits: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ low, /** @type {number} */ high) => {
+      const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
+      return Array.from({ length: Math.max(last - first + 1, 0) }, (___, number) => 10 ** (first + number));
+    },
+    values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
   };
 }
 

@@ -3,14 +3,19 @@
 
 import { getJson, storePath } from "./client.js";
 import { paletteColour } from "./chart.js";
+import { h } from "./dom.js";
 
-/** @typedef {{name: string, x: number[], mean: (number | null)[], min: (number | null)[], max: (number | null)[], count: number[]}} Group */
+/** @typedef {{name: string | null, other: boolean, x: number[], mean: (number | null)[], min: (number | null)[], max: (number | null)[], count: number[]}} Group */
 /** @typedef {{groups: Group[], truncated: boolean}} Answer */
 
 /** Most values of all lines of a chart. */
 const MOST_POINTS = 10_000;
-/** Most groups that the server returns, with the rest of them. */
-const MOST_GROUPS = 21;
+/** Most groups that the server returns; the last one has the rest. */
+const MOST_GROUPS = 20;
+/** Characters to which the server cuts names of groups. */
+const NAME_LENGTH = 200;
+/** Smoothing at first, and most. */
+export const SMOOTHING = { first: 0.6, most: 0.98 };
 /** What the x axis can be. @type {[string, string][]} */
 export const X_CHOICES = [["episode", "Episodes"], ["rows", "Rows"], ["time", "Time"]];
 /** @type {[string, string][]} */
@@ -60,6 +65,33 @@ export function shorten(text, most = 60) {
 }
 
 /**
+ * The weight of `smooth` in an address.
+ *
+ * @param {string | null} text
+ */
+export function readSmoothing(text) {
+  const weight = text === null || text === "" ? SMOOTHING.first : Number(text);
+  return Number.isFinite(weight) ? Math.min(Math.max(weight, 0), SMOOTHING.most) : SMOOTHING.first;
+}
+
+/**
+ * A slider for the weight of `smooth`.
+ *
+ * @param {number} weight
+ * @param {(weight: number) => void} onInput Called while the reader moves it.
+ * @param {(weight: number) => void} onChange Called when it rests.
+ */
+export function smoothingSlider(weight, onInput, onChange) {
+  const text = h("output", null, weight.toFixed(2));
+  const slider = h("input", {
+    type: "range", min: 0, max: SMOOTHING.most, step: 0.02, value: weight,
+    input: () => { text.textContent = Number(slider.value).toFixed(2); onInput(Number(slider.value)); },
+    change: () => onChange(Number(slider.value)),
+  });
+  return h("label.field", null, h("span", null, "Smoothing ", text), slider);
+}
+
+/**
  * Smooth values by an exponential mean, without a bias towards 0 at the beginning.
  *
  * @param {(number | null)[]} values null: a gap, which stays one.
@@ -80,11 +112,12 @@ export function smooth(values, weight) {
 /**
  * Put groups on one x axis, for `lineChart`. One group alone has a band from its smallest to its largest values.
  *
- * @param {(Group & {label?: string, colour?: number})[]} groups `colour`: number in the palette; default: by its place.
+ * @param {(Group & {label?: string, colour?: number})[]} groups `colour`: number in the palette; default: by its name.
  * @param {number} weight Of `smooth`.
  * @returns {{x: number[], series: import("./chart.js").Series[]}}
  */
 export function toLines(groups, weight) {
+  groups = [...groups].sort((one, other) => Number(one.other) - Number(other.other) || compareNames(one.label ?? nameOf(one), other.label ?? nameOf(other)));
   const x = [...new Set(groups.flatMap((group) => group.x))].sort((one, other) => one - other);
   const places = new Map(x.map((value, number) => [value, number]));
   const spread = (/** @type {Group} */ group, /** @type {(number | null)[]} */ values) => {
@@ -96,11 +129,21 @@ export function toLines(groups, weight) {
   return {
     x,
     series: groups.map((group, number) => ({
-      label: shorten(group.label ?? group.name, 40), colour: () => paletteColour(group.colour ?? number),
+      label: shorten(group.label ?? nameOf(group), 40), colour: () => paletteColour(group.colour ?? number),
       values: spread(group, smooth(group.mean, weight)),
       ...(band ? { low: spread(group, group.min), high: spread(group, group.max) } : {}),
     })),
   };
+}
+
+/** @param {{name: string | null, other: boolean}} group */
+export function nameOf(group) {
+  return group.other ? "others" : group.name ?? "none";
+}
+
+/** @param {string} one @param {string} other */
+function compareNames(one, other) {
+  return one.localeCompare(other, "en", { numeric: true });
 }
 
 /** @param {string} text */
@@ -118,8 +161,7 @@ export function rangeCondition(x, low, high) {
   const [from, to] = [Math.ceil(low), Math.floor(high)];
   if (x === "episode") return `episode_id BETWEEN ${from} AND ${to}`;
   if (x === "time") return `end_time BETWEEN make_timestamp(${from * 1000}) AND make_timestamp(${to * 1000 + 999})`;
-  return "episode_id IN (SELECT episode_id FROM (SELECT episode_id, sum(length) OVER (ORDER BY episode_id) AS rows " +
-    `FROM episodes WHERE status <> 'open') WHERE rows BETWEEN ${from} AND ${to})`;
+  return `episode_id IN (SELECT episode_id FROM episode_rows WHERE last_id BETWEEN ${from} AND ${to})`;
 }
 
 /**
@@ -130,9 +172,9 @@ export function rangeCondition(x, low, high) {
  */
 export function groupCondition(by, name) {
   if (by === "none") return null;
-  if (by === "source" || by === "status") return `${by} = ${quote(name ?? "")}`;
   if (by === "session") return `source IN (SELECT name FROM sources WHERE session = ${quote(name ?? "")})`;
   const path = `/${by.slice("info.".length).replaceAll("~", "~0").replaceAll("/", "~1")}`;
-  const fact = `json_extract_string(info, ${quote(path)})`;
-  return name === null ? `${fact} IS NULL` : `${fact} = ${quote(name)}`;
+  const value = by.startsWith("info.") ? `json_extract_string(info, ${quote(path)})` : by;
+  if (name === null) return `${value} IS NULL`;
+  return [...name].length < NAME_LENGTH ? `${value} = ${quote(name)}` : `starts_with(${value}, ${quote(name)})`;
 }

@@ -101,7 +101,9 @@ def hide(page: object, hidden: bool) -> None:
 def test_requests_end_with_their_page(visit: Callable[..., Visit]) -> None:
     tab = visit()
     page = tab.open("/stores/run")
-    page.wait_for_function("performance.getEntriesByType('resource').some((one) => one.name.includes('/series'))")
+    page.wait_for_function(
+        "performance.getEntriesByType('resource').some((one) => one.name.includes('/series'))"
+    )
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("nav >> text=Stores")
     tab.wait()

@@ -97,9 +97,7 @@ def test_a_script_can_be_parsed(name: str) -> None:
 
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "expstore", "ui", str(tmp_path), "--port", "0", "--no-browser"]
-    with warm_processes.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    with warm_processes.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             found = re.search(r"(http://127\.0\.0\.1:\d+)/ui/ \(Ctrl-C", child.stdout.readline())

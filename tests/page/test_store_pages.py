@@ -99,7 +99,7 @@ def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit
     page.wait_for_function("location.hash.includes('by=info.level')")
     asked = [parse_qs(urlsplit(request.url).query) for request in tab.requests if "/series" in request.url]
     for query in asked:
-        groups = 1 if query.get("by", ["none"]) == ["none"] else 21
+        groups = 1 if query.get("by", ["none"]) == ["none"] else 20
         assert int(query["points"][0]) * groups <= 10_000
 
 

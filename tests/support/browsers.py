@@ -61,7 +61,9 @@ class Visit:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on(
             "console",
-            lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None,
+            lambda message: (
+                self.errors.append(message.text) if message.type in ("error", "warning") else None
+            ),
         )
 
     def __enter__(self) -> Self:

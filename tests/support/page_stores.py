@@ -18,7 +18,7 @@ HOSTILE = (
     '<img src=x onerror="window.broken=1">',
     "\"><script>window.broken=1</script>'",
     "\u202eevil\u202c \u05e9\u05dc\u05d5\u05dd",
-    "it's \"quoted\" & <b>bold</b> {{x}} ${x}",
+    'it\'s "quoted" & <b>bold</b> {{x}} ${x}',
 )
 LONG = "long-" * 2048
 SIDE = 24
@@ -50,7 +50,9 @@ def game_rows(length: int, reward: float, *, broken: bool = False) -> TensorDict
         "terminated": ends, "truncated": torch.zeros_like(ends),
     }  # fmt: skip
     actions = torch.arange(length) % 3
-    return TensorDict({"pixels": frames[:-1], "state": state[:-1], "action": actions, "next": after}, [length])
+    return TensorDict(
+        {"pixels": frames[:-1], "state": state[:-1], "action": actions, "next": after}, [length]
+    )
 
 
 def build_page_stores(folder: Path) -> None:

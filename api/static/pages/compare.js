@@ -7,7 +7,7 @@ import { lineChart } from "../chart.js";
 import { choice, debounce, emptyState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, integer, number } from "../format.js";
 import { repeat } from "../live.js";
-import { fetchSeries, groupChoices, shorten, toLines, X_CHOICES } from "../series.js";
+import { fetchSeries, groupChoices, nameOf, readSmoothing, shorten, smoothingSlider, toLines, X_CHOICES } from "../series.js";
 import { table } from "../table.js";
 
 const MOST_STORES = 8;
@@ -15,7 +15,6 @@ const MOST_STORES = 8;
 const MOST_LINES = 24;
 const POINTS = 400;
 const PAUSE = 8000;
-const SMOOTHEST = 0.98;
 const META = "meta.";
 const CHARTS = /** @type {[string, string][]} */ ([["return", "Return"], ["length", "Length in steps"], ["throughput", "Rows written per second"]]);
 
@@ -33,7 +32,7 @@ export async function render(root, { server, query, setQuery, signal }) {
   let chosen = (query.get("stores") ?? "").split(",").filter((name) => server.stores.includes(name)).slice(0, MOST_STORES);
   let by = query.get("by") ?? "store";
   let x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "rows";
-  let weight = Math.min(Math.max(Number(query.get("smooth") ?? 0) || 0, 0), SMOOTHEST);
+  let weight = readSmoothing(query.get("smooth"));
   let request = new AbortController();
   /** @type {any[]} */
   let found = [];
@@ -42,20 +41,15 @@ export async function render(root, { server, query, setQuery, signal }) {
 
   const picker = h("fieldset");
   const groups = h("span");
-  const smoothness = h("output", null, weight.toFixed(2));
-  const slider = h("input", {
-    type: "range", min: 0, max: SMOOTHEST, step: 0.02, value: weight,
-    input: () => { weight = Number(slider.value); smoothness.textContent = weight.toFixed(2); draw(); },
-    change: () => setQuery({ smooth: weight || "" }),
-  });
+  const slider = smoothingSlider(weight, (next) => { weight = next; draw(); }, (smooth) => setQuery({ smooth }));
   const places = Object.fromEntries(CHARTS.map(([y]) => [y, h("div")]));
   const empty = h("div");
   const note = h("p.hint");
-  const body = h("div.grid", null, CHARTS.map(([y, text]) => h("section.card", { "aria-label": text }, h("h2", null, text), places[y])));
+  const body = h("div.grid", null, CHARTS.map(([y, text]) => h("section.card", { "aria-label": text, class: y === "throughput" ? "card whole" : null }, h("h2", null, text), places[y])));
   const facts = h("section.card", { "aria-label": "Facts" });
   replace(root, h("h1", null, "Compare"), picker, h("div.row.controls", null, groups,
     choice("Over", X_CHOICES, x, (next) => { x = next; setQuery({ x: x === "rows" ? "" : x }); load(); }),
-    h("label.field", null, h("span", null, "Smoothing ", smoothness), slider)), empty, note, body, facts);
+    slider), empty, note, body, facts);
 
   const drawPicker = () => {
     const boxes = server.stores.map((name) => h("input", {
@@ -88,7 +82,7 @@ export async function render(root, { server, query, setQuery, signal }) {
       const xLabel = isTime ? "minutes since the first row" : { episode: "episode", rows: "rows written" }[x];
       const data = toLines(all.slice(0, MOST_LINES), y === "throughput" ? 0 : weight);
       if (charts[y]?.xLabel === xLabel) charts[y].chart.setData(data.x, data.series);
-      else charts[y] = { xLabel, chart: lineChart(places[y], { title: text, ...data, xLabel, height: 260, signal }) };
+      else charts[y] = { xLabel, chart: lineChart(places[y], { title: text, ...data, xLabel, height: y === "throughput" ? 160 : 260, signal }) };
     }
     const count = lines.length;
     note.hidden = count <= MOST_LINES && !found.some((one) => one.truncated);
@@ -138,7 +132,7 @@ async function describe(name, by, x, signal) {
     const ask = (/** @type {any} */ query) => fetchSeries(name, { points: POINTS, ...query }, signal);
     const [summary, returns, lengths, throughput] = await Promise.all([
       getJson(storePath(name, "/summary"), { signal }),
-      ask({ y: "return", by: groupBy, x }), ask({ y: "length", by: groupBy, x }), ask({ y: "throughput", x: "time" }),
+      ask({ y: "return", by: groupBy, x }), ask({ y: "length", by: groupBy, x }), ask({ y: "throughput", x: "time", points: 100 }),
     ]);
     const begin = Math.min(...throughput.groups.flatMap((group) => group.x));
     const times = (/** @type {any[]} */ all) => all.map((group) => ({ ...group, x: group.x.map((/** @type {number} */ at) => (at - begin) / 60_000) }));
@@ -177,8 +171,8 @@ function color(found, by) {
         groups: { return: one.return[0], length: one.length[0], throughput: one.throughput[0] } }];
     }
     return one.return.map((/** @type {any} */ group, /** @type {number} */ number) => ({
-      store: one.name, key: `${one.name} ${group.name}`, label: `${one.name} · ${shorten(group.name, 20)}`,
-      groups: { return: group, length: one.length.find((/** @type {any} */ each) => each.name === group.name), throughput: number === 0 ? one.throughput[0] : undefined },
+      store: one.name, key: JSON.stringify([one.name, group.name, group.other]), label: `${one.name} · ${shorten(nameOf(group), 20)}`,
+      groups: { return: group, length: one.length.find((/** @type {any} */ each) => each.name === group.name && each.other === group.other), throughput: number === 0 ? one.throughput[0] : undefined },
     }));
   });
   const keys = [...new Set(lines.map((line) => line.key))];

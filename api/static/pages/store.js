@@ -7,13 +7,12 @@ import { histogram, histogramData, lineChart } from "../chart.js";
 import { announce, choice, debounce, emptyState, errorState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
-import { fetchSeries, groupChoices, groupCondition, rangeCondition, shorten, toLines, X_CHOICES } from "../series.js";
+import { fetchSeries, groupChoices, groupCondition, nameOf, rangeCondition, readSmoothing, shorten, smoothingSlider, toLines, X_CHOICES } from "../series.js";
 import { facts, table } from "../table.js";
 
 /** Milliseconds between two summaries, and between two looks at the series; a writer must not notice the page. */
 const SUMMARY_PAUSE = 2000;
 const SERIES_PAUSE = 4000;
-const SMOOTHEST = 0.98;
 const HEIGHT = 230;
 
 /** @param {Record<string, string>} params */
@@ -196,6 +195,11 @@ function versionTable(versions) {
   });
 }
 
+/** What the charts show; names of lines without groups. @type {Record<string, string>} */
+const TITLES = { return: "Return of episodes", length: "Length of episodes", throughput: "Rows written per second" };
+/** @type {Record<string, string>} */
+const YNAMES = { return: "mean return", length: "mean length", throughput: "rows/s" };
+
 /** Returns, lengths and throughput, and the range of them that the reader has chosen. */
 class Curves {
   /** @param {HTMLElement} place @param {import("../app.js").Context} context @param {any} summary */
@@ -208,7 +212,7 @@ class Curves {
     this.isStale = false;
     this.by = query.get("by") ?? "none";
     this.x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "episode";
-    this.weight = Math.min(Math.max(Number(query.get("smooth") ?? 0) || 0, 0), SMOOTHEST);
+    this.weight = readSmoothing(query.get("smooth"));
     const [from, to] = ["from", "to"].map((name) => (query.get(name) ? Number(query.get(name)) : NaN));
     /** @type {[number, number] | null} */
     this.range = from <= to ? [from, to] : null;
@@ -225,18 +229,13 @@ class Curves {
 
   async start() {
     const { signal } = this.context;
-    const smoothness = h("output", null, this.weight.toFixed(2));
-    const slider = h("input", {
-      type: "range", min: 0, max: SMOOTHEST, step: 0.02, value: this.weight,
-      input: () => { this.weight = Number(slider.value); smoothness.textContent = this.weight.toFixed(2); this.draw(); },
-      change: () => this.context.setQuery({ smooth: this.weight || "" }),
-    });
+    const slider = smoothingSlider(this.weight, (weight) => { this.weight = weight; this.draw(); }, (smooth) => this.context.setQuery({ smooth }));
     this.groups = h("span", null, choice("Group by", [["none", "Nothing"]], this.by, (by) => this.change({ by })));
     replace(this.place, h("div.heading", null, h("h2", { id: "series-title" }, "Episodes"),
       h("a", { href: storeHref(this.store, "/episodes") }, "List all")),
     h("div.row.controls", null, this.groups,
       choice("Over", X_CHOICES, this.x, (x) => { this.setRange(null); this.change({ x }); }),
-      h("label.field", null, h("span", null, "Smoothing ", smoothness), slider)),
+      slider),
     this.error, h("div.grid", null,
       h("div", null, h("h3", null, "Return"), this.places.return), h("div", null, h("h3", null, "Length in steps"), this.places.length)),
     this.selection, h("h3", null, "Rows written per second"), this.places.throughput);
@@ -304,12 +303,12 @@ class Curves {
         continue;
       }
       const isTime = y === "throughput" || this.x === "time";
-      const { x, series } = toLines(groups, y === "throughput" ? 0 : this.weight);
+      const { x, series } = toLines(this.by === "none" || y === "throughput" ? groups.map((/** @type {any} */ group) => ({ ...group, label: YNAMES[y] })) : groups, y === "throughput" ? 0 : this.weight);
       if (this.charts[y] && this.charts[y].isTime === isTime && this.charts[y].xLabel === xLabel) {
         this.charts[y].chart.setData(x, series);
       } else {
         const chart = lineChart(place, {
-          title: { return: "Return of episodes", length: "Length of episodes", throughput: "Rows written per second" }[y] ?? y,
+          title: TITLES[y],
           x, series, isTime, xLabel: y === "throughput" ? "time" : xLabel, height: y === "throughput" ? 130 : HEIGHT, signal,
           sync: y === "throughput" ? undefined : "episodes",
           onSelect: y === "throughput" ? undefined : (at) => this.setRange(around(x, at)),
@@ -369,20 +368,19 @@ class Curves {
 
   /** @param {any} row @param {string} where */
   linkOf(row, where) {
-    const group = this.by.startsWith("info.") && row.name === NO_FACT ? null : row.name;
-    if (row.isRest) return "other groups";
-    return h("a", { href: storeHref(this.store, "/episodes", { where: `${where} AND ${groupCondition(this.by, group)}`, order: "return" }) }, shorten(row.name));
+    if (row.other) return nameOf(row);
+    return h("a", { href: storeHref(this.store, "/episodes", { where: `${where} AND ${groupCondition(this.by, row.name)}`, order: "return" }) }, shorten(nameOf(row)));
   }
 
   /** Episodes and returns of each group in a range, the lowest mean first. @param {[number, number]} range */
   inRange([from, to]) {
     const groups = this.answers.return?.groups ?? [];
-    return groups.map((/** @type {any} */ group, /** @type {number} */ place) => {
+    return groups.map((/** @type {any} */ group) => {
       const at = group.x.map((/** @type {number} */ _, /** @type {number} */ number) => number)
         .filter((/** @type {number} */ number) => group.x[number] >= from && group.x[number] <= to && group.mean[number] !== null);
       const count = at.reduce((/** @type {number} */ sum, /** @type {number} */ number) => sum + group.count[number], 0);
       return {
-        name: group.name, isRest: group.name === REST && place === groups.length - 1 && groups.length > MOST_GROUPS, count,
+        name: group.name, other: group.other, count,
         mean: count ? at.reduce((/** @type {number} */ sum, /** @type {number} */ number) => sum + group.mean[number] * group.count[number], 0) / count : null,
         min: at.length ? Math.min(...at.map((/** @type {number} */ number) => group.min[number])) : null,
       };
@@ -399,11 +397,6 @@ class Curves {
     return this.x === "time" ? time(value).replace(" ", "T") : String(value);
   }
 }
-
-/** Names that the server gives to episodes without a fact, and to the groups beyond the largest ones. */
-const NO_FACT = "none";
-const REST = "other";
-const MOST_GROUPS = 20;
 
 /**
  * The range of values that are nearest to one of them.

@@ -105,7 +105,7 @@ async function describe(name, withReturns, signal) {
     const summary = await getJson(storePath(name, "/summary"), { signal });
     const found = {
       error: null, rows: summary.rows, episodes: summary.episodes.count, rate: summary.rates.rows_in, bytes: summary.bytes,
-      facts: Object.entries(summary.meta ?? {}).slice(0, 4).map(([fact, value]) => `${shorten(fact, 20)}: ${shorten(cell(value), 30)}`).join(" · "),
+      facts: Object.entries(summary.meta ?? {}).filter(([, value]) => value === null || typeof value !== "object").slice(0, 3).map(([fact, value]) => `${shorten(fact, 20)}: ${shorten(cell(value), 30)}`).join(" · "),
     };
     if (!withReturns) return found;
     const { groups } = await fetchSeries(name, { y: "return", by: "none", x: "episode", points: 40 }, signal);
