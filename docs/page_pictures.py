@@ -1,7 +1,7 @@
 """Make the stores of a demonstration, and the pictures of docs/page.md and of the README from them.
 
     python docs/page_pictures.py                   # into docs/images
-    python docs/page_pictures.py --stores runs     # only make the stores, to look at them with `expstore ui runs`
+    python docs/page_pictures.py --stores runs     # only the stores, for `expstore ui runs`
 
 Chromium, which must be installed as `chromium`, draws the page. Look at the pictures before you commit them.
 """
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import numpy as np
 import torch
@@ -78,8 +79,8 @@ def play(rng: np.random.Generator, skill: float, *, camera_works: bool = True) -
         rewards.append(reward)
     frames.append(draw(rng, ball, paddle, noise=not camera_works))
     return Episode(
-        np.stack(frames), np.asarray(places, np.float32), np.asarray(actions), np.asarray(rewards, np.float32),
-        misses == 3,
+        np.stack(frames), np.asarray(places, np.float32), np.asarray(actions),
+        np.asarray(rewards, np.float32), misses == 3,
     )  # fmt: skip
 
 
@@ -198,6 +199,9 @@ class Shot:
 
 
 STORE = "/stores/catch-pixels"
+QUERY = (
+    'SELECT source, count(*) AS episodes, avg("return") AS mean FROM episodes GROUP BY source ORDER BY mean'
+)
 #: A range of episodes around the one in which the camera breaks.
 RANGE = "from={low}&to={high}"
 SHOTS = (
@@ -208,8 +212,7 @@ SHOTS = (
     Shot("bad_episodes", "", 700, click="worker-2", wait="tbody tr"),
     Shot("bad_episode", "", 900, click="tbody a", wait="canvas"),
     Shot("answer", "/stores/answers/episodes/3", 800),
-    Shot("sql", f"{STORE}/sql?q=SELECT%20source%2C%20count(*)%20AS%20episodes%2C%20avg(%22return%22)%20FROM%20episodes"
-         "%20GROUP%20BY%20source%20ORDER%20BY%20source&run=1", 640),
+    Shot("sql", f"{STORE}/sql?{urlencode({'q': QUERY})}", 640),
     Shot("sampling", f"{STORE}/sampling", 900),
     Shot("compare", "/compare?stores=catch-pixels,catch-state-2,catch-state-3&smooth=0.8", 900),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every page keeps: no errors, no foreign requests, accessible in both schemes, no wider than its window."""
+"""Every page: no errors, no foreign requests, accessible in both schemes, no wider than its window."""
 
 from __future__ import annotations
 

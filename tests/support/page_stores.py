@@ -1,4 +1,4 @@
-"""Stores for tests of the page: an ordinary one, one with texts, and one whose names and facts are hostile."""
+"""Stores for tests of the page: an ordinary one, one with texts, and one with hostile names and facts."""
 
 from __future__ import annotations
 
