@@ -178,6 +178,9 @@ class Drawers:
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, str | None, int | None], _Drawer] = OrderedDict()
         self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
+        self._counting = Lock()
+        #: Number of rows drawn since the server opened the store.
+        self.rows_drawn = 0
 
     def draw(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
@@ -196,6 +199,14 @@ class Drawers:
             NotReadyError: There are too few rows that may be drawn, or other clients must write or sample
                 first.
         """
+        batch = self._draw_limited(spec, where, seed, number, batch_size)
+        with self._counting:
+            self.rows_drawn += batch.numel()
+        return batch
+
+    def _draw_limited(
+        self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
+    ) -> Any:
         if spec is None and where is None and seed is None:
             return self._rb.sample(batch_size)
         if self._limiter is None:

@@ -23,6 +23,7 @@ from expstore.api.errors import Refusal
 from expstore.api.samplers import Drawers
 from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
+from expstore.api.summary import Summarizer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.files import Disk, ReadingDisk
@@ -69,6 +70,7 @@ class Served:
         self._sql: SqlWorker | None = None
         self._sql_lock = threading.Lock()
         self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
+        self.summarizer = Summarizer(name, path, rb, lambda: self.drawers.rows_drawn)
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
         #: Whether the server is shutting down: endless streams must stop.

@@ -5,7 +5,7 @@ Used by the application.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import JSON, choose_type, compression_of
 from expstore.api.dependencies import ROWS_ANSWER, Known, Limits, Store, problems
+from expstore.api.openapi import Need
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, check_ids
+from expstore.api.summary import Summary
 from expstore.buffers.read_limits import limit_reads
 
 router = APIRouter(tags=["reading"])
@@ -24,9 +26,13 @@ router = APIRouter(tags=["reading"])
 class StoreNames(BaseModel):
     """The stores of a server."""
 
-    model_config = {"json_schema_extra": {"examples": [{"stores": ["demo"]}]}}
+    model_config = {"json_schema_extra": {"examples": [{"stores": ["demo"], "access": "write", "sql": True}]}}
 
     stores: list[str] = Field(description="Their names, sorted.")
+    access: Literal["read", "write"] = Field(
+        description="What this client may do: `read` if the server is read-only or the token only reads."
+    )
+    sql: bool = Field(description="Whether the server answers SQL.")
 
 
 class StoreInfo(BaseModel):
@@ -52,9 +58,11 @@ class StoreInfo(BaseModel):
 
 
 @router.get("/stores", summary="List stores", responses=problems())
-async def stores(known: Known) -> StoreNames:
-    """List the names of all stores in the served folder."""
-    return StoreNames(stores=await anyio.to_thread.run_sync(known.names))
+async def stores(request: Request, known: Known, limits: Limits) -> StoreNames:
+    """List the names of all stores in the served folder, and say what this client may do with them."""
+    writes = request.scope["expstore.may"] == Need.WRITE and not limits.read_only
+    names = await anyio.to_thread.run_sync(known.names)
+    return StoreNames(stores=names, access="write" if writes else "read", sql=limits.sql)
 
 
 @router.get("/stores/{name}", summary="Describe a store", responses=problems())
@@ -66,6 +74,12 @@ async def info(store: Store) -> StoreInfo:
         name=store.name, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
         generation=store.generation, meta=rb.meta,
     )  # fmt: skip
+
+
+@router.get("/stores/{name}/summary", summary="Summarize a store", responses=problems())
+async def summary(store: Store) -> Summary:
+    """Return size, fields, episodes, sessions, rates and histograms of a store; at most a second old."""
+    return await store.run(store.summarizer.summarize)
 
 
 class Ids(RequestModel):

@@ -35,7 +35,7 @@ def test_rows_go_in_and_come_out(client: httpx.Client, tmp_path: Path) -> None:
     assert (read.exclude("id", "index") == data[[2, 0, 29]]).all()
     episode = rows_of(client.get("/v1/stores/run/episodes/2", headers=ACCEPT_ARROW).content)
     assert (episode.exclude("id", "index") == data[10:20]).all()
-    assert client.get("/v1/stores").json() == {"stores": ["run"]}
+    assert client.get("/v1/stores").json() == {"stores": ["run"], "access": "write", "sql": True}
     assert client.post("/v1/stores/run/flush").json() == {"status": "ok"}
 
 

@@ -1,0 +1,105 @@
+"""Histograms over the rows of a store: ages, priorities, how often rows were sampled.
+
+Used by the summary of a store and by previews of samplers. Values come from columns, never from SQL; of a
+store with many rows, evenly spaced ones are counted. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from expstore.core.values import Array, IntArray
+from expstore.schema.row_fields import ROW_FIELDS
+from expstore.storages.read_view import ReadView, read_stable
+
+__all__ = ["Ages", "Histogram", "ages_of", "choose_ids", "priorities_of", "times_sampled"]
+
+_BINS = 64
+#: Number of rows that are counted; evenly spaced ones of a store with more rows.
+_ROWS = 65_536
+#: Values that span more than this factor get bins whose widths grow by a factor.
+_WIDE = 1000.0
+_TIME = [entry.key[1] for entry in ROW_FIELDS].index("time")
+
+
+class Histogram(BaseModel):
+    """How often values are in each bin."""
+
+    edges: list[float] = Field(
+        description="Edges of the 64 bins, ascending; where values span more than three decades, each is the "
+        "former one times a factor, and the first bin also has smaller values."
+    )
+    counts: list[int] = Field(description="Number of rows in each bin.")
+
+
+class Ages(Histogram):
+    """Ages of rows."""
+
+    unit: str = Field(default="seconds", description="Unit of the edges: `seconds` since rows were written.")
+
+
+def choose_ids(storage: ReadView) -> IntArray:
+    """Return ids of readable rows, ascending: all of them, or 65,536 evenly spaced ones. Shape `(n,)`."""
+    window = storage.window
+    rows = window.rows
+    return window.nth(np.arange(rows) if rows <= _ROWS else np.linspace(0, rows - 1, _ROWS).astype(np.int64))
+
+
+def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
+    """Return the ages of rows; None: there are no rows. Shape `(n,)`."""
+    if not ids.size or storage.schema is None:
+        return None
+    slots = storage.geometry.slot_of(ids)
+
+    def read() -> Array:
+        place = len(storage.require_schema().fields) + _TIME
+        return storage.take(slots, [place])[0]
+
+    written = read_stable(storage, read)
+    ages = np.maximum(0.0, time.time() - written[written > 0] / 1e6)
+    edges, counts = _count(ages)
+    return Ages(edges=edges, counts=counts)
+
+
+def priorities_of(storage: ReadView, ids: IntArray) -> Histogram | None:
+    """Return the priorities of rows; None: none was ever set, so that all are equal. Shape `(n,)`."""
+    values, slots = storage.priorities.values, storage.geometry.slot_of(ids)
+    values = values[slots[slots < values.size]]
+    if not values.size or (not storage.priorities.were_set and float(values.min()) == float(values.max())):
+        return None
+    edges, counts = _count(values.astype(np.float64))
+    return Histogram(edges=edges, counts=counts)
+
+
+def times_sampled(storage: ReadView, ids: IntArray) -> Histogram | None:
+    """Return how often rows were sampled; None: this store does not count it. Shape `(n,)`."""
+    sampled = storage.state.sampled
+    if sampled is None:
+        return None
+    slots = storage.geometry.slot_of(ids)
+    values = sampled.values[slots[slots < sampled.values.size]]
+    width = -(-(int(values.max(initial=0)) + 1) // _BINS)
+    counts = np.bincount(values // width, minlength=_BINS)
+    edges = width * np.arange(_BINS + 1.0)
+    return Histogram(edges=edges.tolist(), counts=counts.tolist())
+
+
+def _count(values: Array) -> tuple[list[float], list[int]]:
+    """Return edges and counts of finite values. Shape `(n,)`."""
+    low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
+    if not values.size:
+        low, high = 0.0, 1.0
+    positive = values[values > 0]
+    least = float(positive.min()) if positive.size else 0.0
+    if least and high > _WIDE * least:
+        edges = np.geomspace(least, high, _BINS + 1)
+        edges[-1] = high  # rounded otherwise
+        values = np.maximum(values, least)
+        edges[0] = least
+    else:
+        edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
+    counts, _ = np.histogram(values, edges)
+    return edges.tolist(), counts.tolist()
