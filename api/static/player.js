@@ -219,10 +219,10 @@ export function createPlayer(options) {
   const looping = h("input", { type: "checkbox", checked: loop, change: () => { loop = looping.checked; options.onChange({ loop }); } });
   const screens = h("div.screens");
   const element = h("section.player.card", { "aria-label": "Player" }, screens,
-    h("div.row.controls", null,
+    h("div.row.player-controls", null,
       jump("⏮", "First step (Home)", () => 0), jump("◀", "Step back (Left)", () => step - 1), play,
       jump("▶", "Step forward (Right)", () => step + 1), jump("⏭", "Last step (End)", () => count - 1),
-      slider, place, speeds, h("label.row", null, looping, "Loop")));
+      slider, place, speeds, h("label.tick", null, looping, "Loop")));
 
   /** @param {any[]} fields */
   function setFields(fields) {
