@@ -8,26 +8,30 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import anyio.to_thread
-from fastapi import Depends, Header, Path, Request
+from fastapi import Depends, Header, Path, Query, Request
 
 from expstore.api import examples
 from expstore.api.bodies import ARROW, NDJSON
+from expstore.api.errors import Refusal
 from expstore.api.settings import Settings
 from expstore.api.stores import Served, Stores
 from expstore.buffers.episodes import remote_session
 
 __all__ = [
     "BATCHES_ANSWER",
+    "EPISODE_ANSWER",
     "ROWS_ANSWER",
     "SQL_ANSWER",
-    "TABLE_ANSWER",
+    "EpisodeCondition",
     "Known",
     "Limits",
     "Session",
     "Store",
     "StoreName",
+    "check_sql",
     "problems",
     "rows_body",
+    "table_answer",
 ]
 
 
@@ -77,6 +81,25 @@ Known = Annotated[Stores, Depends(_stores)]
 Limits = Annotated[Settings, Depends(_settings)]
 Store = Annotated[Served, Depends(_store)]
 Session = Annotated[str | None, Depends(_session)]
+
+#: A condition of a client over the relation `episodes`; only the SQL sandbox may evaluate it.
+EpisodeCondition = Annotated[
+    str | None,
+    Query(
+        min_length=1,
+        max_length=4000,
+        description="Only episodes that meet this SQL condition over the columns of `episodes`, such as "
+        "`info->>'site' = 'lab 3'`. It is evaluated in the sandbox of `/sql`.",
+        examples=["length > 100"],
+    ),
+]
+
+
+def check_sql(limits: Settings) -> None:
+    """Raise Refusal (403) if the server does not answer SQL."""
+    if not limits.sql:
+        raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
+
 
 _STREAM = "An Arrow IPC stream, one column per field. Nested keys are joined by dots: `next.reward`."
 _COLUMNS = {
@@ -155,17 +178,27 @@ def _two_formats(
 ROWS_ANSWER = _two_formats(
     "Rows.", "application/json", _ROWS, examples.BATCH, {"X-Rows": "Number of rows in the answer."}
 )
+#: For the route that returns rows of an episode.
+EPISODE_ANSWER = _two_formats(
+    "Rows.", "application/json", _ROWS, examples.BATCH,
+    {"X-Rows": "Number of rows in the answer.",
+     "X-First-Step": "Step of the first row; only if `fields`, `start` or `count` is given."},
+)  # fmt: skip
 #: For the route that returns a stream of batches.
 BATCHES_ANSWER = _two_formats(
     "Batches: a line of JSON or an Arrow record batch each.", NDJSON, _ROWS, examples.BATCH, {}
 )
-#: For routes that return a table.
-TABLE_ANSWER = _two_formats("A table.", "application/json", _TABLE, examples.EPISODES, {})
+
+
+def table_answer(description: str, headers: dict[str, str]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of an answer with a table."""
+    return _two_formats(description, "application/json", _TABLE, examples.EPISODES, headers)
+
+
 #: For routes that run SQL.
-SQL_ANSWER = _two_formats(
-    "The result.", "application/json", _TABLE, examples.EPISODES,
-    {"X-Truncated": "`true` if the result was cut to its limits, otherwise `false`."},
-)  # fmt: skip
+SQL_ANSWER = table_answer(
+    "The result.", {"X-Truncated": "`true` if the result was cut to its limits, otherwise `false`."}
+)
 _ERROR = {
     "type": "object",
     "properties": {

@@ -13,13 +13,22 @@ from pydantic import ConfigDict, Field
 
 from expstore.api.auth import check_origin
 from expstore.api.bodies import ARROW, JSON, arrow_answer, choose_type, json_answer, to_json
-from expstore.api.dependencies import SQL_ANSWER, TABLE_ANSWER, Limits, Store, problems
-from expstore.api.errors import Refusal
+from expstore.api.dependencies import (
+    SQL_ANSWER,
+    EpisodeCondition,
+    Limits,
+    Store,
+    check_sql,
+    problems,
+    table_answer,
+)
+from expstore.api.episode_pages import ORDER_PATTERN, EpisodePage, Filters
 from expstore.api.request_models import RequestModel
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
-from expstore.wire.stream import batches_of, table_stream
+from expstore.errors import NotReadyError, QueryError
+from expstore.wire.stream import batches_of, read_table, table_stream
 
 router = APIRouter(tags=["asking"])
 
@@ -27,7 +36,18 @@ router = APIRouter(tags=["asking"])
 _JSON_TIMES = 6
 
 
-@router.get("/stores/{name}/episodes", summary="List episodes", responses=TABLE_ANSWER | problems(406))
+_PAGE_HEADERS = {
+    "X-Next": "Cursor of the next page; absent on the last page.",
+    "X-Previous": "Cursor of the previous page; absent on the first page.",
+    "X-Total": "Number of episodes that match; absent if counting them takes too long.",
+}
+
+
+@router.get(
+    "/stores/{name}/episodes",
+    summary="List episodes",
+    responses=table_answer("A table.", _PAGE_HEADERS) | problems(406, 504),
+)
 async def episodes(
     request: Request,
     store: Store,
@@ -41,23 +61,67 @@ async def episodes(
         Literal["open", "terminated", "truncated", "cut"] | None,
         Query(description="Only episodes with this status.", examples=["terminated"]),
     ] = None,
+    where: EpisodeCondition = None,
+    order: Annotated[
+        str,
+        Query(
+            pattern=ORDER_PATTERN,
+            description="A column of `episodes`, or `info.` and the name of a fact (facts are ordered as "
+            "numbers); after `-` descending. NULL comes last, equal values are ordered by id.",
+            examples=["-return"],
+        ),
+    ] = "episode_id",
+    page: Annotated[
+        str | None, Query(max_length=4000, description="`X-Next` or `X-Previous` of an earlier answer.")
+    ] = None,
 ) -> Response:
-    """List episodes ordered by id, also those whose rows are not in the store any more."""
+    """List episodes, also those whose rows are not in the store any more.
+
+    The headers `X-Next` and `X-Previous` have cursors of the pages around this one, `X-Total` the number of
+    matches. Pages neither repeat nor skip episodes while a writer adds some. A condition is evaluated in the
+    sandbox of `/sql`, within its limits of time and rows.
+    """
     kind = choose_type(request)
-    where = ["episode_id > $after"]
-    params: dict[str, Any] = {"after": after}
-    for name, value in (("source", source), ("status", status)):
-        if value is not None:
-            where.append(f"{name} = ${name}")
-            params[name] = value
+    filters = Filters(where, after, source, status)
+    found = EpisodePage(filters, order, limit, page)
+    if where is not None:
+        check_sql(limits)
 
     def ask() -> Response:
-        found = store.rb.episodes(" AND ".join(where), "episode_id", limit, params=params)
-        table = found.arrow()
-        ReadLimit(limits.max_answer, text=kind == JSON).check_bytes(table.nbytes)
-        return _answer(table_stream(table), kind)
+        limit = ReadLimit(limits.max_answer, text=kind == JSON)
+        total: int | None
+        if where is None:
+            table, headers = found.cut(store.rb.sql(*found.query()).arrow())
+            total = store.rb.sql(*filters.count()).fetchall()[0][0]
+        else:
+            sql, params = found.query()
+            rows, size = (
+                min(found.limit + 1, limits.sql_rows),
+                limits.max_answer // (_JSON_TIMES if limit.text else 1),
+            )
+            answer = store.sql.query(sql, params, rows=rows, size=size)
+            table, headers = found.cut(read_table(answer.data), truncated=answer.truncated)
+            total = _count(store, filters)
+        limit.check_bytes(table.nbytes)
+        if total is not None:
+            headers["X-Total"] = str(total)
+        response = _answer(table_stream(table), kind)
+        response.headers.update(headers)
+        return response
 
     return await store.run(ask)
+
+
+def _count(store: Served, filters: Filters) -> int | None:
+    """Return how many episodes match; None: counting them takes too long."""
+    try:
+        answer = store.sql.query(*filters.count())
+    except (QueryError, NotReadyError) as exc:
+        if exc.kind not in ("timeout", "memory", "busy"):
+            raise
+        return None
+    total: int = read_table(answer.data)[0][0].as_py()
+    return total
 
 
 class Question(RequestModel):
@@ -91,7 +155,7 @@ async def sql(request: Request, store: Store, limits: Limits, asked: Question) -
     The query runs in a process that can read this store and nothing else. Its time, rows and bytes are
     limited; the header `X-Truncated` says whether the result was cut.
     """
-    _check(limits)
+    check_sql(limits)
     kind = choose_type(request)
     return await store.run(lambda: _run_query(store, limits, asked, kind))
 
@@ -117,14 +181,9 @@ async def sql_by_url(
     """Run one SELECT within the same sandbox and limits as POST, for browsers and `curl -G`."""
     # Without this, a page of another site could measure how long queries take, and learn about rows.
     check_origin(request.headers, request.headers["host"])
-    _check(limits)
+    check_sql(limits)
     asked, kind = Question(query=q, params=None, limit=limit), choose_type(request)
     return await store.run(lambda: _run_query(store, limits, asked, kind))
-
-
-def _check(limits: Settings) -> None:
-    if not limits.sql:
-        raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
 
 
 def _run_query(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
