@@ -56,9 +56,8 @@ export function identifier(name) {
 
 /** @param {string} name @param {string} value */
 function factCondition(name, value) {
-  // A path with a quoted name, except where the name itself has quotes or backslashes: a plain name.
-  const path = /["\\]/.test(name) ? name : `$."${name}"`;
-  return `info->>${literal(path)} = ${literal(value)}`;
+  // A JSON pointer (RFC 6901) takes names of any letters.
+  return `json_extract_string(info, ${literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`)}) = ${literal(value)}`;
 }
 
 /** @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
@@ -123,15 +122,18 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
     return (direction === 1 ? ids[0] : ids.at(-1)) ?? null;
   }
   const descending = filter.order.startsWith("-");
-  const column = filter.order.replace(/^-/, "") || "episode_id";
+  const named = filter.order.replace(/^-/, "");
+  const column = named in episode && named !== "info" ? named : "episode_id";
   const forward = descending ? direction === -1 : direction === 1;
   const beyond = forward ? ">" : "<";
   const own = identifier("episode_id");
   const key = identifier(column);
-  const value = literal(column === "info" ? JSON.stringify(episode.info) : episode[column]);
+  const value = literal(episode[column]);
+  // NULL comes last in either direction.
+  const behind = direction === 1 ? ` OR ${key} IS NULL` : "";
   const after = column === "episode_id" ? `${own} ${beyond} ${id}`
     : episode[column] === null ? `${key} IS NULL AND ${own} ${beyond} ${id}`
-      : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id}))`;
+      : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
   const condition = conditionOf(filter);
   const { source, status } = filter;
   const answer = await getJson(path, {
