@@ -136,7 +136,7 @@ class Summary(BaseModel):
     free_bytes: int = Field(description="Free space of the disk.")
     fields: list[FieldFacts] = Field(description="The fields of the rows; empty: nothing was written yet.")
     episodes: EpisodeCounts = Field(description="Number of episodes by status.")
-    rates: Rates = Field(description="How fast rows are written and sampled.")
+    rates: Rates = Field(description="Rows per second, written and sampled.")
     ages: Ages | None = Field(
         description="Ages of the readable rows, of 65,536 evenly spaced ones if there are more; null: there "
         "are no rows."

@@ -8,17 +8,21 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import anyio.to_thread
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import JSON, choose_type, compression_of
-from expstore.api.dependencies import ROWS_ANSWER, Known, Limits, Store, problems
+from expstore.api.dependencies import EPISODE_ANSWER, ROWS_ANSWER, Known, Limits, Store, problems
+from expstore.api.episode_rows import Steps, read_fields, read_frames
+from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, check_ids
 from expstore.api.summary import Summary
 from expstore.buffers.read_limits import limit_reads
+from expstore.data.images import encode_png
+from expstore.errors import NotFoundError
 
 router = APIRouter(tags=["reading"])
 
@@ -105,21 +109,146 @@ async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Re
     return await store.run(read)
 
 
+EpisodeId = Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])]
+Start = Annotated[int, Query(ge=0, lt=1 << 62, description="The first step.")]
+
+
 @router.get(
-    "/stores/{name}/episodes/{episode}", summary="Read an episode", responses=ROWS_ANSWER | problems(406)
+    "/stores/{name}/episodes/{episode}", summary="Read an episode", responses=EPISODE_ANSWER | problems(406)
 )
 async def trajectory(
     request: Request,
     store: Store,
     limits: Limits,
-    episode: Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])],
+    episode: EpisodeId,
+    fields: Annotated[
+        str | None,
+        Query(
+            max_length=4000,
+            description="Names of the fields, with commas between them; without it, all fields.",
+            examples=["action,next.reward"],
+        ),
+    ] = None,
+    start: Start = 0,
+    count: Annotated[
+        int | None, Query(ge=1, lt=1 << 62, description="Number of steps from `start`; without it, all.")
+    ] = None,
 ) -> Response:
-    """Return the rows of an episode that are in the store, ordered by step."""
+    """Return the rows of an episode that are in the store, ordered by step; or some fields of some steps.
+
+    The header `X-First-Step` of a part has the step of its first row.
+    """
     kind, compression = choose_type(request), compression_of(request)
+    names = None if fields is None else fields.split(",")
 
     def read() -> Response:
-        with limit_reads(limits.max_answer, text=kind == JSON):
-            return answer_rows(store.rb.trajectory(episode), kind, compression, store.encoder)
+        with limit_reads(limits.max_answer, text=kind == JSON) as limit:
+            if names is None and count is None and not start:
+                return answer_rows(store.rb.trajectory(episode), kind, compression, store.encoder)
+        data, steps = read_fields(store.rb.storage, episode, names, Steps(start, count), limit)
+        answer = answer_rows(data, kind, compression, store.encoder)
+        if steps.size:
+            answer.headers["X-First-Step"] = str(steps[0])
+        return answer
+
+    return await store.run(read)
+
+
+_FRAME_HEADERS = {
+    "X-Shape": "Number of frames, height, width, channels: `2,64,64,3`.",
+    "X-Layout": "How rows became pictures: `HWC`, `CHW`, `HW`, or `stacked`: the last frame of each row.",
+    "X-Steps": "Steps of the frames, with commas between them.",
+}
+
+
+@router.get(
+    "/stores/{name}/episodes/{episode}/frames",
+    summary="Read frames of an episode",
+    response_class=Response,
+    responses=problems()
+    | {
+        200: {
+            "description": "Frames.",
+            "headers": {
+                name: {"description": text, "schema": {"type": "string"}}
+                for name, text in _FRAME_HEADERS.items()
+            },
+            "content": {
+                "application/octet-stream": {
+                    "schema": {
+                        "type": "string",
+                        "format": "binary",
+                        "description": "uint8 values in C order.",
+                    },
+                    "example": "",
+                },
+                "image/png": {
+                    "schema": {"type": "string", "format": "binary", "description": "A PNG file."},
+                    "example": "",
+                },
+            },
+        }
+    },
+)
+async def frames(
+    store: Store,
+    limits: Limits,
+    episode: EpisodeId,
+    field: Annotated[
+        str, Query(max_length=1000, description="Name of the image field.", examples=["pixels"])
+    ],
+    start: Start = 0,
+    count: Annotated[
+        int | None,
+        Query(ge=1, le=1024, description="Number of steps from `start`; without it, 32, and 1 of a PNG."),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        Query(
+            pattern=r"^-?[0-9]{1,18}(,-?[0-9]{1,18}){0,1023}$",
+            description="These steps instead of `start` and `count`, with commas between them; -1 is the "
+            "newest row.",
+            examples=["0,-1"],
+        ),
+    ] = None,
+    max_side: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=4096,
+            description="Most pixels of the longer side: larger frames are reduced by a whole factor. "
+            "Without it, frames have their size.",
+        ),
+    ] = None,
+    format: Annotated[
+        Literal["raw", "png"], Query(description="`raw`: uint8 values; `png`: one frame as a PNG file.")
+    ] = "raw",
+) -> Response:
+    """Return frames of an image field, as uint8 `[frames, height, width, 1 or 3]` or as one PNG file.
+
+    Steps whose rows are not in the store are left out. Images are uint8 fields of shape `[height, width]`, or
+    with a dim of channels or frames first or last, and float fields with 1 or 3 channels. An answer has at
+    most 32 MB; status 413 says how many frames fit.
+    """
+    if steps is not None:
+        chosen = Steps(listed=[int(step) for step in steps.split(",")])
+    else:
+        chosen = Steps(start, count or (1 if format == "png" else 32))
+    if format == "png" and (chosen.count or len(chosen.listed or ())) != 1:
+        raise Refusal(422, "a PNG file has one frame", hint="ask for one step, or with format=raw")
+
+    def read() -> Response:
+        found = read_frames(store.rb.storage, episode, field, chosen, max_side, limits.max_answer)
+        if format == "png":
+            if not found.steps.size:
+                raise NotFoundError(f"this step of episode {episode} is not in the store")
+            answer = Response(encode_png(found.pixels[0]), media_type="image/png")
+        else:
+            answer = Response(found.pixels.tobytes(), media_type="application/octet-stream")
+        answer.headers["X-Shape"] = ",".join(map(str, found.pixels.shape))
+        answer.headers["X-Layout"] = found.layout.name
+        answer.headers["X-Steps"] = ",".join(map(str, found.steps.tolist()))
+        return answer
 
     return await store.run(read)
 

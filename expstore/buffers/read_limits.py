@@ -52,9 +52,15 @@ class ReadLimit:
         if count * each > self.size:
             raise self._build_size_error(count, count * each, self.size // each)
 
-    def check(self, storage: ReadView, ids: IntArray) -> None:
-        """Raise QueryError (kind "too_large") if these rows are too large. Ids have shape `(n,)`."""
-        schema = storage.schema
+    def check(self, storage: ReadView, ids: IntArray, schema: Schema | None = None) -> None:
+        """Raise QueryError (kind "too_large") if these rows are too large.
+
+        Args:
+            storage: Storage of the rows.
+            ids: Their ids. Shape `(n,)`.
+            schema: The fields that are read; None: all.
+        """
+        schema = storage.schema if schema is None else schema
         if schema is None:
             return
         self.check_count(schema, ids.size)

@@ -16,7 +16,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array
 from expstore.schema.schema import Field
 
-__all__ = ["ImageLayout", "encode_png", "find_image", "to_pixels"]
+__all__ = ["ImageLayout", "encode_png", "find_image", "shrink_rows", "to_pixels"]
 
 #: Both sides of an image have at least this many pixels.
 _LEAST_SIDE = 8
@@ -85,13 +85,11 @@ def find_image(entry: Field) -> ImageLayout | None:
     return ImageLayout("stacked", height, width, 3 if count % 3 == 0 else 1, axis, entry.dtype)
 
 
-def to_pixels(rows: Array, layout: ImageLayout, max_side: int | None = None) -> Array:
-    """Return rows of an image field as pictures.
+def shrink_rows(rows: Array, layout: ImageLayout, max_side: int | None = None) -> Array:
+    """Return rows of an image field as pictures that are small enough.
 
     Pictures are reduced by a whole factor, to the mean of the pixels of each cell; of cells with more than 4
-    pixels a side, 4 a side are averaged. Floats from 0 to 1, or else from -1 to 1, or else from 0 to 255,
-    fill the range of pixels; other floats are scaled so that the smallest value of `rows` is black and the
-    largest white. NaN and infinities are black.
+    pixels a side, 4 a side are averaged.
 
     Args:
         rows: Shape `(n, *row shape)`, of the field's dtype.
@@ -99,18 +97,30 @@ def to_pixels(rows: Array, layout: ImageLayout, max_side: int | None = None) -> 
         max_side: Most pixels of the longer side; None: as stored.
 
     Returns:
-        Shape `(n, height, width, channels)`, uint8, C-contiguous.
+        Shape `(n, height, width, channels)`, uint8 or floats: pass these to `to_pixels`.
     """
     planes = rows[..., None] if layout.axis is None else rows
     if layout.axis == 0:
         planes = np.moveaxis(planes, 1, -1)
     planes = planes[..., -layout.channels :]
     if layout.dtype == "bfloat16":
-        planes = widen_bfloat16(np.ascontiguousarray(planes))
-    planes = _shrink(planes, layout.shrink_factor(max_side))
-    if layout.dtype != "uint8":
-        planes = _scale(planes)
-    return np.ascontiguousarray(planes, np.uint8)
+        planes = widen_bfloat16(planes)
+    return _shrink(planes, layout.shrink_factor(max_side))
+
+
+def to_pixels(pictures: Array) -> Array:
+    """Return pictures as bytes.
+
+    Floats from 0 to 1, or else from -1 to 1, or else from 0 to 255, fill the range of pixels; other floats
+    are scaled so that the smallest value is black and the largest white. NaN and infinities are black.
+
+    Args:
+        pictures: The result of `shrink_rows`. Shape `(n, height, width, channels)`.
+
+    Returns:
+        Same shape, uint8, C-contiguous.
+    """
+    return np.ascontiguousarray(pictures if pictures.dtype == np.uint8 else _scale(pictures), np.uint8)
 
 
 def _shrink(planes: Array, factor: int) -> Array:
@@ -125,7 +135,9 @@ def _shrink(planes: Array, factor: int) -> Array:
     total = np.zeros(shape, np.float32 if is_float else np.uint16)
     for row, column in places:
         total += planes[:, row::high, column::wide]
-    return total / len(places) if is_float else (total + len(places) // 2) // len(places)
+    if is_float:
+        return total / np.float32(len(places))
+    return ((total + len(places) // 2) // len(places)).astype(np.uint8)
 
 
 def _places(side: int) -> list[int]:
