@@ -220,8 +220,8 @@ export function createPlayer(options) {
   const screens = h("div.screens");
   const element = h("section.player.card", { "aria-label": "Player" }, screens,
     h("div.row.player-controls", null,
-      jump("⏮", "First step (Home)", () => 0), jump("◀", "Step back (Left)", () => step - 1), play,
-      jump("▶", "Step forward (Right)", () => step + 1), jump("⏭", "Last step (End)", () => count - 1),
+      jump("«", "First step (Home)", () => 0), jump("‹", "Step back (Left)", () => step - 1), play,
+      jump("›", "Step forward (Right)", () => step + 1), jump("»", "Last step (End)", () => count - 1),
       slider, place, speeds, h("label.tick", null, looping, "Loop")));
 
   /** @param {any[]} fields */

@@ -128,7 +128,7 @@ export async function render(root, context) {
 /** @param {import("../episode_data.js").Episode} episode @param {string} store @returns {[string, any][]} */
 function describe(episode, store) {
   return [
-    ["Status", h("span.badge", { class: episode.status }, episode.status)],
+    ["Status", h(`span.badge.${episode.status}`, null, episode.status)],
     ["Return", number(episode.return)], ["Length", integer(episode.length)],
     ["Source", h("a", { href: storeHref(store, "/episodes", { source: episode.source }) }, episode.source)],
     ["Started", time(episode.start_time)], ["Ended", episode.status === "open" ? "still open" : time(episode.end_time)],
@@ -286,7 +286,7 @@ function toNumber(value) {
 
 /** Values of the step that is shown. */
 function drawValues(/** @type {RowCache} */ rows, /** @type {any[]} */ fields, /** @type {number} */ first) {
-  const small = fields.filter((field) => field.kind !== "text" && field.kind !== "tokens" && !isPerToken(field));
+  const small = fields.filter((field) => field.kind !== "text" && field.kind !== "tokens" && !isPerToken(field) && !isPieces(field));
   const cells = new Map(small.map((field) => [field.name, h("dd.mono")]));
   const heading = h("h2", { id: "values-title" }, "Values");
   const element = h("section.card", { "aria-labelledby": "values-title" }, heading,
@@ -420,7 +420,7 @@ function tokenList(values, score, row) {
   const token = (/** @type {number} */ at) => {
     const value = numbers?.[at] ?? null;
     const text = typeof values[at] === "string" ? values[at] : String(values[at]);
-    const span = h("span.token", { title: `token ${at}: ${text.slice(0, 80)}${value === null ? "" : `, ${score.name} ${number(value)}`}`, class: typeof values[at] === "string" ? "piece" : null }, text);
+    const span = h(typeof values[at] === "string" ? "span.token.piece" : "span.token", { title: `token ${at}: ${text.slice(0, 80)}${value === null ? "" : `, ${score.name} ${number(value)}`}` }, text);
     if (value !== null) span.style.backgroundColor = shade(value, low, high);
     return span;
   };

@@ -224,7 +224,7 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
     ...(image === null ? [] : [{ key: "frames", title: "First and last", draw: (/** @type {any} */ row) => frames.place(row, open(row)) }]),
     { key: "return", title: "Return", isNumber: true, canSort: true, draw: (row) => number(row.return) },
     { key: "length", title: "Length", isNumber: true, canSort: true, draw: (row) => integer(row.length) },
-    { key: "status", title: "Status", canSort: true, draw: (row) => h("button.badge", { class: row.status, type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) }, row.status) },
+    { key: "status", title: "Status", canSort: true, draw: (row) => h(`button.badge.${row.status}`, { type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) }, row.status) },
     { key: "source", title: "Source", canSort: true, draw: (row) => h("button.link", { type: "button", title: `Only episodes of ${row.source}`, click: () => change({ source: row.source }) }, h("bdi", null, cut(row.source))) },
     { key: "start_time", title: "Started", canSort: true, draw: (row) => time(row.start_time) },
     { key: "flag", title: "Flag", draw: (row) => {
