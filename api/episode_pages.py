@@ -44,9 +44,9 @@ _FACT = "info."
 _VALUE = "page_value"
 
 
-def fact_expression(parameter: str) -> str:
-    """Return the SQL of a fact as text; a parameter has its path, as `fact_path` returns it."""
-    return f"json_extract_string(info, ${parameter})"
+def fact_expression(parameter: str, column: str = "info") -> str:
+    """Return the SQL of a fact in a column as text; a parameter has its path, as `fact_path` returns it."""
+    return f"json_extract_string({column}, ${parameter})"
 
 
 def fact_path(name: str) -> str:

@@ -15,7 +15,7 @@ from expstore.core.values import Array, IntArray
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.read_view import ReadView, read_stable
 
-__all__ = ["Ages", "Histogram", "ages_of", "choose_ids", "priorities_of", "times_sampled"]
+__all__ = ["Ages", "Histogram", "ages_of", "choose_ids", "priorities_of", "times_of", "times_sampled"]
 
 _BINS = 64
 #: Number of rows that are counted; evenly spaced ones of a store with more rows.
@@ -48,10 +48,10 @@ def choose_ids(storage: ReadView) -> IntArray:
     return window.nth(np.arange(rows) if rows <= _ROWS else np.linspace(0, rows - 1, _ROWS).astype(np.int64))
 
 
-def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
-    """Return the ages of rows; None: there are no rows. Shape `(n,)`."""
-    if not ids.size or storage.schema is None:
-        return None
+def times_of(storage: ReadView, ids: IntArray) -> Array:
+    """Return when rows were written, in seconds since 1970. Shapes `(n,)`, less if some have no time yet."""
+    if not ids.size:
+        return np.zeros(0)
     slots = storage.geometry.slot_of(ids)
 
     def read() -> Array:
@@ -59,8 +59,14 @@ def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
         return storage.take(slots, [place])[0]
 
     written = read_stable(storage, read)
-    ages = np.maximum(0.0, time.time() - written[written > 0] / 1e6)
-    edges, counts = _count(ages)
+    return written[written > 0] / 1e6
+
+
+def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
+    """Return the ages of rows; None: there are no rows. Shape `(n,)`."""
+    if not ids.size:
+        return None
+    edges, counts = _count(np.maximum(0.0, time.time() - times_of(storage, ids)))
     return Ages(edges=edges, counts=counts)
 
 

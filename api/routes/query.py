@@ -23,7 +23,9 @@ from expstore.api.dependencies import (
     table_answer,
 )
 from expstore.api.episode_pages import ORDER_PATTERN, EpisodePage, Filters
+from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
+from expstore.api.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
@@ -88,21 +90,11 @@ async def episodes(
         check_sql(limits)
 
     def ask() -> Response:
-        limit = ReadLimit(limits.max_answer, text=kind == JSON)
-        total: int | None
-        if where is None:
-            table, headers = found.cut(store.rb.sql(*found.query()).arrow())
-            total = store.rb.sql(*filters.count()).fetchall()[0][0]
-        else:
-            sql, params = found.query()
-            rows, size = (
-                min(found.limit + 1, limits.sql_rows),
-                limits.max_answer // (_JSON_TIMES if limit.text else 1),
-            )
-            answer = store.sql.query(sql, params, rows=rows, size=size)
-            table, headers = found.cut(read_table(answer.data), truncated=answer.truncated)
-            total = _count(store, filters)
-        limit.check_bytes(table.nbytes)
+        size = ReadLimit(limits.max_answer, text=kind == JSON)
+        table, truncated = _ask(store, limits, where, *found.query(), rows=found.limit + 1)
+        table, headers = found.cut(table, truncated=truncated)
+        size.check_bytes(table.nbytes)
+        total = _count(store, limits, filters)
         if total is not None:
             headers["X-Total"] = str(total)
         response = _answer(table_stream(table), kind)
@@ -112,16 +104,79 @@ async def episodes(
     return await store.run(ask)
 
 
-def _count(store: Served, filters: Filters) -> int | None:
+def _ask(
+    store: Served, limits: Settings, where: str | None, sql: str, params: dict[str, Any], *, rows: int
+) -> tuple[Any, bool]:
+    """Return the result of a query over episodes, and whether rows are missing.
+
+    A query with a condition of a client runs in the sandbox.
+    """
+    if where is None:
+        return store.rb.sql(sql, params).arrow(), False
+    found = store.sql.query(sql, params, rows=rows, size=limits.max_answer)
+    return read_table(found.data), found.truncated
+
+
+def _count(store: Served, limits: Settings, filters: Filters) -> int | None:
     """Return how many episodes match; None: counting them takes too long."""
     try:
-        answer = store.sql.query(*filters.count())
+        table, _ = _ask(store, limits, filters.where, *filters.count(), rows=1)
     except (QueryError, NotReadyError) as exc:
         if exc.kind not in ("timeout", "memory", "busy"):
             raise
         return None
-    total: int = read_table(answer.data)[0][0].as_py()
+    total: int = table[0][0].as_py()
     return total
+
+
+@router.get("/stores/{name}/series", summary="Chart episodes", responses=problems(504))
+async def series(
+    store: Store,
+    limits: Limits,
+    y: Annotated[
+        Literal["return", "length", "throughput"],
+        Query(description="The values: of ended episodes, or rows written per second (`throughput`)."),
+    ] = "return",
+    x: Annotated[
+        Literal["episode", "time", "rows"],
+        Query(
+            description="The order of episodes: by id, by the time of their end, or by the number of rows "
+            "that were written until then. `throughput` is over `time`."
+        ),
+    ] = "episode",
+    by: Annotated[
+        str,
+        Query(
+            pattern=BY_PATTERN,
+            description="What the episodes of a group have in common: `none`, `source`, `session`, `status`, "
+            "or `info.` and the name of a fact.",
+            examples=["source"],
+        ),
+    ] = "none",
+    points: Annotated[int, Query(ge=1, le=2000, description="Most bins of a group.")] = 500,
+    where: EpisodeCondition = None,
+) -> Series:
+    """Return values in bins of equal width, for charts: mean, minimum, maximum and count of each bin.
+
+    Only ended episodes with a finite value count, also those whose rows are not in the store any more. There
+    are at most 20 groups; the smaller ones are together in the last one. With a condition, groups have fewer
+    bins if the server's limit of SQL rows requires it. `throughput` comes from the times of the readable
+    rows, and has neither groups nor a condition.
+    """
+    if where is not None:
+        check_sql(limits)
+    if y == "throughput":
+        if by != "none" or where is not None:
+            raise Refusal(422, "throughput has neither groups nor a condition", hint="leave by and where out")
+        return await store.run(lambda: throughput_of(store.rb.storage, points))
+
+    def ask() -> Series:
+        most = points if where is None else max(1, min(points, limits.sql_rows // GROUPS))
+        sql, params = build_query(Filters(where), y, x, by, most)
+        table, _ = _ask(store, limits, where, sql, params, rows=GROUPS * most)
+        return series_of(y, x, table)
+
+    return await store.run(ask)
 
 
 class Question(RequestModel):
