@@ -106,7 +106,7 @@ export class FrameCache {
    * @param {number} ahead Windows to fetch ahead.
    */
   want(step, ahead) {
-    if (this.failed || this.options.signal.aborted) return;
+    if (this.failed || document.hidden || this.options.signal.aborted) return;
     const first = Math.floor(step / this.window);
     const last = Math.floor((this.options.count() - 1) / this.window);
     const keep = Math.max(1, Math.floor(this.options.most / (this.window * Math.max(1, this.options.frameBytes))) - 1);
@@ -342,6 +342,7 @@ export function createPlayer(options) {
     event.preventDefault();
   }, { signal });
 
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); }, { signal });
   setFields(options.fields);
   return {
     element, seek, setFields, pause, step: () => step,

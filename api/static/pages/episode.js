@@ -9,7 +9,7 @@ import {
   changeFacts, FILTER, formatFact, getEpisode, hasFilter, neighbourOf, parseFact, readFilter, writeFilter,
 } from "../episode_data.js";
 import { integer, number, time } from "../format.js";
-import { watch } from "../live.js";
+import { visible, watch } from "../live.js";
 import { createPlayer } from "../player.js";
 import { facts as factList } from "../table.js";
 
@@ -68,14 +68,14 @@ export async function render(root, context) {
   const images = summary.fields.filter((/** @type {any} */ field) => field.kind === "image");
   const others = summary.fields.filter((/** @type {any} */ field) => field.kind !== "image");
   const chosen = (query.get("images") ?? "").split(",").filter(Boolean);
-  const visible = () => images.filter((/** @type {any} */ field) => chosen.length === 0 || chosen.includes(field.name));
+  const selected = () => images.filter((/** @type {any} */ field) => chosen.length === 0 || chosen.includes(field.name));
 
   const rows = new RowCache({ store, id, first, count: () => episode.live_rows, fields: others, signal });
   const values = drawValues(rows, others, first);
   const texts = drawTexts(rows, others, context);
   const note = debounce(300, (/** @type {number} */ step) => context.setQuery({ step: first + step }));
   const player = createPlayer({
-    store, episode: id, fields: visible(), first, count: episode.live_rows,
+    store, episode: id, fields: selected(), first, count: episode.live_rows,
     step: Number.isFinite(asked) ? asked - first : 0,
     speed: Number(query.get("speed")) || 1, loop: query.get("loop") === "1", signal,
     onStep: (step) => { charts.setCursor(step); values.show(step); texts.show(step); },
@@ -87,15 +87,15 @@ export async function render(root, context) {
   const charts = drawCharts(context, id, others, first, episode.live_rows, (step) => player.seek(step));
   const picker = images.length < 2 ? null : h("fieldset.row", null, h("legend", null, "Images"), images.map((/** @type {any} */ field) => {
     const box = h("input", {
-      type: "checkbox", checked: visible().includes(field),
+      type: "checkbox", checked: selected().includes(field),
       change: () => {
-        const names = new Set(visible().map((/** @type {any} */ each) => each.name));
+        const names = new Set(selected().map((/** @type {any} */ each) => each.name));
         if (box.checked) names.add(field.name);
         else names.delete(field.name);
         chosen.splice(0, chosen.length, ...names);
         if (names.size === 0) chosen.push("none");
         context.setQuery({ images: names.size === images.length ? "" : chosen.join(",") });
-        player.setFields(visible());
+        player.setFields(selected());
       },
     });
     return h("label.tick", null, box, field.name);
@@ -546,6 +546,7 @@ function drawCharts(/** @type {import("../app.js").Context} */ { params, query, 
       loading = true;
       try {
         while (columns[0].length < count && !both.aborted) {
+          await visible(both);
           const start = columns[0].length;
           const size = Math.min(Math.max(1, Math.floor(CHART_STEPS / width)), count - start);
           const found = (await loadColumns(params.store, id, [field.name], first + start, size, both))[field.name] ?? [];
