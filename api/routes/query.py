@@ -24,6 +24,7 @@ from expstore.api.dependencies import (
 )
 from expstore.api.episode_pages import ORDER_PATTERN, EpisodePage, Filters
 from expstore.api.errors import Refusal
+from expstore.api.relations import Relations, describe_relations
 from expstore.api.request_models import RequestModel
 from expstore.api.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.settings import Settings
@@ -177,6 +178,13 @@ async def series(
         return series_of(y, x, table)
 
     return await store.run(ask)
+
+
+@router.get("/stores/{name}/relations", summary="Describe relations of SQL", responses=problems())
+async def relations(store: Store, limits: Limits) -> Relations:
+    """List the relations that SQL sees, with names, types and meanings of their columns."""
+    check_sql(limits)
+    return await store.run(lambda: describe_relations(store.rb))
 
 
 class Question(RequestModel):

@@ -10,9 +10,18 @@ const MOST_POINTS = 10_000;
 /** Number of `--series-N` colours. */
 const COLOURS = 8;
 
-/** @param {string} name Of a custom property of the style sheet. */
+/**
+ * A colour of the style sheet, for the scheme that the reader uses; canvases do not know `light-dark()`.
+ *
+ * @param {string} name Of a custom property.
+ */
 function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const probe = h("span", { hidden: true });
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return colour;
 }
 
 /**
@@ -22,15 +31,20 @@ function css(name) {
  * @param {string[]} names All names that share a chart.
  */
 export function colourOf(name, names) {
-  return css(`--series-${(Math.max(0, [...names].sort().indexOf(name)) % COLOURS) + 1}`);
+  return paletteColour(Math.max(0, [...names].sort().indexOf(name)));
+}
+
+/** @param {number} number A colour of the palette for lines, which begins again after the eighth. */
+export function paletteColour(number) {
+  return css(`--series-${(number % COLOURS) + 1}`);
 }
 
 /**
  * @typedef {object} Series
  * @property {string} label
  * @property {(number | null)[]} values One per x; null: a gap.
- * @property {string} [colour]
- * @property {(number | null)[]} [low] Lower edge of a band around the values.
+ * @property {string | (() => string)} [colour] A function is called anew when the reader's scheme changes.
+ * @property {(number | null)[]} [low] Lower edge of a band around the values; both edges are drawn faintly.
  * @property {(number | null)[]} [high]
  * @property {boolean} [steps] Whether a value stays until the next one.
  */
@@ -39,6 +53,7 @@ export function colourOf(name, names) {
  * @typedef {object} Chart
  * @property {(x: number[], series: Series[]) => void} setData
  * @property {(x: number | null) => void} setCursor Mark a place of the x axis.
+ * @property {(low: number | null, high: number | null) => void} setRange Mark a range of the x axis.
  * @property {HTMLElement} element
  */
 
@@ -55,7 +70,9 @@ export function colourOf(name, names) {
  * @param {boolean} [options.isTime] Whether x is in milliseconds since 1970.
  * @param {number} [options.height] In pixels.
  * @param {boolean} [options.points] Whether to draw a dot per value.
+ * @param {boolean} [options.lines] Whether to connect the values; default: true.
  * @param {boolean} [options.bars] Whether to draw bars.
+ * @param {boolean} [options.isLog] Whether x grows by factors.
  * @param {string} [options.sync] Charts of the same name share their cursor.
  * @param {(x: number) => void} [options.onSelect] Called with the x at which the reader clicks.
  * @param {(low: number, high: number) => void} [options.onRange] Called with the range that the reader drags over.
@@ -75,10 +92,22 @@ export function lineChart(container, options) {
   let plot = null;
   /** @type {number | null} */
   let marked = null;
+  /** @type {[number, number] | null} */
+  let range = null;
+
+  // An element over the plot, so that a cursor that moves with each step does not draw the lines again.
+  const cursor = h("div.chart-cursor", { hidden: true });
+  const placeCursor = () => {
+    const left = marked === null ? NaN : plot.valToPos(marked, "x");
+    cursor.hidden = !(left >= 0 && left <= plot.over.clientWidth);
+    cursor.style.transform = `translateX(${left}px)`;
+  };
 
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(settings(options, x, series, place, () => marked), dataOf(x, series), place);
+    plot = new uPlot(settings(options, x, series, place, placeCursor, () => range), dataOf(x, series), place);
+    plot.over.append(cursor);
+    placeCursor();
   };
   const resize = new ResizeObserver(() => {
     if (plot && place.clientWidth > 0 && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: plot.height });
@@ -106,6 +135,10 @@ export function lineChart(container, options) {
     },
     setCursor(value) {
       marked = value;
+      if (plot) placeCursor();
+    },
+    setRange(low, high) {
+      range = low === null || high === null ? null : [low, high];
       plot?.redraw(false, false);
     },
   };
@@ -117,29 +150,33 @@ function dataOf(/** @type {number[]} */ x, /** @type {Series[]} */ series) {
 }
 
 function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series,
-  /** @type {HTMLElement} */ place, /** @type {() => number | null} */ marked) {
+  /** @type {HTMLElement} */ place, /** @type {() => void} */ placeCursor, /** @type {() => [number, number] | null} */ range) {
   const ink = css("--ink-soft");
   const line = css("--line");
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui", labelFont: "12px system-ui" };
   const bands = [];
   const entries = [];
   for (const one of series) {
-    const colour = one.colour ?? colourOf(one.label, series.map((each) => each.label));
+    const colour = (typeof one.colour === "function" ? one.colour() : one.colour) ?? colourOf(one.label, series.map((each) => each.label));
     const paths = options.bars ? uPlot.paths.bars({ size: [1, 100], gap: 1 }) : one.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
     entries.push({
-      label: one.label, stroke: colour, width: options.bars ? 0 : 1.5, paths, spanGaps: true,
-      fill: options.bars ? colour : undefined, points: { show: options.points ?? x.length < 2, size: 4, fill: colour },
+      label: one.label, stroke: colour, width: options.bars || options.lines === false ? 0 : 1.5, paths, spanGaps: true,
+      fill: options.bars ? colour : undefined, points: { show: options.points ?? x.length < 2, size: 4, fill: colour, stroke: colour, width: 1 },
       value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
     });
     if (one.low && one.high) {
-      const edge = { stroke: "transparent", points: { show: false }, spanGaps: true, class: "band-edge" };
+      const edge = { stroke: `color-mix(in srgb, ${colour} 35%, transparent)`, width: 1, points: { show: false }, spanGaps: true, class: "band-edge" };
       entries.push({ label: `${one.label} low`, ...edge }, { label: `${one.label} high`, ...edge });
       bands.push({ series: [entries.length, entries.length - 1], fill: `color-mix(in srgb, ${colour} 18%, transparent)` });
     }
   }
   return {
     width: Math.max(place.clientWidth, 200), height: options.height ?? 220, ms: 1, bands,
-    scales: { x: { time: options.isTime ?? false, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) } },
+    scales: {
+      x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) },
+      // A line of equal values is in the middle of its plot.
+      y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high && low !== null ? [low - 1, high + 1] : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) },
+    },
     legend: { show: series.length > 1 || !options.bars, live: true },
     cursor: {
       sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 },
@@ -152,24 +189,22 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
       } : undefined,
     },
     axes: [
-      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32 },
+      { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options) },
       { ...axis, label: options.yLabel, labelSize: options.yLabel ? 18 : 0, size: 56, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number) },
     ],
     series: [{ label: options.xLabel ?? "x", value: (/** @type {any} */ _, /** @type {number} */ value) => (options.isTime ? formatTime(value) : number(value)) }, ...entries],
     hooks: {
+      setSize: [(/** @type {any} */ plot) => { if (plot.over.isConnected) requestAnimationFrame(placeCursor); }],
       draw: [(/** @type {any} */ plot) => {
-        const at = marked();
-        if (at === null || at === undefined) return;
-        const left = Math.round(plot.valToPos(at, "x", true));
-        const { ctx, bbox } = plot;
-        ctx.save();
-        ctx.strokeStyle = css("--accent");
-        ctx.lineWidth = 2;
-        ctx.beginPath();
-        ctx.moveTo(left, bbox.top);
-        ctx.lineTo(left, bbox.top + bbox.height);
-        ctx.stroke();
-        ctx.restore();
+        const chosen = range();
+        if (chosen) {
+          const [from, to] = chosen.map((value) => Math.min(Math.max(plot.valToPos(value, "x", true), plot.bbox.left), plot.bbox.left + plot.bbox.width));
+          plot.ctx.save();
+          plot.ctx.globalAlpha = 0.16;
+          plot.ctx.fillStyle = css("--accent");
+          plot.ctx.fillRect(from, plot.bbox.top, Math.max(to - from, 2), plot.bbox.height);
+          plot.ctx.restore();
+        }
       }],
       setSelect: options.onRange ? [(/** @type {any} */ plot) => {
         const { left, width } = plot.select;
@@ -180,8 +215,30 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
   };
 }
 
+/** Ticks of the x axis: times of a day or dates, powers of ten, or what uPlot chooses. */
+function xTicks(/** @type {any} */ { isTime, isLog }) {
+  if (isTime) {
+    return {
+      space: 90,
+      values: (/** @type {any} */ plot, /** @type {number[]} */ ticks) => {
+        const span = plot.scales.x.max - plot.scales.x.min;
+        const [from, to] = span > 2 * 86_400_000 ? [5, 16] : span > 7_200_000 ? [11, 16] : [11, 19];
+        return ticks.map((tick) => formatTime(tick).slice(from, to));
+      },
+    };
+  }
+  if (!isLog) return {};
+  return {
+    splits: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ low, /** @type {number} */ high) => {
+      const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))];
+      return Array.from({ length: Math.max(last - first + 1, 0) }, (___, number) => 10 ** (first + number));
+    },
+    values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick >= 0.001 && tick < 1e5 ? number(tick) : tick.toExponential(0))),
+  };
+}
+
 /**
- * Draw a histogram.
+ * Draw a histogram, over a logarithmic axis if the widths of its bins grow.
  *
  * @param {HTMLElement} container
  * @param {object} options
@@ -194,8 +251,11 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
  * @param {AbortSignal} [options.signal]
  */
 export function histogram(container, options) {
+  const [first, second] = options.edges;
+  const last = options.edges[options.edges.length - 1];
+  const growing = first > 0 && last - first > 10 * options.counts.length * (second - first);
   return lineChart(container, {
-    ...options, bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
+    ...options, isLog: growing, bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
   });
 }
 
@@ -208,7 +268,7 @@ export function histogram(container, options) {
 export function histogramData(edges, counts) {
   return {
     x: counts.map((_, number) => (edges[number] + edges[number + 1]) / 2),
-    series: [{ label: "count", values: counts, colour: css("--series-1") }],
+    series: [{ label: "count", values: counts, colour: () => css("--series-1") }],
   };
 }
 

@@ -44,6 +44,50 @@ function append(element, children) {
 }
 
 /**
+ * A list to choose from, with its label.
+ *
+ * @param {string} label
+ * @param {[string, string][]} choices Value and text of each.
+ * @param {string} value The one that is chosen; if it is no choice, it is added.
+ * @param {(value: string) => void} onChoice
+ */
+export function choice(label, choices, value, onChoice) {
+  const all = choices.some(([each]) => each === value) ? choices : [...choices, /** @type {[string, string]} */ ([value, value])];
+  const list = h("select", { change: () => onChoice(list.value) }, all.map(([each, text]) => h("option", { value: each }, text)));
+  list.value = value;
+  return h("label.field", null, label, list);
+}
+
+/**
+ * Show data that changes while the reader looks: draw it again only if it is other data, and keep what the
+ * reader has scrolled or focused.
+ *
+ * @param {Element} place
+ * @param {any} data What is shown, as JSON.
+ * @param {() => any} build Returns the content.
+ */
+export function refresh(place, data, build) {
+  const text = JSON.stringify(data) ?? "";
+  if (drawn.get(place) === text) return;
+  drawn.set(place, text);
+  const boxes = [...place.querySelectorAll(".scroll")].map((box) => [box.scrollLeft, box.scrollTop]);
+  const focused = place.contains(document.activeElement) ? focusable(place).indexOf(/** @type {any} */ (document.activeElement)) : -1;
+  replace(place, build());
+  place.querySelectorAll(".scroll").forEach((box, number) => {
+    [box.scrollLeft, box.scrollTop] = boxes[number] ?? [0, 0];
+  });
+  if (focused >= 0) focusable(place)[focused]?.focus({ preventScroll: true });
+}
+
+/** @type {WeakMap<Element, string>} */
+const drawn = new WeakMap();
+
+/** @param {Element} place @returns {HTMLElement[]} */
+function focusable(place) {
+  return [...place.querySelectorAll("a, button, input, select, textarea, summary, [tabindex]")].map((one) => /** @type {HTMLElement} */ (one));
+}
+
+/**
  * Call a function once no call was asked for during some milliseconds.
  *
  * @param {number} milliseconds

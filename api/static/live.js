@@ -37,6 +37,31 @@ export async function watch(store, act, signal) {
   }
 }
 
+/**
+ * Call a function at once, and again some milliseconds after each call has ended, while the tab is visible.
+ *
+ * The first call's error is thrown. Later ones are ignored: the frame of the page says that the server is gone.
+ *
+ * @param {number} milliseconds
+ * @param {() => any} act
+ * @param {AbortSignal} signal
+ */
+export async function repeat(milliseconds, act, signal) {
+  await act();
+  (async () => {
+    while (!signal.aborted) {
+      await sleep(milliseconds, signal);
+      await visible(signal);
+      if (signal.aborted) return;
+      try {
+        await act();
+      } catch {
+        // The next call may succeed.
+      }
+    }
+  })();
+}
+
 /** @param {Response} response */
 async function* events(response) {
   const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();

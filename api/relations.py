@@ -1,0 +1,193 @@
+"""Describe the relations that SQL sees: names, types and meanings of their columns, for completion.
+
+Used by the route for relations. `docs/sql.md` has the same texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Key
+from expstore.schema.schema import Schema
+from expstore.sql.history_view import HISTORY_COLUMNS
+from expstore.sql.views import ROW_COLUMNS, call_tops
+
+__all__ = ["Relations", "describe_relations"]
+
+_Columns = tuple[tuple[str, str, str], ...]
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Words that are quoted, although DuckDB reads some of them without quotes.
+_QUOTED = frozenset({"return", "returning"})
+
+_ROW_COLUMNS: _Columns = (
+    ("_id", "BIGINT", "identifies the row, from 1 on; never used again"),
+    ("_index", "BIGINT", "TorchRL's index, from 0 to the capacity - 1"),
+    ("_episode", "BIGINT", "the episode of the row"),
+    ("_step", "BIGINT", "its step in the episode, from 0 on"),
+    ("_time", "TIMESTAMP", "when the row was written (UTC)"),
+    ("_priority", "FLOAT", "its priority; 1 until one is set"),
+    ("_sampled", "UINTEGER", "how often the row was drawn; only where a sampler counts this"),
+)
+_ARCHIVED = ("_archived", "BOOLEAN", "whether the row is in the archive only")
+_ROWS = "One row per transition that can be sampled."
+_HISTORY = "The rows of `transitions` and of the archive."
+_OTHERS: tuple[tuple[str, str, _Columns], ...] = (
+    ("episodes", "All episodes, also those whose rows have left.", (
+        ("episode_id", "BIGINT", "identifies the episode"),
+        ("source", "VARCHAR", "the name of its source; `@1` and so on if it has none"),
+        ("length", "BIGINT", "how many steps it has"),
+        ("return", "DOUBLE", "the sum of its rewards"),
+        ("status", "VARCHAR", "`open`, `terminated`, `truncated` or `cut`"),
+        ("start_time", "TIMESTAMP", "when its first row was written (UTC)"),
+        ("end_time", "TIMESTAMP", "when its last row was written (UTC)"),
+        ("trajectory_id", "BIGINT", "the collector's trajectory id; NULL: it gave none"),
+        ("live_rows", "BIGINT", "how many of its rows can still be read"),
+        ("info", "JSON", "the facts noted about it; NULL: none"),
+    )),
+    ("fragments", "Where the rows of episodes are: runs of ids that are `stride` apart.", (
+        ("episode_id", "BIGINT", "the episode"),
+        ("first_step", "BIGINT", "the step of its first row"),
+        ("length", "BIGINT", "how many rows it has"),
+        ("first_id", "BIGINT", "the id of its first row"),
+        ("stride", "BIGINT", "the distance between the ids of two rows"),
+    )),
+    ("sources", "The sources of rows, each of one session.", (
+        ("number", "BIGINT", "identifies the source"),
+        ("name", "VARCHAR", "its name"),
+        ("named", "BOOLEAN", "whether the writer gave the name"),
+        ("generation", "BIGINT", "the opening of the store in which it began"),
+        ("session", "VARCHAR", "the session that wrote it"),
+        ("started", "TIMESTAMP", "when the session began (UTC)"),
+        ("ended", "TIMESTAMP", "when it ended; NULL: it may still write"),
+    )),
+    ("priorities", "The priorities that were set.", (
+        ("id", "BIGINT", "the row"),
+        ("priority", "FLOAT", "its priority"),
+    )),
+    ("commits", "How far the index has followed the store.", (
+        ("generation", "BIGINT", "the opening of the store"),
+        ("sequence", "BIGINT", "the newest journal record that the index knows"),
+        ("low_id", "BIGINT", "rows up to this id have left"),
+        ("last_id", "BIGINT", "the newest row"),
+        ("time", "TIMESTAMP", "when this was (UTC)"),
+    )),
+    ("meta", "The JSON values given as `meta=` to `expstore.open`.", (
+        ("key", "VARCHAR", "the name"),
+        ("value", "JSON", "the value"),
+    )),
+)  # fmt: skip
+
+
+class ColumnFacts(BaseModel):
+    """A column."""
+
+    name: str = Field(description="Its name; parts of nested fields are joined by dots.")
+    sql: str = Field(description="The name as a query writes it, with quotes where it needs them.")
+    type: str = Field(description="Its type in DuckDB.")
+    description: str = Field(description="What it means; empty for fields of the store.")
+
+
+class RelationFacts(BaseModel):
+    """A relation."""
+
+    name: str = Field(description="Its name.")
+    description: str = Field(description="What its rows are.")
+    columns: list[ColumnFacts] = Field(description="Its columns.")
+
+
+class Relations(BaseModel):
+    """What SQL sees."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "relations": [
+                        {
+                            "name": "priorities",
+                            "description": "The priorities that were set.",
+                            "columns": [
+                                {"name": "id", "sql": "id", "type": "BIGINT", "description": "the row"}
+                            ],
+                        }
+                    ]
+                }
+            ]
+        }
+    )
+
+    relations: list[RelationFacts] = Field(
+        description="The relations; `history` only of a store with an archive."
+    )
+
+
+def describe_relations(rb: TensorDictReplayBuffer) -> Relations:
+    """Return the relations of a store.
+
+    Args:
+        rb: The opened store. Its own database tells the types of the fields; no text of a client is used.
+    """
+    storage = rb.storage
+    storage.follow()
+    reserved = _QUOTED | {
+        word for (word,) in rb.sql(
+            "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category = 'reserved'"
+        ).fetchall()
+    }  # fmt: skip
+    rows = tuple(one for one in _ROW_COLUMNS if one[0] != "_sampled" or storage.state.sampled is not None)
+    schema = storage.schema
+    types = [] if schema is None else _find_types(rb, schema)
+    found = [_describe("transitions", _ROWS, rows, reserved, schema, types, ROW_COLUMNS)]
+    if storage.open_archive() is not None:
+        found.append(
+            _describe("history", _HISTORY, (*rows, _ARCHIVED), reserved, schema, types, HISTORY_COLUMNS)
+        )
+    found += [_describe(name, text, columns, reserved) for name, text, columns in _OTHERS]
+    return Relations(relations=found)
+
+
+def _find_types(rb: TensorDictReplayBuffer, schema: Schema) -> list[str]:
+    """Return DuckDB's names of the types of the fields."""
+    names = [".".join(map(_quote, path)) for path in _paths(schema, ROW_COLUMNS)]
+    selected = ", ".join(f"{name} AS c{place}" for place, name in enumerate(names))
+    rows = rb.sql(f"SELECT column_type FROM (DESCRIBE SELECT {selected} FROM transitions)").fetchall()
+    return [kind for (kind,) in rows]
+
+
+def _paths(schema: Schema, taken: Collection[str]) -> list[Key]:
+    """Return the paths of the fields in a relation with row columns of some names."""
+    tops = call_tops(schema.keys, taken)
+    return [(tops[key[0]], *key[1:]) for key in schema.keys]
+
+
+def _describe(
+    name: str,
+    description: str,
+    columns: _Columns,
+    reserved: Collection[str],
+    schema: Schema | None = None,
+    types: Sequence[str] = (),
+    taken: Collection[str] = (),
+) -> RelationFacts:
+    entries: list[tuple[Key, str, str]] = [((column,), kind, text) for column, kind, text in columns]
+    if schema is not None:
+        entries += [(path, kind, "") for path, kind in zip(_paths(schema, taken), types, strict=True)]
+
+    def write(part: str) -> str:
+        is_plain = _PLAIN.fullmatch(part) and part.lower() not in reserved
+        return part if is_plain else _quote(part)
+
+    facts: list[dict[str, Any]] = [
+        {"name": ".".join(path), "sql": ".".join(map(write, path)), "type": kind, "description": text}
+        for path, kind, text in entries
+    ]
+    return RelationFacts(name=name, description=description, columns=[ColumnFacts(**one) for one in facts])
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

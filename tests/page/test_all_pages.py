@@ -1,0 +1,79 @@
+"""Every page: no errors, no foreign requests, accessible in both schemes, no wider than its window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.browsers import Visit, read_findings
+
+#: Pages by address; a page belongs here once for each state that looks different.
+PAGES = {
+    "stores": "/",
+    "no such page": "/nothing/here",
+    "no such store": "/stores/missing",
+    "store": "/stores/run?by=source&x=rows&smooth=0.5&from=100&to=300",
+    "store of texts": "/stores/texts",
+    "empty store": "/stores/empty",
+    "hostile store": "/stores/hostile?by=source",
+    "compare": "/compare?stores=run,texts",
+    "compare hostile": "/compare?stores=hostile,run&by=source",
+    "compare nothing": "/compare",
+}
+#: Pages that are usable on a phone.
+NARROW = ("store", "episode")
+#: Text that a page shows once it has its data.
+MARKS = {
+    "stores": "Tick up to", "no such page": "no such page", "no such store": "missing", "store": "Show these",
+    "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
+    tab = visit(color_scheme="light")
+    page = tab.open(PAGES[name])
+    assert MARKS.get(name, "") in page.inner_text("main")
+    assert read_findings(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert read_findings(page, ["color-contrast"]) == []
+    assert tab.overflow(1024) <= 0
+    if name in NARROW:
+        assert tab.overflow(390) <= 0
+    assert page.evaluate("window.broken") is None
+    assert page.query_selector_all("main img[onerror], main script, main b, [style*=expression]") == []
+    assert tab.foreign == []
+    expected = {"no such store": ["404"]}.get(name, [])
+    assert [error for error in tab.errors if not any(text in error for text in expected)] == []
+    assert tab.context.cookies() == []
+
+
+def test_hostile_names_and_facts_are_texts(visit: Callable[..., Visit]) -> None:
+    page = visit().open("/stores/hostile?by=source")
+    text = page.inner_text("main")
+    assert '<img src=x onerror="window.broken=1">' in text
+    page.get_by_label("Group by").select_option(label='<img src=x onerror="window.broken=1">')
+    page.wait_for_function("location.hash.includes('by=info')")
+    page.wait_for_selector("text=Return of episodes", state="attached")
+    assert page.evaluate("window.broken") is None
+
+
+def test_the_policy_forbids_what_is_not_a_file_of_the_page(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    page = tab.open("/")
+    page.evaluate(
+        """() => {
+            const script = document.createElement("script");
+            script.textContent = "window.broken = 1";
+            document.body.append(script);
+            const image = new Image();
+            image.src = "http://example.invalid/x.png";
+            document.body.append(image);
+            document.body.insertAdjacentHTML("beforeend", "<p id='styled' style='color: rgb(1, 2, 3)'></p>");
+        }"""
+    )
+    assert page.evaluate("window.broken") is None
+    assert page.evaluate("getComputedStyle(document.getElementById('styled')).color") != "rgb(1, 2, 3)"
+    page.wait_for_function("true")
+    assert len([error for error in tab.errors if "Content Security Policy" in error]) >= 2
