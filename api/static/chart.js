@@ -70,6 +70,7 @@ export function paletteColour(number) {
  * @param {boolean} [options.isTime] Whether x is in milliseconds since 1970.
  * @param {number} [options.height] In pixels.
  * @param {boolean} [options.points] Whether to draw a dot per value.
+ * @param {boolean} [options.lines] Whether to connect the values; default: true.
  * @param {boolean} [options.bars] Whether to draw bars.
  * @param {boolean} [options.isLog] Whether x grows by factors.
  * @param {string} [options.sync] Charts of the same name share their cursor.
@@ -94,9 +95,19 @@ export function lineChart(container, options) {
   /** @type {[number, number] | null} */
   let range = null;
 
+  // An element over the plot, so that a cursor that moves with each step does not draw the lines again.
+  const cursor = h("div.chart-cursor", { hidden: true });
+  const placeCursor = () => {
+    const left = marked === null ? NaN : plot.valToPos(marked, "x");
+    cursor.hidden = !(left >= 0 && left <= plot.over.clientWidth);
+    cursor.style.transform = `translateX(${left}px)`;
+  };
+
   const draw = () => {
     plot?.destroy();
-    plot = new uPlot(settings(options, x, series, place, () => marked, () => range), dataOf(x, series), place);
+    plot = new uPlot(settings(options, x, series, place, placeCursor, () => range), dataOf(x, series), place);
+    plot.over.append(cursor);
+    placeCursor();
   };
   const resize = new ResizeObserver(() => {
     if (plot && place.clientWidth > 0 && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: plot.height });
@@ -124,7 +135,7 @@ export function lineChart(container, options) {
     },
     setCursor(value) {
       marked = value;
-      plot?.redraw(false, false);
+      if (plot) placeCursor();
     },
     setRange(low, high) {
       range = low === null || high === null ? null : [low, high];
@@ -139,7 +150,7 @@ function dataOf(/** @type {number[]} */ x, /** @type {Series[]} */ series) {
 }
 
 function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series,
-  /** @type {HTMLElement} */ place, /** @type {() => number | null} */ marked, /** @type {() => [number, number] | null} */ range) {
+  /** @type {HTMLElement} */ place, /** @type {() => void} */ placeCursor, /** @type {() => [number, number] | null} */ range) {
   const ink = css("--ink-soft");
   const line = css("--line");
   const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui", labelFont: "12px system-ui" };
@@ -149,8 +160,8 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
     const colour = (typeof one.colour === "function" ? one.colour() : one.colour) ?? colourOf(one.label, series.map((each) => each.label));
     const paths = options.bars ? uPlot.paths.bars({ size: [1, 100], gap: 1 }) : one.steps ? uPlot.paths.stepped({ align: 1 }) : undefined;
     entries.push({
-      label: one.label, stroke: colour, width: options.bars ? 0 : 1.5, paths, spanGaps: true,
-      fill: options.bars ? colour : undefined, points: { show: options.points ?? x.length < 2, size: 4, fill: colour },
+      label: one.label, stroke: colour, width: options.bars || options.lines === false ? 0 : 1.5, paths, spanGaps: true,
+      fill: options.bars ? colour : undefined, points: { show: options.points ?? x.length < 2, size: 4, fill: colour, stroke: colour, width: 1 },
       value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
     });
     if (one.low && one.high) {
@@ -161,7 +172,11 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
   }
   return {
     width: Math.max(place.clientWidth, 200), height: options.height ?? 220, ms: 1, bands,
-    scales: { x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) } },
+    scales: {
+      x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) },
+      // A line of equal values is in the middle of its plot.
+      y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high && low !== null ? [low - 1, high + 1] : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) },
+    },
     legend: { show: series.length > 1 || !options.bars, live: true },
     cursor: {
       sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 },
@@ -179,6 +194,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
     ],
     series: [{ label: options.xLabel ?? "x", value: (/** @type {any} */ _, /** @type {number} */ value) => (options.isTime ? formatTime(value) : number(value)) }, ...entries],
     hooks: {
+      setSize: [(/** @type {any} */ plot) => { if (plot.over.isConnected) requestAnimationFrame(placeCursor); }],
       draw: [(/** @type {any} */ plot) => {
         const chosen = range();
         if (chosen) {
@@ -189,18 +205,6 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
           plot.ctx.fillRect(from, plot.bbox.top, Math.max(to - from, 2), plot.bbox.height);
           plot.ctx.restore();
         }
-        const at = marked();
-        if (at === null || at === undefined) return;
-        const left = Math.round(plot.valToPos(at, "x", true));
-        const { ctx, bbox } = plot;
-        ctx.save();
-        ctx.strokeStyle = css("--accent");
-        ctx.lineWidth = 2;
-        ctx.beginPath();
-        ctx.moveTo(left, bbox.top);
-        ctx.lineTo(left, bbox.top + bbox.height);
-        ctx.stroke();
-        ctx.restore();
       }],
       setSelect: options.onRange ? [(/** @type {any} */ plot) => {
         const { left, width } = plot.select;

@@ -86,8 +86,8 @@ export function sleep(milliseconds, signal) {
   });
 }
 
-/** @param {AbortSignal} signal @returns {Promise<void>} */
-function visible(signal) {
+/** @param {AbortSignal} signal @returns {Promise<void>} Resolved once the tab is visible, or the signal aborted. */
+export function visible(signal) {
   return new Promise((resolve) => {
     const look = () => {
       if (document.hidden && !signal.aborted) return;
