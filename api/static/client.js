@@ -29,6 +29,15 @@ export class OfflineError extends Error {
   }
 }
 
+/**
+ * Whether the frame of the page tells the reader about an error: the server is gone, or asks for a token.
+ *
+ * @param {any} error
+ */
+export function isHandled(error) {
+  return error instanceof OfflineError || (error instanceof ApiError && error.status === 401);
+}
+
 /** Take the token out of an address that ends with #token=..., so that it does not stay in the address bar. */
 export function takeTokenFromAddress() {
   const found = /^#token=([^&]+)(?:&(.*))?$/.exec(location.hash);

@@ -68,7 +68,7 @@ def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], s
         page.wait_for_selector("#status[data-state=online]")
         tab.wait()
         assert page.is_hidden("#banner")
-        page.wait_for_selector("text=Show these, text=Drag over a chart >> nth=0")
+        page.wait_for_selector("figure[aria-label='Return of episodes']")
         assert page.inner_text("h1") == "run"
         assert "by=source" in page.url
 

@@ -147,7 +147,9 @@ def test_rows_have_their_first_and_last_frame(visit: Open) -> None:
     page.wait_for_selector("text=2 episodes match")
     assert brightness(page, "tr:nth-child(1) canvas") == 200 - 180 * (column(page, 3)[0] == "8")
     page = tab.open("/stores/run/episodes")
-    page.wait_for_function("[...document.querySelectorAll('.thumb')].filter((one) => one.width > 1).length >= 12")
+    page.wait_for_function(
+        "[...document.querySelectorAll('.thumb')].filter((one) => one.width > 1).length >= 12"
+    )
     assert 1 < most[0] <= MOST_REQUESTS
     asked = [request for request in tab.requests if "/frames?" in request.url]
     assert len(asked) < 2 + 50  # only those of visible rows
@@ -174,7 +176,9 @@ def test_flags_and_notes_are_edited_in_the_table(visit: Open) -> None:
 
 def test_new_episodes_do_not_move_the_table(visit: Open, server: Serving) -> None:
     page = visit().open("/stores/texts/episodes")
-    page.wait_for_function("performance.getEntriesByType('resource').some((one) => one.name.endsWith('/events'))")
+    page.wait_for_function(
+        "performance.getEntriesByType('resource').some((one) => one.name.endsWith('/events'))"
+    )
     before = column(page, 1)
     with expstore.connect(f"{server.url}/v1/stores/run") as rb:
         pass

@@ -2,7 +2,7 @@
 /** Returns, lengths and throughput of up to eight stores on the same axes, and what differs between them. */
 
 import { storeHref } from "../app.js";
-import { getJson, storePath } from "../client.js";
+import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { lineChart } from "../chart.js";
 import { choice, debounce, emptyState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, integer, number } from "../format.js";
@@ -101,7 +101,7 @@ export async function render(root, { server, query, setQuery, signal }) {
       fillChoices();
       draw();
     } catch (error) {
-      if (!both.aborted) throw error;
+      if (!both.aborted && !isHandled(error)) throw error;
     }
   };
   const soon = debounce(250, load);
@@ -142,7 +142,7 @@ async function describe(name, by, x, signal) {
       throughput: times(throughput.groups),
     };
   } catch (error) {
-    if (signal.aborted || error.status === undefined || error.status === 401) throw error;
+    if (signal.aborted || !(error instanceof ApiError) || isHandled(error)) throw error;
     return { name, groupBy, error: error.message, return: [], length: [], throughput: [] };
   }
 }

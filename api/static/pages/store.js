@@ -2,9 +2,9 @@
 /** One store: its size, the returns and lengths of its episodes, its fields, histograms, sessions and versions. */
 
 import { storeHref } from "../app.js";
-import { getJson, storePath } from "../client.js";
+import { getJson, isHandled, storePath } from "../client.js";
 import { histogram, histogramData, lineChart } from "../chart.js";
-import { announce, choice, debounce, emptyState, errorState, h, refresh, replace } from "../dom.js";
+import { announce, choice, emptyState, errorState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, duration, integer, number, time } from "../format.js";
 import { repeat, watch } from "../live.js";
 import { fetchSeries, groupChoices, groupCondition, nameOf, rangeCondition, readSmoothing, shorten, smoothingSlider, toLines, X_CHOICES } from "../series.js";
@@ -13,6 +13,8 @@ import { facts, table } from "../table.js";
 /** Milliseconds between two summaries, and between two looks at the series; a writer must not notice the page. */
 const SUMMARY_PAUSE = 2000;
 const SERIES_PAUSE = 4000;
+/** Summaries that are skipped while no event says that the store has grown: a proxy may keep events back. */
+const IDLE_LOOKS = 5;
 const HEIGHT = 230;
 
 /** @param {Record<string, string>} params */
@@ -45,20 +47,25 @@ export async function render(root, context) {
     }
   };
   show(summary);
-  const curves = new Curves(series, context, summary);
+  const curves = new Curves(series, context);
   await curves.start();
 
-  let rows = summary.written;
-  let last = 0;
-  watch(params.store, (event) => {
-    if (event.written === rows && event.episodes === summary.episodes.count) return;
-    rows = event.written;
-    curves.isStale = true;
-  }, signal);
+  let [written, ended, hasGrown, looks] = [summary.written, endedOf(summary), false, 0];
+  watch(params.store, () => { hasGrown = true; }, signal);
   repeat(SUMMARY_PAUSE, async () => {
-    if (last) show(await getJson(storePath(params.store, "/summary"), { signal }));
-    last += 1;
+    looks += 1;
+    if (!hasGrown && looks < IDLE_LOOKS) return;
+    [hasGrown, looks] = [false, 0];
+    const now = await getJson(storePath(params.store, "/summary"), { signal });
+    curves.isStale ||= now.written !== written || endedOf(now) !== ended;
+    [written, ended] = [now.written, endedOf(now)];
+    show(now);
   }, signal);
+}
+
+/** @param {any} summary */
+function endedOf({ episodes }) {
+  return episodes.count - episodes.open;
 }
 
 /** @param {any} now */
@@ -202,13 +209,12 @@ const YNAMES = { return: "mean return", length: "mean length", throughput: "rows
 
 /** Returns, lengths and throughput, and the range of them that the reader has chosen. */
 class Curves {
-  /** @param {HTMLElement} place @param {import("../app.js").Context} context @param {any} summary */
-  constructor(place, context, summary) {
+  /** @param {HTMLElement} place @param {import("../app.js").Context} context */
+  constructor(place, context) {
     const { query } = context;
     this.place = place;
     this.context = context;
     this.store = context.params.store;
-    this.hasEpisodes = summary.episodes.count > summary.episodes.open;
     this.isStale = false;
     this.by = query.get("by") ?? "none";
     this.x = X_CHOICES.some(([value]) => value === query.get("x")) ? /** @type {string} */ (query.get("x")) : "episode";
@@ -271,7 +277,6 @@ class Curves {
     const request = new AbortController();
     this.request = request;
     const signal = AbortSignal.any([request.signal, this.context.signal]);
-    const started = performance.now();
     try {
       const ask = (/** @type {any} */ query) => fetchSeries(this.store, query, signal);
       const [returns, lengths, throughput] = await Promise.all([
@@ -282,10 +287,9 @@ class Curves {
       this.draw();
     } catch (error) {
       if (signal.aborted) return;
-      if (error.status === 401 || error.status === undefined) throw error;
+      if (isHandled(error)) return;
       replace(this.error, errorState(error));
     }
-    return performance.now() - started;
   }
 
   draw() {

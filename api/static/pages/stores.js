@@ -2,7 +2,7 @@
 /** All stores of the server, with their sizes and returns; some of them can be chosen to compare. */
 
 import { href, storeHref } from "../app.js";
-import { getJson, storePath } from "../client.js";
+import { ApiError, getJson, isHandled, storePath } from "../client.js";
 import { sparkline } from "../chart.js";
 import { announce, debounce, emptyState, h, refresh, replace } from "../dom.js";
 import { bytes, cell, compact, integer, number } from "../format.js";
@@ -39,7 +39,10 @@ export async function render(root, { server, query, setQuery, signal }) {
   const count = h("span.soft");
   const search = h("input", {
     type: "search", value: query.get("q") ?? "", "aria-label": "Filter by name", placeholder: "Filter by name", size: 24,
-    input: debounce(200, () => { setQuery({ q: search.value }); look(); }),
+    input: debounce(200, () => {
+      setQuery({ q: search.value });
+      look().catch((error) => { if (!signal.aborted && !isHandled(error)) throw error; });
+    }),
   });
   replace(root, h("div.heading", null, h("h1", null, "Stores"), count), h("div.row", null, search, compare), list);
 
@@ -112,7 +115,7 @@ async function describe(name, withReturns, signal) {
     const returns = (groups[0]?.mean ?? []).filter((value) => value !== null);
     return { ...found, returns, last: returns.at(-1) };
   } catch (error) {
-    if (signal.aborted || error.status === undefined || error.status === 401) throw error;
+    if (signal.aborted || !(error instanceof ApiError) || isHandled(error)) throw error;
     return { error: error.message };
   }
 }
