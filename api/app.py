@@ -20,7 +20,7 @@ from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, RouteTable, add_security
 from expstore.api.request_log import Watch
-from expstore.api.routes import health, query, read, sample, snapshots, write
+from expstore.api.routes import events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
@@ -87,6 +87,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Watch, routes=RouteTable(app.openapi, open_folder), metrics=metrics)
     app.include_router(health.router)
     app.include_router(read.router, prefix="/v1")
+    app.include_router(events.router, prefix="/v1")
     app.include_router(sample.router, prefix="/v1")
     app.include_router(query.router, prefix="/v1")
     app.include_router(snapshots.router, prefix="/v1")

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -32,7 +32,7 @@ from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
 
-__all__ = ["Served", "Stores"]
+__all__ = ["Pulse", "Served", "Stores"]
 
 _log = logging.getLogger("expstore.api")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -40,8 +40,26 @@ _SUFFIX = ".exp"
 #: Device names of Windows, to which a folder of stores may be copied.
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 _Answer = TypeVar("_Answer")
+#: Number of streams of events of a server.
+_LISTENERS = 32
 #: Seconds between two attempts of a request that waits for rows.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
+
+
+class Pulse(NamedTuple):
+    """Numbers that change when a store grows.
+
+    Args:
+        rows: Number of readable rows.
+        written: Number of rows ever written.
+        episodes: Number of episodes ever begun.
+        generation: Number of times the store was opened for writing.
+    """
+
+    rows: int
+    written: int
+    episodes: int
+    generation: int
 
 
 class Served:
@@ -150,6 +168,28 @@ class Served:
             raise _build_in_use_error(self.name, f"{len(sessions)} sessions write to it")
 
     @property
+    def is_over(self) -> bool:
+        """Whether endless streams must stop: the server shuts down, or the store is deleted."""
+        return self.ending or self._retired
+
+    async def feel_pulse(self) -> Pulse:
+        """Return the numbers that change when the store grows.
+
+        In the writer this takes no thread and does not count as a request, so that streams of events do not
+        keep a store from being deleted.
+
+        Raises:
+            Refusal: 503.
+        """
+        return await self.run(self._take_pulse) if self.rb.storage.follows else self._take_pulse()
+
+    def _take_pulse(self) -> Pulse:
+        storage = self.rb.storage
+        storage.follow()
+        episodes = storage.episodes.next_episode - 1
+        return Pulse(len(storage), storage.write_count, episodes, self.generation)
+
+    @property
     def sql(self) -> SqlWorker:
         """The SQL worker; its processes are started at the first use."""
         with self._sql_lock:
@@ -219,6 +259,8 @@ class Stores:
         self._lock = threading.Lock()
         self._open: dict[str, Served] = {}
         self._ending = False
+        #: The streams of events of all stores.
+        self.listeners = CapacityLimiter(_LISTENERS)
         self._disk = ReadingDisk()
         self.single = self._is_store(settings.path) or settings.path.suffix == _SUFFIX
 

@@ -138,7 +138,7 @@ def test_tokens_open_what_the_document_says(document: dict[str, Any], tmp_path: 
                 ("writes", True),
             ):
                 headers = {"Authorization": f"Bearer {token}"}
-                status = client.request(method, path, headers=headers).status_code
+                status = client.request(method, path, headers=headers, params={"count": 1}).status_code
                 assert (status not in (401, 403)) is known, (name, token, status)
 
 
