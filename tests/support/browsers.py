@@ -52,12 +52,14 @@ class Visit:
 
     def __init__(self, browser: Browser, url: str, *, token: str | None = None, **options: Any) -> None:
         self.url, self._token = url, token
-        self.context = browser.new_context(**{"viewport": {"width": 1024, "height": 768}} | options)
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1024, "height": 768}, "reduced_motion": "reduce"} | options
+        )
         self.context.set_default_timeout(PATIENCE)
         self.page: Page = self.context.new_page()
         self.requests: list[Request] = []
         self.errors: list[str] = []
-        self.page.on("request", self.requests.append)
+        self.page.on("request", lambda request: self.requests.append(request))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on(
             "console",
