@@ -3,7 +3,7 @@
 
 import { announce, h, replace } from "./dom.js";
 
-/** @typedef {{name: string, type: string, description?: string}} Column */
+/** @typedef {{name: string, sql: string, type: string, description?: string}} Column `sql` is its name as SQL writes it. */
 /** @typedef {{name: string, description?: string, columns: Column[]}} Relation */
 /** @typedef {{text: string, note: string}} Candidate */
 
@@ -42,9 +42,9 @@ export function candidates(text, word, relations) {
   /** @type {Map<string, Candidate>} */
   const all = new Map();
   const add = (/** @type {string} */ name, /** @type {string} */ note) => { if (!all.has(name)) all.set(name, { text: name, note }); };
-  for (const relation of named) for (const column of relation.columns) add(column.name, `${relation.name} · ${column.type}`);
+  for (const relation of named) for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
   for (const relation of relations) add(relation.name, "relation");
-  if (named.length === 0) for (const relation of relations) for (const column of relation.columns) add(column.name, `${relation.name} · ${column.type}`);
+  if (named.length === 0) for (const relation of relations) for (const column of relation.columns) add(column.sql, `${relation.name} · ${column.type}`);
   for (const keyword of KEYWORDS) add(keyword, "SQL");
   const plain = word.replaceAll('"', "").toLowerCase();
   const rank = ({ text: name }) => {
@@ -86,7 +86,7 @@ export function complete(editor, relations, signal) {
   const open = (/** @type {boolean} */ always) => {
     const word = wordBefore(editor.value, editor.selectionStart);
     found = word || always ? candidates(editor.value, word, relations) : [];
-    const whole = found.length > 0 && [...relations.flatMap((relation) => [relation.name, ...relation.columns.map((column) => column.name)])].includes(word);
+    const whole = found.length > 0 && [...relations.flatMap((relation) => [relation.name, ...relation.columns.map((column) => column.sql)])].includes(word);
     if (found.length === 0 || (whole && !always) || editor.selectionStart !== editor.selectionEnd) {
       close();
       return;

@@ -14,8 +14,10 @@ const WINDOW_BYTES = 8 * 1024 * 1024;
 const MOST_SIDE = 512;
 /** Requests of one field at a time. */
 const REQUESTS = 2;
-/** Small images are enlarged to about this side, in CSS pixels. */
-const DISPLAY_SIDE = 288;
+/** Small images are enlarged to about this side, in CSS pixels: of one field, of two, and of more. */
+const ENLARGED = [288, 224, 160];
+/** Large images are shown with this side. */
+const REDUCED = [512, 384, 256];
 /** Steps per second at normal speed. */
 const STEPS_PER_SECOND = 30;
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 8, 16];
@@ -235,7 +237,7 @@ export function createPlayer(options) {
       const canvas = h("canvas", { role: "img", "aria-label": `${field.name} at the step shown`, width: "8", height: "8" });
       const note = h("p.soft.note", { role: "status" });
       const size = sizeOf(field);
-      resizeCanvas(canvas, size);
+      resizeCanvas(canvas, size, fields.length);
       const view = {
         field, canvas, note,
         cache: new FrameCache({
@@ -365,10 +367,11 @@ function sizeOf(/** @type {any} */ field) {
   return { height, width, bytes: Math.ceil(height * scale) * Math.ceil(width * scale) * channels };
 }
 
-/** @param {HTMLCanvasElement} canvas @param {{height: number, width: number}} size */
-function resizeCanvas(canvas, { height, width }) {
+/** @param {HTMLCanvasElement} canvas @param {{height: number, width: number}} size @param {number} fields Number of fields. */
+function resizeCanvas(canvas, { height, width }, fields) {
   const side = Math.max(height, width);
-  const scale = side >= DISPLAY_SIDE ? Math.min(1, MOST_SIDE / side) : Math.max(1, Math.round(DISPLAY_SIDE / side));
+  const place = Math.min(fields, ENLARGED.length) - 1;
+  const scale = side >= ENLARGED[place] ? Math.min(1, REDUCED[place] / side) : Math.max(1, Math.round(ENLARGED[place] / side));
   canvas.style.width = `${width * scale}px`;
   canvas.style.aspectRatio = `${width} / ${height}`;
 }

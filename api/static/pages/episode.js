@@ -444,7 +444,7 @@ function shade(/** @type {number} */ value, /** @type {number} */ low, /** @type
   const both = low < 0 && high > 0;
   const part = both ? Math.abs(value) / Math.max(-low, high) : high > low ? (value - low) / (high - low) : 1;
   const inverse = !both && high <= 0;  // of log-probabilities the unlikely tokens stand out
-  const share = Math.round((inverse ? 1 - part : part) * 55);
+  const share = Math.round((inverse ? 1 - part : part) * 48);
   return `color-mix(in srgb, var(${(both && value < 0) || inverse ? "--series-2" : "--series-1"}) ${share}%, transparent)`;
 }
 

@@ -125,7 +125,7 @@ function drawRelations(/** @type {import("../completion.js").Relation[]} */ rela
       relation.description ? h("p.hint", null, relation.description) : null,
       h("p", null, h("button.link.mono", { type: "button", click: () => act(relation.name) }, `insert ${relation.name}`)),
       h("ul.columns", null, relation.columns.map((column) => h("li", null,
-        h("button.link.mono", { type: "button", title: `Insert ${column.name}`, click: () => act(column.name) }, h("bdi", null, column.name)),
+        h("button.link.mono", { type: "button", title: `Insert ${column.sql}`, click: () => act(column.sql) }, h("bdi", null, column.name)),
         h("span.soft", { title: column.type }, ` ${column.type.length > 40 ? `${column.type.slice(0, 39)}…` : column.type}`),
         column.description ? h("span.hint.description", null, column.description) : null))))));
 }
