@@ -32,6 +32,8 @@ IMAGES = Path(__file__).resolve().parent / "images"
 SIDE, PADDLE, LIMIT = 84, 6, 150
 ROWS, BROKEN_AT, WORKERS = 60_000, 40_000, 4
 ACTIONS = ["left", "stay", "right"]
+#: Milliseconds that a page may take on a busy machine.
+PATIENCE = 300_000
 #: Most bytes of a picture, and the width of each in pixels.
 MOST_BYTES, WIDTH = 150_000, 1200
 
@@ -187,6 +189,7 @@ class Shot:
         height: Height of the window in pixels; the width is 1200.
         scheme: "light" or "dark".
         click: Text of a link that is clicked first.
+        step: A step of the episode that is shown then.
         wait: A selector that must be there.
     """
 
@@ -195,6 +198,7 @@ class Shot:
     height: int
     scheme: Literal["light", "dark"] = "light"
     click: str = ""
+    step: int | None = None
     wait: str = "body[data-ready]"
 
 
@@ -210,7 +214,7 @@ SHOTS = (
     Shot("store_dark", f"{STORE}?smooth=0.8", 1000, scheme="dark"),
     Shot("drop", f"{STORE}?by=source&smooth=0.8&x=rows&{RANGE}", 900, wait="text=Show these episodes"),
     Shot("bad_episodes", "", 700, click="worker-2", wait="tbody tr"),
-    Shot("bad_episode", "", 900, click="tbody a", wait="canvas"),
+    Shot("bad_episode", "", 900, click="tbody a", step=45, wait="canvas"),
     Shot("answer", "/stores/answers/episodes/3", 800),
     Shot("sql", f"{STORE}/sql?{urlencode({'q': QUERY})}", 640),
     Shot("sampling", f"{STORE}/sampling", 900),
@@ -237,6 +241,7 @@ def take_pictures(folder: Path, only: str = "") -> None:
                 continue
             if shot.address:
                 page = browser.new_page(viewport={"width": WIDTH, "height": shot.height})
+                page.set_default_timeout(PATIENCE)
                 page.emulate_media(color_scheme=shot.scheme, reduced_motion="reduce")
                 page.goto(f"{url}/ui/#{shot.address.format(low=low, high=high)}")
             else:
@@ -246,7 +251,10 @@ def take_pictures(folder: Path, only: str = "") -> None:
                     f"main {shot.click}" if " " in shot.click else f"main a:has-text('{shot.click}')"
                 ).first.click()
             page.wait_for_selector("body[data-ready]")
-            page.wait_for_selector(shot.wait, timeout=60_000)
+            if shot.step is not None:
+                page.goto(f"{page.url}{'&' if '?' in page.url else '?'}step={shot.step}")
+                page.wait_for_selector("body[data-ready]")
+            page.wait_for_selector(shot.wait)
             page.wait_for_timeout(2000)  # charts and frames arrive after the page
             if shot.name == "drop":
                 page.locator("#series-title").scroll_into_view_if_needed()

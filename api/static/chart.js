@@ -165,7 +165,7 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
       value: (/** @type {any} */ _, /** @type {number} */ value) => number(value),
     });
     if (one.low && one.high) {
-      const edge = { stroke: `color-mix(in srgb, ${colour} 35%, transparent)`, width: 1, points: { show: false }, spanGaps: true, class: "band-edge" };
+      const edge = { stroke: `color-mix(in srgb, ${colour} 22%, transparent)`, width: 1, points: { show: false }, spanGaps: true, class: "band-edge" };
       entries.push({ label: `${one.label} low`, ...edge }, { label: `${one.label} high`, ...edge });
       bands.push({ series: [entries.length, entries.length - 1], fill: `color-mix(in srgb, ${colour} 18%, transparent)` });
     }

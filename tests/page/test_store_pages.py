@@ -154,3 +154,27 @@ def test_an_empty_store_says_what_to_do_and_fills(visit: Callable[..., Visit], s
     page.wait_for_selector("figure[aria-label='Return of episodes']")
     page.wait_for_selector("text=uint8[24, 24]")
     assert figures(page, "Return of episodes")[1] == ["1", "8"]
+
+
+def test_five_clicks_lead_from_a_drop_to_its_frames(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    page = tab.open("/")
+    page.evaluate("window.clicks = 0; addEventListener('pointerdown', () => { window.clicks += 1; }, true)")
+    page.click("tbody a:text-is('run')")
+    page.wait_for_selector("figure[aria-label='Return of episodes']")
+    page.get_by_label("Group by").select_option("source")  # which takes a click
+    page.wait_for_function("document.querySelector('figure').textContent.includes('worker-2')")
+    drag(page, "Return of episodes", 0.7, 0.95)
+    page.locator("[aria-label^='Groups in this range'] tbody a").first.click()
+    page.wait_for_selector("main tbody tr:nth-child(2)")
+    assert set(
+        page.locator("main tbody tr").evaluate_all("(rows) => rows.map((row) => row.cells[2].textContent)")
+    ) == {"-8"}
+    page.locator("main tbody a").first.click()
+    page.wait_for_selector("h1:has-text('Episode 4')")
+    page.wait_for_function(
+        "[...document.querySelectorAll('main canvas')].some((one) => one.width >= 24"
+        " && one.getContext('2d').getImageData(0, one.height - 1, 1, 1).data[0] === 200)"
+    )
+    assert page.evaluate("window.clicks") + 1 <= 5
+    assert tab.errors == []
