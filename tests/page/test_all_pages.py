@@ -17,6 +17,17 @@ PAGES = {
     "store of texts": "/stores/texts",
     "empty store": "/stores/empty",
     "hostile store": "/stores/hostile?by=source",
+    "episodes": "/stores/run/episodes?facts=%7B%22good%22%3A%22false%22%7D&order=return",
+    "no episodes": "/stores/run/episodes?where=false",
+    "hostile episodes": "/stores/hostile/episodes",
+    "episode": "/stores/run/episodes/42?step=3",
+    "episode of texts": "/stores/texts/episodes/1",
+    "hostile episode": "/stores/hostile/episodes/1",
+    "no such episode": "/stores/run/episodes/12345",
+    "sql": "/stores/run/sql",
+    "sql result": "/stores/hostile/sql?q=SELECT%20*%20FROM%20episodes&x=start_time&y=length&colour=source",
+    "sampling": "/stores/run/sampling?where=next.reward%20%3C%200",
+    "hostile sampling": "/stores/hostile/sampling?kind=slices&s.slice_len=2",
     "compare": "/compare?stores=run,texts",
     "compare hostile": "/compare?stores=hostile,run&by=source",
     "compare nothing": "/compare",
@@ -26,6 +37,10 @@ NARROW = ("store", "episode")
 #: Text that a page shows once it has its data.
 MARKS = {
     "stores": "Tick up to", "no such page": "no such page", "no such store": "missing", "store": "Show these",
+    "episodes": "7 episodes match", "no episodes": "No episode matches", "hostile episodes": "5 episodes",
+    "episode": "Values at step", "episode of texts": "question 0", "hostile episode": "window.broken",
+    "no such episode": "has no episode 12345", "sql": "Nothing was asked yet", "sql result": "5 rows",
+    "sampling": "Rows that match", "hostile sampling": "Rows to draw from",
     "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",
 }  # fmt: skip
 
