@@ -351,7 +351,7 @@ def test_frames_are_kept_within_their_bytes(visit: Open) -> None:
                     asked = Math.max(asked, number);
                     await new Promise((done) => setTimeout(done));
                     running -= 1;
-                    return Array.from({ length: number }, () => ({ width: 1, height: 1, channels: 1, pixels: new Uint8Array(size) }));
+                    return Array.from({ length: number }, () => ({ pixels: new Uint8Array(size) }));
                 },
             });
             for (let step = 0; step < 5000; step += 7) {
