@@ -62,10 +62,12 @@ function factCondition(name, value) {
   return `json_extract_string(info, ${literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`)}) = ${literal(value)}`;
 }
 
-/** @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
+/** A condition that ends with a comment is on lines of its own.
+ *
+ * @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
 export function conditionOf({ where, facts }) {
   const parts = Object.entries(facts).map(([name, value]) => factCondition(name, String(value)));
-  if (where) parts.unshift(parts.length ? `(${where})` : where);
+  if (where) parts.unshift(parts.length ? `(${where}\n)` : where);
   return parts.join(" AND ");
 }
 
@@ -139,7 +141,7 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
     : episode[column] === null ? `${key} IS NULL AND ${own} ${beyond} ${id}`
       : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
   const answer = await getJson(path, {
-    query: { source, status, where: condition ? `(${condition}) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
+    query: { source, status, where: condition ? `(${condition}\n) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
     signal,
   });
   return episodesOf(answer)[0]?.episode_id ?? null;

@@ -186,7 +186,7 @@ def test_new_episodes_do_not_move_the_table(visit: Open, server: Serving) -> Non
     with page.expect_response("**/events"):
         page.reload()
     before = column(page, 1)
-    with expstore.connect(f"{server.url}/v1/stores/run") as rb:
+    with expstore.connect(f"{server.url}/run") as rb:
         rb.extend(game_rows(8, 0.5), source="late")
     page.wait_for_selector("text=1 new episode, show")
     assert column(page, 1) == before
