@@ -23,6 +23,7 @@ __all__ = [
     "ROWS_ANSWER",
     "SQL_ANSWER",
     "EpisodeCondition",
+    "EpisodeId",
     "Known",
     "Limits",
     "Session",
@@ -82,6 +83,7 @@ Limits = Annotated[Settings, Depends(_settings)]
 Store = Annotated[Served, Depends(_store)]
 Session = Annotated[str | None, Depends(_session)]
 
+EpisodeId = Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])]
 #: A condition of a client over the relation `episodes`; only the SQL sandbox may evaluate it.
 EpisodeCondition = Annotated[
     str | None,

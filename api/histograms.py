@@ -15,14 +15,26 @@ from expstore.core.values import Array, IntArray
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.read_view import ReadView, read_stable
 
-__all__ = ["Ages", "Histogram", "ages_of", "choose_ids", "priorities_of", "times_of", "times_sampled"]
+__all__ = [
+    "Ages",
+    "Histogram",
+    "ages_of",
+    "bins_of",
+    "choose_ids",
+    "count_in",
+    "episodes_of",
+    "priorities_of",
+    "priority_values",
+    "times_of",
+    "times_sampled",
+]
 
 _BINS = 64
 #: Number of rows that are counted; evenly spaced ones of a store with more rows.
 _ROWS = 65_536
 #: Values that span more than this factor get bins whose widths grow by a factor.
 _WIDE = 1000.0
-_TIME = [entry.key[1] for entry in ROW_FIELDS].index("time")
+_EPISODE, _TIME = ([entry.key[1] for entry in ROW_FIELDS].index(name) for name in ("episode", "time"))
 
 
 class Histogram(BaseModel):
@@ -52,14 +64,25 @@ def times_of(storage: ReadView, ids: IntArray) -> Array:
     """Return when rows were written, in seconds since 1970. Shapes `(n,)`, less if some have no time yet."""
     if not ids.size:
         return np.zeros(0)
+    written = _read_row_field(storage, ids, _TIME)
+    times: Array = written[written > 0] / 1e6
+    return times
+
+
+def episodes_of(storage: ReadView, ids: IntArray) -> IntArray:
+    """Return the episodes of rows. Shapes `(n,)`."""
+    return _read_row_field(storage, ids, _EPISODE)
+
+
+def _read_row_field(storage: ReadView, ids: IntArray, number: int) -> IntArray:
+    """Return a field of `ROW_FIELDS` of rows, whichever rows are in their slots by now. Shapes `(n,)`."""
     slots = storage.geometry.slot_of(ids)
 
-    def read() -> Array:
-        place = len(storage.require_schema().fields) + _TIME
-        return storage.take(slots, [place])[0]
+    def read() -> IntArray:
+        found: IntArray = storage.take(slots, [len(storage.require_schema().fields) + number])[0]
+        return found
 
-    written = read_stable(storage, read)
-    return written[written > 0] / 1e6
+    return read_stable(storage, read)
 
 
 def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
@@ -72,12 +95,18 @@ def ages_of(storage: ReadView, ids: IntArray) -> Ages | None:
 
 def priorities_of(storage: ReadView, ids: IntArray) -> Histogram | None:
     """Return the priorities of rows; None: none was ever set, so that all are equal. Shape `(n,)`."""
-    values, slots = storage.priorities.values, storage.geometry.slot_of(ids)
-    values = values[slots[slots < values.size]]
+    values = priority_values(storage, ids)
     if not values.size or (not storage.priorities.were_set and float(values.min()) == float(values.max())):
         return None
-    edges, counts = _count(values.astype(np.float64))
+    edges, counts = _count(values)
     return Histogram(edges=edges, counts=counts)
+
+
+def priority_values(storage: ReadView, ids: IntArray) -> Array:
+    """Return the priorities of rows. Shapes `(n,)`, less if some have none yet."""
+    values, slots = storage.priorities.values, storage.geometry.slot_of(ids)
+    found: Array = values[slots[slots < values.size]].astype(np.float64)
+    return found
 
 
 def times_sampled(storage: ReadView, ids: IntArray) -> Histogram | None:
@@ -94,18 +123,32 @@ def times_sampled(storage: ReadView, ids: IntArray) -> Histogram | None:
 
 
 def _count(values: Array) -> tuple[list[float], list[int]]:
-    """Return edges and counts of finite values. Shape `(n,)`."""
+    """Return edges and counts of values, as `bins_of` places the edges. Shape `(n,)`."""
+    edges = bins_of(values)
+    return edges.tolist(), count_in(values, edges).tolist()
+
+
+def count_in(values: Array, edges: Array) -> IntArray:
+    """Return how many values are in each bin; values beyond the ends are in the outermost bins.
+
+    Args:
+        values: Shape `(n,)`.
+        edges: Shape `(bins + 1,)`.
+    """
+    counts: IntArray
+    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+    return counts
+
+
+def bins_of(values: Array) -> Array:
+    """Return the edges of 64 bins for finite values. Shape `(n,)`."""
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     if not values.size:
         low, high = 0.0, 1.0
     positive = values[values > 0]
     least = float(positive.min()) if positive.size else 0.0
     if least and high > _WIDE * least:
-        edges = np.geomspace(least, high, _BINS + 1)
-        edges[-1] = high  # rounded otherwise
-        values = np.maximum(values, least)
-        edges[0] = least
-    else:
-        edges = np.linspace(low, high if high > low else low + 1.0, _BINS + 1)
-    counts, _ = np.histogram(values, edges)
-    return edges.tolist(), counts.tolist()
+        edges: Array = np.geomspace(least, high, _BINS + 1)
+        edges[0], edges[-1] = least, high  # rounded otherwise
+        return edges
+    return np.linspace(low, high if high > low else low + 1.0, _BINS + 1)

@@ -21,6 +21,7 @@ from expstore.api.where_conditions import check_condition, limit_condition
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
+from expstore.core.values import Selection
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.names import make_sampler
@@ -257,6 +258,33 @@ class Drawers:
         sampler: Sampler = spec.make(None if where is None else check_condition(where))
         limit_condition(sampler, self._seconds)
         return sampler
+
+    def choose(
+        self, spec: Any, where: str | None, seed: int, batch_size: int, batches: int
+    ) -> tuple[list[Selection], Sampler]:
+        """Return the rows of some draws without reading or counting them, and the sampler that chose them.
+
+        The rate limiter is not asked, and no other draw changes.
+
+        Args:
+            spec: A sampler's description, or the name of a kind; None: uniform.
+            where: Condition on the rows; None: all rows.
+            seed: Seed of the draws; their numbers are 0, 1 and so on.
+            batch_size: Number of rows of a draw.
+            batches: Number of draws.
+
+        Raises:
+            Refusal: 422: a named sampler is asked for.
+            NotReadyError: There are too few rows that may be drawn.
+        """
+        if isinstance(spec, str):
+            if spec not in _PLAIN or spec in self._named:
+                raise Refusal(422, f"sampler {spec[:100]!r} is not the name of a kind without state",
+                              hint=f"describe a sampler, or use {', '.join(_PLAIN)}")  # fmt: skip
+            spec = _PLAIN[spec].model_validate({"kind": spec})
+        buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
+        assert isinstance(buffer, SeededReplayBuffer), "it has a seed"
+        return [buffer.choose(number, batch_size) for number in range(batches)], buffer.sampler
 
     # -- named samplers --------------------------------------------------------------------------
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import anyio.to_thread
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import JSON, choose_type, compression_of
-from expstore.api.dependencies import EPISODE_ANSWER, ROWS_ANSWER, Known, Limits, Store, problems
+from expstore.api.dependencies import EPISODE_ANSWER, ROWS_ANSWER, EpisodeId, Known, Limits, Store, problems
 from expstore.api.episode_rows import Steps, read_fields, read_frames
 from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
@@ -109,7 +109,6 @@ async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Re
     return await store.run(read)
 
 
-EpisodeId = Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])]
 Start = Annotated[int, Query(ge=0, lt=1 << 62, description="The first step.")]
 
 

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from expstore.api.bodies import ARROW, NDJSON, choose_type, compression_of, rows_to_json
 from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
+from expstore.api.preview import Preview, preview
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows
 from expstore.api.samplers import AnySpec, Spec
@@ -32,6 +33,8 @@ router = APIRouter(tags=["sampling"])
 #: Approximate size of a part of a stream, in bytes: small, because a part is made while the previous one is
 #: sent.
 _PART_BYTES = 1 << 20
+#: Most rows of a preview.
+_PREVIEW_ROWS = 200_000
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
@@ -134,6 +137,43 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     first = await store.run_patiently(parts.next, seconds)  # an error must come before the status is sent
     sent = _send_parts(request, store, parts, first, limits.wait_seconds)
     return StreamingResponse(sent, media_type=kind)
+
+
+class AskedPreview(RequestModel):
+    """A request for a preview of a sampler."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"sampler": {"kind": "prioritized", "alpha": 0.6}, "batch_size": 2, "batches": 10}]
+        }
+    )
+
+    sampler: Spec | SamplerName | None = Field(
+        None, description="A sampler, or the name of a kind with its default parameters; null: uniform."
+    )
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
+    )
+    batch_size: int = Field(256, ge=1, le=100_000, description="Rows of a batch.")
+    batches: int = Field(20, ge=1, le=1000, description="Number of batches.")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="Seed of the draws: equal seeds give equal previews.")
+
+
+@router.post("/stores/{name}/sample/preview", summary="Preview a sampler", responses=problems(408, 413, 415))
+async def preview_sampler(store: Store, asked: AskedPreview) -> Preview:
+    """Draw batches without sending them, and tell what they are made of.
+
+    Nothing changes: neither the store's draws and counts, nor its limiter and named samplers. At most 200,000
+    rows are drawn. Status 409 with kind `not_ready`: there are too few rows.
+    """
+    if (rows := asked.batch_size * asked.batches) > _PREVIEW_ROWS:
+        raise Refusal(422, f"a preview draws {rows:,} rows, and {_PREVIEW_ROWS:,} are allowed",
+                      hint="preview fewer or smaller batches")  # fmt: skip
+    return await store.run(
+        lambda: preview(
+            store.rb, store.drawers, asked.sampler, asked.where, asked.seed, asked.batch_size, asked.batches
+        )
+    )
 
 
 class _ArrowBatches:

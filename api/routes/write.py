@@ -16,7 +16,16 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import content_type, read_body
-from expstore.api.dependencies import Known, Limits, Session, Store, StoreName, problems, rows_body
+from expstore.api.dependencies import (
+    EpisodeId,
+    Known,
+    Limits,
+    Session,
+    Store,
+    StoreName,
+    problems,
+    rows_body,
+)
 from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
 from expstore.api.request_models import RequestModel
@@ -27,6 +36,8 @@ from expstore.errors import SchemaError
 router = APIRouter(tags=["writing"])
 
 _KEY_BYTES = 128
+#: Most bytes of the facts of one request, as JSON, and how deep they may be nested.
+_FACT_BYTES, _FACT_DEPTH = 1 << 16, 32
 
 #: The options in the metadata of rows, and a check of their values.
 _WISHES: dict[str, Callable[[Any], bool]] = {
@@ -351,6 +362,28 @@ class Ending(RequestModel):
     unnamed: bool = Field(False, description="Without a source: end only episodes without a source.")
 
 
+class Facts(RequestModel):
+    """Facts about an episode."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"info": {"success": True, "note": "a fall", "draft": None}}]}
+    )
+
+    info: dict[str, Any] = Field(
+        description="Facts by name: text, numbers, booleans, lists and objects. A fact replaces the former "
+        "one of its name, null removes it."
+    )
+
+
+class Noted(BaseModel):
+    """An annotated episode."""
+
+    model_config = {"json_schema_extra": {"examples": [{"episode_id": 1, "info": {"success": True}}]}}
+
+    episode_id: int = Field(description="Its id.")
+    info: dict[str, Any] = Field(description="All facts about it.")
+
+
 class Resuming(RequestModel):
     """A selection of open episodes to adopt."""
 
@@ -366,6 +399,39 @@ class Resumed(BaseModel):
     model_config = {"json_schema_extra": {"examples": [{"episodes": [12]}]}}
 
     episodes: list[int] = Field(description="Their ids.")
+
+
+@router.patch(
+    "/stores/{name}/episodes/{episode}",
+    summary="Annotate an episode",
+    responses=problems(408, 413, 415, 507),
+)
+async def annotate(store: Store, episode: EpisodeId, asked: Facts) -> Noted:
+    """Attach facts to an episode; it may be open, ended, or without rows.
+
+    They survive a crash of the server's process, and a power failure after the next sync. Repeating the
+    request changes nothing. Status 404: there never was such an episode.
+    """
+
+    def note() -> Noted:
+        _check_facts(asked.info)
+        return Noted(episode_id=episode, info=store.rb.episodes.annotate(episode, **asked.info))
+
+    return await store.run(note)
+
+
+def _check_facts(info: dict[str, Any]) -> None:
+    """Raise Refusal if facts are too large (413) or nested too deeply (422)."""
+    level: list[Any] = [info]
+    for _ in range(_FACT_DEPTH):
+        parts = [part for part in level if isinstance(part, dict | list)]
+        level = [item for part in parts for item in (part.values() if isinstance(part, dict) else part)]
+    if level:
+        raise Refusal(422, f"the facts are nested more than {_FACT_DEPTH} levels deep")
+    size = len(json.dumps(info))
+    if size > _FACT_BYTES:
+        raise Refusal(413, f"the facts have {size:,} bytes, and {_FACT_BYTES:,} are allowed",
+                      hint="note less, or write it as rows")  # fmt: skip
 
 
 @router.post("/stores/{name}/episodes/end", summary="End open episodes", responses=problems(507))

@@ -107,6 +107,8 @@ export function lineChart(container, options) {
     plot?.destroy();
     plot = new uPlot(settings(options, x, series, place, placeCursor, () => range), dataOf(x, series), place);
     plot.over.append(cursor);
+    // After a drag uPlot lets no click through.
+    if (options.onSelect) plot.over.addEventListener("click", (/** @type {MouseEvent} */ event) => options.onSelect(plot.posToVal(event.offsetX, "x")));
     placeCursor();
   };
   const resize = new ResizeObserver(() => {
@@ -181,12 +183,6 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
     cursor: {
       sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 },
       drag: { x: Boolean(options.onRange), y: false, setScale: false },
-      bind: options.onSelect ? {
-        click: (/** @type {any} */ plot) => (/** @type {MouseEvent} */ event) => {
-          if (plot.cursor.left >= 0 && event.button === 0) options.onSelect(plot.posToVal(plot.cursor.left, "x"));
-          return null;
-        },
-      } : undefined,
     },
     axes: [
       { ...axis, label: options.xLabel, labelSize: options.xLabel ? 18 : 0, size: 32, ...xTicks(options) },

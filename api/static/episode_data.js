@@ -3,6 +3,8 @@
 
 import { getJson, request, storePath } from "./client.js";
 
+/** Episodes that are looked through for the one before. */
+const NEAR = 200;
 /** Names of the parameters that make a filter, in addresses of pages. */
 export const FILTER = ["where", "source", "status", "facts", "order"];
 
@@ -60,10 +62,12 @@ function factCondition(name, value) {
   return `json_extract_string(info, ${literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`)}) = ${literal(value)}`;
 }
 
-/** @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
+/** A condition that ends with a comment is on lines of its own.
+ *
+ * @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
 export function conditionOf({ where, facts }) {
   const parts = Object.entries(facts).map(([name, value]) => factCondition(name, String(value)));
-  if (where) parts.unshift(parts.length ? `(${where})` : where);
+  if (where) parts.unshift(parts.length ? `(${where}\n)` : where);
   return parts.join(" AND ");
 }
 
@@ -113,18 +117,20 @@ export async function getEpisode(store, id, signal) {
 export async function neighbourOf(store, episode, filter, direction, sql, signal) {
   const id = episode.episode_id;
   const path = storePath(store, "/episodes");
-  if (!sql) {
-    const { source, status } = filter;
-    const span = 1000;
-    const query = direction === 1 ? { after: id, limit: 1 } : { after: Math.max(0, id - 1 - span), limit: span };
-    const found = episodesOf(await getJson(path, { query: { ...query, source, status }, signal }));
-    const ids = found.map((one) => one.episode_id).filter((one) => (direction === 1 ? one > id : one < id));
-    return (direction === 1 ? ids[0] : ids.at(-1)) ?? null;
-  }
-  const descending = filter.order.startsWith("-");
+  const condition = conditionOf(filter);
+  const { source, status } = filter;
   const named = filter.order.replace(/^-/, "");
   const column = named in episode && named !== "info" ? named : "episode_id";
+  const descending = filter.order.startsWith("-");
   const forward = descending ? direction === -1 : direction === 1;
+  if (!sql || (condition === "" && column === "episode_id")) {
+    // Near neighbours need no condition, whose first query takes the server some time.
+    const query = forward ? { after: id, limit: 1 } : { after: Math.max(0, id - 1 - NEAR), limit: NEAR };
+    const found = episodesOf(await getJson(path, { query: { ...query, source, status }, signal }));
+    const ids = found.map((one) => one.episode_id).filter((one) => (forward ? one > id : one < id));
+    const nearest = (forward ? ids[0] : ids.at(-1)) ?? null;
+    if (!sql || forward || nearest !== null) return nearest;
+  }
   const beyond = forward ? ">" : "<";
   const own = identifier("episode_id");
   const key = identifier(column);
@@ -134,10 +140,8 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
   const after = column === "episode_id" ? `${own} ${beyond} ${id}`
     : episode[column] === null ? `${key} IS NULL AND ${own} ${beyond} ${id}`
       : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
-  const condition = conditionOf(filter);
-  const { source, status } = filter;
   const answer = await getJson(path, {
-    query: { source, status, where: condition ? `(${condition}) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
+    query: { source, status, where: condition ? `(${condition}\n) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
     signal,
   });
   return episodesOf(answer)[0]?.episode_id ?? null;

@@ -16,8 +16,9 @@ from expstore.buffers.rng import Draws
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.tensordict import TensorDictRows
+from expstore.core.values import Selection
 from expstore.samplers.base import Sampler
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, read_stable
 from expstore.transforms import Compose
 
 __all__ = ["SeededReplayBuffer"]
@@ -45,7 +46,8 @@ class SeededReplayBuffer:
         style = TensorDictRows(type(self).__name__, priority_key="td_error", with_ids=True)
         self._store = StoreHandle(storage)
         self._batches = BatchBuilder(style, Compose(), collate_fn=None, device=None, pin_memory=False)
-        self._sampling = Sampling(self._store, self._batches, style, sampler, draws=Draws(seed, _READERS))
+        self._draws = Draws(seed, _READERS)
+        self._sampling = Sampling(self._store, self._batches, style, sampler, draws=self._draws)
         self._count = itertools.count()
         self._store.add_part(self._batches)
         self._store.add_part(self._sampling)
@@ -70,3 +72,18 @@ class SeededReplayBuffer:
         if number is None:
             number = next(self._count)
         return self._sampling.make((number, 0), Request(batch_size)).batch
+
+    def choose(self, number: int, batch_size: int) -> Selection:
+        """Return the rows of a draw without reading them; some may be overwritten meanwhile.
+
+        Args:
+            number: Number of the draw, from 0.
+            batch_size: Number of rows.
+
+        Raises:
+            NotReadyError: No rows may be drawn.
+        """
+        storage, size = self._store.storage, check_batch_size(batch_size)
+        self._sampling.check_readable(storage)
+        numbers = self._draws.numbers((number, 0), 0)
+        return read_stable(storage, lambda: self._sampling.sampler.sample(storage, size, numbers))

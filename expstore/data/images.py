@@ -129,15 +129,13 @@ def _shrink(planes: Array, factor: int) -> Array:
         return planes
     high, wide = (min(factor, side) for side in planes.shape[1:3])
     planes = planes[:, : planes.shape[1] // high * high, : planes.shape[2] // wide * wide]
-    places = [(row, column) for row in _places(high) for column in _places(wide)]
-    is_float, count = planes.dtype.kind == "f", planes.shape[0]
-    shape = (count, planes.shape[1] // high, planes.shape[2] // wide, planes.shape[3])
-    total = np.zeros(shape, np.float32 if is_float else np.uint16)
-    for row, column in places:
-        total += planes[:, row::high, column::wide]
-    if is_float:
-        return total / np.float32(len(places))
-    return ((total + len(places) // 2) // len(places)).astype(np.uint8)
+    is_float = planes.dtype.kind == "f"
+    # Rows first: they are contiguous, and leave fewer values for the columns.
+    kind = np.float32 if is_float else np.uint16
+    lines = sum((planes[:, row::high].astype(kind) for row in _places(high)), start=kind(0))
+    total = sum((lines[:, :, column::wide] for column in _places(wide)), start=kind(0))
+    count = len(_places(high)) * len(_places(wide))
+    return total / kind(count) if is_float else ((total + count // 2) // count).astype(np.uint8)
 
 
 def _places(side: int) -> list[int]:

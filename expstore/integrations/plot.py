@@ -16,6 +16,7 @@ import numpy as np
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.tables import cell_text, elide
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
+from expstore.data.images import find_image, shrink_rows, to_pixels
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.field_roles import find_observations
 from expstore.schema.schema import OBJECT, Field, Schema
@@ -58,8 +59,6 @@ _SOURCES = 8
 _STRIP, _ANIMATION, _FRAME_RATE = 10, 100, 20
 #: Frames are reduced to at most this many pixels a side.
 _PIXELS = 160
-#: Both sides of a frame have at least this many pixels.
-_FRAME_SIDE = 8
 #: Number of fields drawn below the frames unless `fields` names them, and values per row of such a field.
 _PANELS, _VALUES = 6, 8
 #: Lines of at most this many steps have a dot at each.
@@ -277,8 +276,8 @@ def episode(
     """Draw an episode: frames of its image fields, and below them its numbers over the steps.
 
     Image fields are uint8 fields of shape `[height, width]`, with 1 or 3 channels first or last, or with
-    several frames on top of one another, of which the last is drawn. At most 10 frames of a field are read,
-    or 100 of an animation, evenly spaced.
+    several frames on top of one another, of which the last is drawn; and float fields with 1 or 3 channels.
+    At most 10 frames of a field are read, or 100 of an animation, evenly spaced.
 
     Args:
         rb: The buffer; for a served store open the store itself.
@@ -398,14 +397,13 @@ def _find_place(schema: Schema, name: str | tuple[str, ...]) -> int:
     if not (_is_image(entry) or _is_series(entry)):
         raise SchemaError(
             f"field {wanted!r} cannot be drawn: it is {entry}",
-            hint=f"name uint8 images, or fields of 1 to {_VALUES} numbers a row",
+            hint=f"name images, or fields of 1 to {_VALUES} numbers a row",
         )
     return place
 
 
 def _is_image(entry: Field) -> bool:
-    shape = entry.shape
-    return entry.dtype == "uint8" and len(shape) in (2, 3) and sorted(shape)[-2] >= _FRAME_SIDE
+    return find_image(entry) is not None
 
 
 def _is_series(entry: Field) -> bool:
@@ -435,26 +433,23 @@ def _read_films(view: ReadView, number: int, places: Sequence[int], count: int) 
     """Return evenly spaced frames of image fields; frames that are evicted meanwhile are left out."""
     ids, steps = steps_of_episode(view, number)
     chosen = np.unique(np.linspace(0, ids.size - 1, count).round().astype(np.int64))
-    films = [_Film(key_name(view.require_schema().keys[place]), [], []) for place in places]
+    entries = [view.require_schema().fields[place] for place in places]
+    films = [_Film(key_name(entry.key), [], []) for entry in entries]
     for row in chosen.tolist() if places else []:  # one by one, so that few whole frames are in memory
         found, columns = read_present(view, ids[row : row + 1], places)
         if found.size:
-            for film, column in zip(films, columns, strict=True):
+            for film, entry, column in zip(films, entries, columns, strict=True):
                 film.steps.append(int(steps[row]))
-                film.frames.append(_to_picture(column[0]))
+                film.frames.append(_to_picture(column[0], entry))
     return [film for film in films if film.frames]
 
 
-def _to_picture(frame: Array) -> Array:
+def _to_picture(frame: Array, entry: Field) -> Array:
     """Return a frame as a small RGB picture. Shape `(height, width, 3)`, uint8."""
-    if frame.ndim == 3:
-        last = frame.shape[-1] <= frame.shape[0]  # channels, or frames on top of one another
-        planes = frame if last else np.moveaxis(frame, 0, -1)
-        frame = planes if planes.shape[-1] == 3 else planes[..., -1]
-    if frame.ndim == 2:
-        frame = np.repeat(frame[..., None], 3, axis=-1)
-    each = -(-max(frame.shape[:2]) // _PIXELS)
-    return np.ascontiguousarray(frame[::each, ::each])
+    layout = find_image(entry)
+    assert layout is not None, "only frames of image fields are read"
+    picture = to_pixels(shrink_rows(frame[None], layout, _PIXELS))[0]
+    return picture if layout.channels == 3 else np.repeat(picture, 3, axis=-1)
 
 
 def _strip_height(film: _Film) -> float:

@@ -34,6 +34,7 @@ from expstore.remote.transport import ARROW, Address, Answer, Connection, Retrie
 from expstore.schema.schema import Schema
 from expstore.sql.result import Result
 from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.episode_lookup import check_episode
 from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
@@ -652,7 +653,7 @@ class RemoteReplayBuffer(LocalOnly):
 
 
 class RemoteEpisodes(LocalEpisodes):
-    """Query episodes of a served store, end those of this connection, resume those of an earlier session.
+    """Query and annotate episodes of a served store, end those of this connection, resume earlier ones.
 
     Args:
         sql: Runs a SELECT on the server.
@@ -688,6 +689,33 @@ class RemoteEpisodes(LocalEpisodes):
         from expstore.sql.views import select_episodes
 
         return self._sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+
+    def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
+        """Attach facts to an episode; see `Episodes.annotate` of a local buffer.
+
+        Args:
+            episode_id: Id of the episode, as in samples and SQL.
+            info: Facts by name: text, numbers, booleans, or lists and dicts of them. A fact replaces the
+                earlier fact of the same name; None removes it.
+
+        Returns:
+            All facts about the episode.
+
+        Raises:
+            NotFoundError: There never was such an episode.
+            SchemaError: A value cannot be stored as JSON; nothing was changed.
+            RemoteError: The server did not answer.
+
+        Example:
+            >>> rb.episodes.annotate(3, success=True)
+            {'success': True}
+        """
+        pack_info(info)  # raises if JSON cannot represent it
+        number = check_episode(episode_id)
+        if not 0 <= number < 1 << 63:
+            raise NotFoundError(f"there is no episode {number}")
+        found: dict[str, Any] = self._request("PATCH", f"episodes/{number}", {"info": info})["info"]
+        return found
 
     def end(self, source: str | None = None) -> None:
         """End open episodes of this connection's session: their status becomes `cut`.

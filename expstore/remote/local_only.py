@@ -52,7 +52,6 @@ class _Retention:
 class LocalEpisodes:
     """The methods of `rb.episodes` that a served store does not have."""
 
-    annotate = _refuse("episodes.annotate", "pass episode_info= to extend()")
     delete = _refuse("episodes.delete", _MANAGE)
 
 

@@ -18,15 +18,18 @@ PAGES = {
     "store of texts": "/stores/texts",
     "empty store": "/stores/empty",
     "hostile store": "/stores/hostile?by=source",
-    "episodes": "/stores/run/episodes",
-    "hostile episodes": "/stores/hostile/episodes",
+    "episodes": "/stores/run/episodes?facts=%7B%22good%22%3A%22false%22%7D&order=return",
+    "no episodes": "/stores/run/episodes?where=false",
     "empty episodes": "/stores/empty/episodes",
-    "episode": "/stores/run/episodes/42",
+    "hostile episodes": "/stores/hostile/episodes",
+    "episode": "/stores/run/episodes/42?step=3",
+    "episode of texts": "/stores/texts/episodes/1",
     "hostile episode": "/stores/hostile/episodes/1",
-    "no such episode": "/stores/run/episodes/999",
-    "sql": "/stores/run/sql?q=SELECT+source%2C+length+FROM+episodes",
-    "sampling": "/stores/run/sampling",
-    "hostile sampling": "/stores/hostile/sampling",
+    "no such episode": "/stores/run/episodes/12345",
+    "sql": "/stores/run/sql",
+    "sql result": "/stores/hostile/sql?q=SELECT%20*%20FROM%20episodes&x=start_time&y=length&colour=source",
+    "sampling": "/stores/run/sampling?where=next.reward%20%3C%200",
+    "hostile sampling": "/stores/hostile/sampling?kind=slices&s.slice_len=2",
     "compare": "/compare?stores=run,texts",
     "compare hostile": "/compare?stores=hostile,run&by=source",
     "compare nothing": "/compare",
@@ -36,6 +39,10 @@ NARROW = ("store", "episode")
 #: Text that a page shows once it has its data.
 MARKS = {
     "stores": "Tick up to", "no such page": "no such page", "no such store": "missing", "store": "Show these",
+    "episodes": "7 episodes match", "no episodes": "No episode matches", "hostile episodes": "5 episodes",
+    "episode": "Values at step", "episode of texts": "question 0", "hostile episode": "window.broken",
+    "no such episode": "has no episode 12345", "sql": "Nothing was asked yet", "sql result": "5 rows",
+    "sampling": "Rows that match", "hostile sampling": "Rows to draw from",
     "empty store": "No episode has ended yet", "compare nothing": "No store is chosen",
 }  # fmt: skip
 
@@ -45,6 +52,7 @@ def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
     tab = visit(color_scheme="light")
     page = tab.open(PAGES[name])
     assert MARKS.get(name, "") in page.inner_text("main")
+    assert page.locator("main .error").count() == (name == "no such store")
     assert read_findings(page) == []
     page.emulate_media(color_scheme="dark")
     assert read_findings(page, ["color-contrast"]) == []

@@ -186,7 +186,7 @@ def test_new_episodes_do_not_move_the_table(visit: Open, server: Serving) -> Non
     with page.expect_response("**/events"):
         page.reload()
     before = column(page, 1)
-    with expstore.connect(f"{server.url}/v1/stores/run") as rb:
+    with expstore.connect(f"{server.url}/run") as rb:
         rb.extend(game_rows(8, 0.5), source="late")
     page.wait_for_selector("text=1 new episode, show")
     assert column(page, 1) == before
@@ -351,7 +351,7 @@ def test_frames_are_kept_within_their_bytes(visit: Open) -> None:
                     asked = Math.max(asked, number);
                     await new Promise((done) => setTimeout(done));
                     running -= 1;
-                    return Array.from({ length: number }, () => ({ width: 1, height: 1, channels: 1, pixels: new Uint8Array(size) }));
+                    return Array.from({ length: number }, () => ({ pixels: new Uint8Array(size) }));
                 },
             });
             for (let step = 0; step < 5000; step += 7) {

@@ -62,7 +62,8 @@ def test_names_are_completed_by_the_keyboard(visit: Open) -> None:
 
 def test_a_query_is_in_the_address_and_errors_have_a_hint(visit: Open) -> None:
     tab = visit()
-    page = tab.open("/stores/run/sql?q=" + quote('SELECT episode_id, "return" FROM episodes ORDER BY 1 LIMIT 2'))
+    query = 'SELECT episode_id, "return" FROM episodes ORDER BY 1 LIMIT 2'
+    page = tab.open("/stores/run/sql?q=" + quote(query))
     assert page.locator(f"{RESULT} td").all_inner_texts() == ["1", "8", "2", "8"]
     page.fill("#query", "SELECT nothing FROM episodes")
     page.keyboard.press("Control+Enter")
@@ -84,8 +85,9 @@ def test_a_query_is_in_the_address_and_errors_have_a_hint(visit: Open) -> None:
 
 def test_results_are_saved_as_they_are(visit: Open) -> None:
     tab = visit()
-    query = "SELECT episode_id, prompt AS \"a,\"\"b\", NULL AS none, '' AS empty FROM transitions ORDER BY _id"
-    page = tab.open("/stores/hostile/sql?q=" + quote(query.replace("episode_id", "_episode AS episode_id")))
+    query = """SELECT _episode AS episode_id, prompt AS "a,""b", NULL AS none, '' AS empty
+               FROM transitions ORDER BY _id"""
+    page = tab.open("/stores/hostile/sql?q=" + quote(query))
     page.wait_for_selector(f"{RESULT} >> text=window.broken >> nth=0")
     assert page.evaluate("window.broken") is None
     with download(page, "Download CSV").open(newline="", encoding="utf-8") as file:
@@ -102,9 +104,8 @@ def test_results_are_saved_as_they_are(visit: Open) -> None:
 
 def test_two_columns_are_plotted(visit: Open) -> None:
     tab = visit()
-    page = tab.open(
-        "/stores/run/sql?q=" + quote('SELECT episode_id, "return" AS r, source, start_time FROM episodes ORDER BY 1')
-    )
+    query = 'SELECT episode_id, "return" AS r, source, start_time FROM episodes ORDER BY 1'
+    page = tab.open("/stores/run/sql?q=" + quote(query))
     page.select_option("label:has-text('Plot') select", label="episode_id")
     page.select_option("label:has-text('against') select", label="r")
     page.wait_for_selector(".uplot")

@@ -30,6 +30,8 @@ const MOST_COMPONENTS = 32;
 const MOST_TOKENS = 2000;
 /** Values of a vector that are written out. */
 const MOST_VALUES = 16;
+/** Larger arrays are neither fetched nor drawn, except images. */
+const MOST_ELEMENTS = 1024;
 
 /** @param {Record<string, string>} params */
 export function title(params) {
@@ -66,7 +68,7 @@ export async function render(root, context) {
   }
   const asked = Number(query.get("step") ?? first);
   const images = summary.fields.filter((/** @type {any} */ field) => field.kind === "image");
-  const others = summary.fields.filter((/** @type {any} */ field) => field.kind !== "image");
+  const others = summary.fields.filter((/** @type {any} */ field) => field.kind !== "image" && elementsOf(field) <= MOST_ELEMENTS);
   const chosen = (query.get("images") ?? "").split(",").filter(Boolean);
   const selected = () => images.filter((/** @type {any} */ field) => chosen.length === 0 || chosen.includes(field.name));
 
@@ -123,6 +125,11 @@ export async function render(root, context) {
       }
     }, signal);
   }
+}
+
+/** @param {any} field Number of values of a row. */
+function elementsOf(field) {
+  return field.shape.reduce((/** @type {number} */ product, /** @type {number} */ side) => product * side, 1);
 }
 
 /** @param {import("../episode_data.js").Episode} episode @param {string} store @returns {[string, any][]} */
@@ -286,7 +293,8 @@ function toNumber(value) {
 
 /** Values of the step that is shown. */
 function drawValues(/** @type {RowCache} */ rows, /** @type {any[]} */ fields, /** @type {number} */ first) {
-  const small = fields.filter((field) => field.kind !== "text" && field.kind !== "tokens" && !isPerToken(field) && !isPieces(field));
+  const hasTokens = fields.some((field) => field.kind === "tokens" || isPieces(field));
+  const small = fields.filter((field) => field.kind !== "text" && field.kind !== "tokens" && !isPieces(field) && !(hasTokens && isPerToken(field)));
   const cells = new Map(small.map((field) => [field.name, h("dd.mono")]));
   const heading = h("h2", { id: "values-title" }, "Values");
   const element = h("section.card", { "aria-labelledby": "values-title" }, heading,
@@ -323,13 +331,12 @@ function nameOf(names, action) {
 }
 
 /**
- * Run only the newest of several calls that overlap.
+ * Run one call at a time; of those that come meanwhile only the newest follows.
  *
- * @param {(step: number) => Promise<() => void>} load Returns what to do if no newer call has been made.
+ * @param {(step: number) => Promise<() => void>} load Returns what to do with what was loaded.
  * @param {(error: any) => void} fail
  */
 function latest(load, fail) {
-  let call = 0;
   let running = false;
   /** @type {number | null} */
   let next = null;
@@ -340,10 +347,8 @@ function latest(load, fail) {
       return;
     }
     running = true;
-    const mine = ++call;
     try {
-      const act = await load(step);
-      if (mine === call) act();
+      (await load(step))();
     } catch (error) {
       if (error?.name !== "AbortError") fail(error);
     }

@@ -226,7 +226,12 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
     { key: "length", title: "Length", isNumber: true, canSort: true, draw: (row) => integer(row.length) },
     { key: "status", title: "Status", canSort: true, draw: (row) => h(`button.badge.${row.status}`, { type: "button", title: `Only ${row.status} episodes`, click: () => change({ status: row.status }) }, row.status) },
     { key: "source", title: "Source", canSort: true, draw: (row) => h("button.link", { type: "button", title: `Only episodes of ${row.source}`, click: () => change({ source: row.source }) }, h("bdi", null, cut(row.source))) },
-    { key: "start_time", title: "Started", canSort: true, draw: (row) => time(row.start_time) },
+    { key: "info", title: "Facts", draw: (row) => {
+      const entries = Object.entries(row.info).filter(([name]) => name !== "flag" && name !== "note");
+      const rest = entries.length - MOST_FACTS;
+      return h("div.chips", null, entries.slice(0, MOST_FACTS).map(([name, value]) => factChip(name, value)),
+        rest > 0 ? h("a", { href: open(row) }, `${rest} more`) : null);
+    } },
     { key: "flag", title: "Flag", draw: (row) => {
       const box = h("input", {
         type: "checkbox", checked: row.info.flag === true, disabled: !canWrite, "aria-label": `Flag episode ${row.episode_id}`,
@@ -243,12 +248,7 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
       });
       return input;
     } },
-    { key: "info", title: "Facts", draw: (row) => {
-      const entries = Object.entries(row.info).filter(([name]) => name !== "flag" && name !== "note");
-      const rest = entries.length - MOST_FACTS;
-      return h("div.chips", null, entries.slice(0, MOST_FACTS).map(([name, value]) => factChip(name, value)),
-        rest > 0 ? h("a", { href: open(row) }, `${rest} more`) : null);
-    } },
+    { key: "start_time", title: "Started", canSort: true, draw: (row) => time(row.start_time) },
   ];
 }
 

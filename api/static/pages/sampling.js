@@ -9,6 +9,8 @@ import { facts, table } from "../table.js";
 
 const BATCH_SIZE = 256;
 const BATCHES = 20;
+/** Values at the start of parameters that have no default but are needed. @type {Record<string, any>} */
+const STARTS = { slice_len: 16 };
 /** Parameters of samplers in the address begin with this. */
 const PREFIX = "s.";
 
@@ -26,7 +28,7 @@ const PREFIX = "s.";
  * @property {string} description
  * @property {"integer" | "number" | "boolean" | "choice"} type
  * @property {string[]} choices
- * @property {any} start Its default; null: none.
+ * @property {any} start What the form has at first; null: nothing.
  * @property {boolean} required
  */
 
@@ -200,5 +202,5 @@ function kindsOf(document) {
 /** @param {string} name @param {any} schema @param {boolean} required @returns {Parameter} */
 function parameterOf(name, schema, required) {
   const own = schema.anyOf?.find((/** @type {any} */ each) => each.type !== "null") ?? schema;
-  return { name, description: (schema.description ?? "").replaceAll("`", ""), type: own.enum ? "choice" : own.type, choices: own.enum ?? [], start: schema.default ?? null, required };
+  return { name, description: (schema.description ?? "").replaceAll("`", ""), type: own.enum ? "choice" : own.type, choices: own.enum ?? [], start: schema.default ?? STARTS[name] ?? null, required };
 }

@@ -307,6 +307,21 @@ def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
         assert len(rb) == 4
 
 
+def test_episodes_are_annotated(server: Serving, name: str) -> None:
+    with connect(server, name) as rb:
+        rb.extend(batch_of(15))
+        facts = {"good": True, "self": "x", "episode_id": [1, None], "note": '<b>"\u202e'}
+        assert rb.episodes.annotate(1, **facts) == facts
+        assert rb.episodes.annotate(1, good=None, score=0.5)["score"] == 0.5
+        assert rb.episodes("info->>'self' = 'x'").fetchall()[0][0] == 1
+        assert "good" not in rb.episodes.annotate(1)
+        for bad, error in ((99, NotFoundError), (-1, NotFoundError), ("1", TypeError)):
+            with pytest.raises(error):
+                rb.episodes.annotate(bad, good=True)
+        with pytest.raises(SchemaError, match="cannot represent nan"):
+            rb.episodes.annotate(1, score=float("nan"))
+
+
 def test_sources_and_annotations_are_sent_with_rows(server: Serving, folder: Path, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15), source="robot", episode_info={"task": "peg", "n": 3})
@@ -382,7 +397,6 @@ def test_errors_are_those_of_a_local_buffer(server: Serving, name: str) -> None:
         lambda rb: rb.retention.set({"age": "7d"}),
         lambda rb: rb.retention.policy,
         lambda rb: rb.retention.apply(dry_run=True),
-        lambda rb: rb.episodes.annotate(1, good=True),
         lambda rb: rb.episodes.delete("true"),
         lambda rb: rb.storage,
         lambda rb: rb.set_sampler(None),
