@@ -82,7 +82,7 @@ export function readSmoothing(text) {
  * @param {(weight: number) => void} onChange Called when it rests.
  */
 export function smoothingSlider(weight, onInput, onChange) {
-  const text = h("output", null, weight.toFixed(2));
+  const text = h("span", null, weight.toFixed(2));
   const slider = h("input", {
     type: "range", min: 0, max: SMOOTHING.most, step: 0.02, value: weight,
     input: () => { text.textContent = Number(slider.value).toFixed(2); onInput(Number(slider.value)); },

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expstore.api import Settings
-from tests.support.browsers import Visit, read_findings
+from tests.support.browsers import Visit, read_findings, wait_until
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 
@@ -101,9 +101,7 @@ def hide(page: object, hidden: bool) -> None:
 def test_requests_end_with_their_page(visit: Callable[..., Visit]) -> None:
     tab = visit()
     page = tab.open("/stores/run")
-    page.wait_for_function(
-        "performance.getEntriesByType('resource').some((one) => one.name.includes('/series'))"
-    )
+    wait_until(page, "performance.getEntriesByType('resource').some((one) => one.name.includes('/series'))")
     with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
         page.click("nav >> text=Stores")
     tab.wait()

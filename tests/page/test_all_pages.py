@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.browsers import Visit, read_findings
+from tests.support.browsers import Visit, read_findings, wait_until
 
 #: Pages by address; a page belongs here once for each state that looks different.
 PAGES = {
@@ -72,7 +72,7 @@ def test_hostile_names_and_facts_are_texts(visit: Callable[..., Visit]) -> None:
     text = page.inner_text("main")
     assert '<img src=x onerror="window.broken=1">' in text
     page.get_by_label("Group by").select_option(label='<img src=x onerror="window.broken=1">')
-    page.wait_for_function("location.hash.includes('by=info')")
+    wait_until(page, "location.hash.includes('by=info')")
     page.wait_for_selector("figure[aria-label='Return of episodes']")
     assert page.evaluate("window.broken") is None
 

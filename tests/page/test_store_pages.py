@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import expstore
-from tests.support.browsers import Visit
+from tests.support.browsers import Visit, wait_until
 from tests.support.page_stores import game_rows
 from tests.support.servers import Serving
 
@@ -54,7 +54,7 @@ def test_stores_can_be_found_sorted_and_compared(visit: Callable[..., Visit]) ->
     page.check("[aria-label='Compare run']")
     page.check("[aria-label='Compare texts']")
     page.fill("[type=search]", "RU")
-    page.wait_for_function("document.querySelectorAll('tbody tr').length === 1")
+    wait_until(page, "document.querySelectorAll('tbody tr').length === 1")
     assert query_of(page) == {"order": "-rows", "pick": "run,texts", "q": "RU"}
     page.reload()
     page.wait_for_selector("text=Compare 2 stores")
@@ -85,7 +85,7 @@ def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit
     page.get_by_label("Over").select_option("rows")
     page.get_by_label("Smoothing").fill("0.9")
     page.get_by_label("Smoothing").dispatch_event("change")
-    page.wait_for_function("document.querySelectorAll('figure')[0].textContent.includes('worker-2')")
+    wait_until(page, "document.querySelectorAll('figure')[0].textContent.includes('worker-2')")
     assert query_of(page) == {"by": "source", "x": "rows", "smooth": "0.9"}
     page.reload()
     tab.wait()
@@ -95,8 +95,8 @@ def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit
     assert min(smoothed) > -8
     assert smoothed[-1] < smoothed[0]
     page.get_by_label("Group by").select_option("info.level")
-    page.wait_for_function("document.querySelectorAll('.u-series').length > 0")
-    page.wait_for_function("location.hash.includes('by=info.level')")
+    wait_until(page, "document.querySelectorAll('.u-series').length > 0")
+    wait_until(page, "location.hash.includes('by=info.level')")
     asked = [parse_qs(urlsplit(request.url).query) for request in tab.requests if "/series" in request.url]
     for query in asked:
         groups = 1 if query.get("by", ["none"]) == ["none"] else 20
@@ -134,11 +134,12 @@ def test_rows_arrive_without_disturbing_the_reader(visit: Callable[..., Visit], 
     count = int(written.inner_text().replace(",", ""))
     with expstore.connect(f"{server.url}/run") as rb:
         rb.extend(game_rows(8, 1.0), source="worker-9")
-    page.wait_for_function(
+    wait_until(
+        page,
         "(count) => [...document.querySelectorAll('dd')].some((one) => one.textContent === count)",
-        arg=f"{count + 8:,}",
+        f"{count + 8:,}",
     )
-    page.wait_for_function("document.querySelector('figure').textContent.includes('worker-9')")
+    wait_until(page, "document.querySelector('figure').textContent.includes('worker-9')")
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "From"
     assert page.get_by_label("From", exact=True).input_value() == "12"
     assert page.evaluate("scrollY") == before
@@ -163,7 +164,7 @@ def test_five_clicks_lead_from_a_drop_to_its_frames(visit: Callable[..., Visit])
     page.click("tbody a:text-is('run')")
     page.wait_for_selector("figure[aria-label='Return of episodes']")
     page.get_by_label("Group by").select_option("source")  # which takes a click
-    page.wait_for_function("document.querySelector('figure').textContent.includes('worker-2')")
+    wait_until(page, "document.querySelector('figure').textContent.includes('worker-2')")
     drag(page, "Return of episodes", 0.7, 0.95)
     page.locator("[aria-label^='Groups in this range'] tbody a").first.click()
     page.wait_for_selector("main tbody tr:nth-child(2)")
@@ -172,9 +173,10 @@ def test_five_clicks_lead_from_a_drop_to_its_frames(visit: Callable[..., Visit])
     ) == {"-8"}
     page.locator("main tbody a").first.click()
     page.wait_for_selector("h1:has-text('Episode 4')")
-    page.wait_for_function(
+    wait_until(
+        page,
         "[...document.querySelectorAll('main canvas')].some((one) => one.width >= 24"
-        " && one.getContext('2d').getImageData(0, one.height - 1, 1, 1).data[0] === 200)"
+        " && one.getContext('2d').getImageData(0, one.height - 1, 1, 1).data[0] === 200)",
     )
     assert page.evaluate("window.clicks") + 1 <= 5
     assert tab.errors == []

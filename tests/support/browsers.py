@@ -7,6 +7,7 @@ the tests, in which other modules could start none.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
 
-__all__ = ["Visit", "launch", "read_findings"]
+__all__ = ["Visit", "launch", "read_findings", "wait_until"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: Milliseconds that a page may take on a busy machine.
@@ -99,6 +100,20 @@ class Visit:
         self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         found: int = self.page.evaluate("document.querySelector('main').scrollWidth - innerWidth")
         return found
+
+
+def wait_until(page: Page, expression: str, argument: Any = None) -> None:
+    """Wait until JavaScript is true. The policy of the page forbids what `page.wait_for_function` does.
+
+    Args:
+        page: The page.
+        expression: An expression, or a function of `argument`.
+        argument: A JSON value.
+    """
+    deadline = time.monotonic() + PATIENCE / 1000
+    while not page.evaluate(expression, argument):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(50)
 
 
 def read_findings(page: Page, rules: list[str] | None = None) -> list[str]:
