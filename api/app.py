@@ -14,7 +14,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 import expstore
-from expstore.api import docs_page, errors
+from expstore.api import docs_page, errors, page
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
@@ -78,10 +78,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     docs_page.install(app)
+    if settings.ui:
+        page.install(app)
     # The last one is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    app.add_middleware(Watch, routes=RouteTable(app.openapi), metrics=metrics)
+    open_folder = page.PATH if settings.ui else None
+    app.add_middleware(Watch, routes=RouteTable(app.openapi, open_folder), metrics=metrics)
     app.include_router(health.router)
     app.include_router(read.router, prefix="/v1")
     app.include_router(events.router, prefix="/v1")

@@ -16,12 +16,12 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
-__all__ = ["BROWSER_HEADERS", "install"]
+__all__ = ["BROWSER_HEADERS", "CLOSED", "install"]
 
-_CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 #: Headers of every response: it is data, not a page that may load, send or be framed.
 BROWSER_HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": _CLOSED,
+    "Content-Security-Policy": CLOSED,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
@@ -43,7 +43,7 @@ def install(app: FastAPI) -> None:
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        f"{_CLOSED}; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; "
+        f"{CLOSED}; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data:; connect-src 'self'"
     )
 

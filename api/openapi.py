@@ -81,10 +81,13 @@ class RouteTable:
 
     Args:
         document: Returns the OpenAPI document.
+        open_folder: Path of static files that need no token, and to which `/` redirects; None: there are
+            none.
     """
 
-    def __init__(self, document: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, document: Callable[[], dict[str, Any]], open_folder: str | None = None) -> None:
         self._document = document
+        self._open_folder = open_folder
         self._routes: list[tuple[re.Pattern[str], dict[str, Routed], Routed]] | None = None
 
     def find(self, method: str, path: str) -> Routed:
@@ -94,6 +97,9 @@ class RouteTable:
             method: The HTTP method.
             path: The decoded path.
         """
+        folder = self._open_folder
+        if folder and method in SAFE and (path in ("/", folder) or path.startswith(f"{folder}/")):
+            return Routed(folder, Need.NOTHING)
         if self._routes is None:
             self._routes = [_read(path, acts) for path, acts in self._document()["paths"].items()]
         for pattern, acts, other in self._routes:

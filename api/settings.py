@@ -31,6 +31,7 @@ class Settings:
         read_token: Token that permits reading.
         hosts: Host names that clients may use for the server, in addition to loopback names.
         sql: Whether SQL queries are allowed.
+        ui: Whether the page at `/ui/` is served.
         max_body: Maximum size of a request body in bytes.
         max_rows: Maximum number of rows of a request, and of a response that is not a stream.
         max_answer: Maximum size in bytes of a response, and of a batch of a stream. Rows are counted before
@@ -61,6 +62,7 @@ class Settings:
     read_token: bytes | None = field(default=None, repr=False)
     hosts: tuple[str, ...] = ()
     sql: bool = True
+    ui: bool = True
     max_body: int = 256 * MiB
     max_rows: int = 1_000_000
     max_answer: int = 256 * MiB

@@ -562,3 +562,4 @@ app.add_typer(datasets)
 # -- serve -----------------------------------------------------------------------------------------
 
 app.command(epilog=serve.SERVE_NOTES)(serve.serve)
+app.command(epilog=serve.UI_NOTES)(serve.ui)

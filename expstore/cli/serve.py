@@ -1,4 +1,4 @@
-"""The command that serves stores over HTTP.
+"""The commands that serve stores over HTTP: to programs, and as a page in the browser.
 
 Used by `expstore.cli.app`. It reads options and token files, and prints; `expstore.api` serves.
 """
@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,12 +24,17 @@ if TYPE_CHECKING:
     from expstore.api.server import Listening
     from expstore.api.settings import Settings
 
-__all__ = ["SERVE_NOTES", "serve"]
+__all__ = ["SERVE_NOTES", "UI_NOTES", "serve", "ui"]
 
 SERVE_NOTES = (
     "Without a token the server answers only this machine. Ctrl-C or SIGTERM waits for running requests, "
     "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "
     "For TLS, put a proxy in front of it."
+)
+UI_NOTES = (
+    "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
+    "Only this machine can open the page. To look at stores of another machine, run `expstore serve` there: "
+    "it has the same page at /ui/, which can also change facts of episodes."
 )
 #: Seconds that closing the stores may take, after the running requests had their time.
 GRACE_SECONDS = 10.0
@@ -54,6 +60,7 @@ _Hosts = Annotated[
     typer.Option(metavar="NAME", help="A host name that clients use for the server. May be repeated."),
 ]
 _NoSQL = Annotated[bool, typer.Option("--no-sql", help="Reject SQL queries.")]
+_NoUI = Annotated[bool, typer.Option("--no-ui", help="Do not serve the page at /ui/.")]
 _Rate = Annotated[
     float | None,
     typer.Option(min=0.001, help="Maximum requests per second of one client; unlimited without it."),
@@ -84,6 +91,7 @@ def serve(
     read_only: _ReadOnly = False,
     allow_host: _Hosts = None,
     no_sql: _NoSQL = False,
+    no_ui: _NoUI = False,
     sql_seconds: Annotated[float, typer.Option(min=0.1, help="Maximum seconds of a statement.")] = 3.0,
     max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")] = 256 << 20,
     max_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a request.")] = 1_000_000,
@@ -110,10 +118,10 @@ def serve(
 
     settings = Settings(
         path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
-        hosts=tuple(allow_host or ()), sql=not no_sql, sql_seconds=sql_seconds, max_body=max_body,
-        max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate, min_size=min_size,
-        samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
-        session_timeout=session_timeout,
+        hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, sql_seconds=sql_seconds,
+        max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate,
+        min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer,
+        shutdown_seconds=shutdown_seconds, session_timeout=session_timeout,
     )  # fmt: skip
     if access_log:
         _log_requests()
@@ -124,6 +132,38 @@ def serve(
     run(settings, host=host, port=port, ready=ready, stopping=lambda: _limit_end(shutdown_seconds))
     if as_json:
         typer.echo(json.dumps({"stopped": True}))
+    return 0
+
+
+def ui(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="PATH",
+            help="A store, or a folder of stores.",
+        ),
+    ] = Path("."),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free one.")
+    ] = 0,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Only print the address of the page.")
+    ] = False,
+) -> int:
+    """Look at stores in the browser."""
+    from expstore.api.page import PATH
+    from expstore.api.server import serve as run
+    from expstore.api.settings import Settings
+
+    def ready(listening: Listening) -> None:
+        address = f"{listening.url}{PATH}/"
+        typer.echo(f"showing {path} at {address} (Ctrl-C ends it)")
+        if not no_browser and not webbrowser.open(address):
+            typer.echo("no browser was found; open the address yourself", err=True)
+
+    run(Settings(path=path, read_only=True), port=port, ready=ready, stopping=lambda: _limit_end(5.0))
     return 0
 
 

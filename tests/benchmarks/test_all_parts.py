@@ -110,6 +110,20 @@ def test_many_writers_are_measured(tmp_path: Path) -> None:
     assert min(found.values()) > 0
 
 
+@pytest.mark.torture
+def test_open_pages_are_measured(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT.with_name("page.py")), "--smoke", "--json", str(figures)]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [*(tmp_path / "a").iterdir()]
+    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())["results"]}
+    assert [*found] == ["page/first data", "page/filter", "page/frames", "page/writer"]
+    assert min(found.values()) > 0
+
+
 # -- one run of all -----------------------------------------------------------------------------------
 
 

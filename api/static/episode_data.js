@@ -1,0 +1,185 @@
+// @ts-check
+/** Episodes as the server lists them: filters, their SQL conditions, and facts. */
+
+import { getJson, request, storePath } from "./client.js";
+
+/** Episodes that are looked through for the one before. */
+const NEAR = 200;
+/** Names of the parameters that make a filter, in addresses of pages. */
+export const FILTER = ["where", "source", "status", "facts", "order"];
+
+/**
+ * @typedef {object} Filter
+ * @property {string} where An SQL condition over episodes; "": none.
+ * @property {string} source
+ * @property {string} status
+ * @property {Record<string, string>} facts Values of facts as text.
+ * @property {string} order A column; "-column": descending.
+ */
+
+/** @typedef {Record<string, any>} Episode A row of the relation `episodes`; `info` is an object. */
+
+/** @param {URLSearchParams} query @returns {Filter} */
+export function readFilter(query) {
+  let facts = {};
+  try {
+    const found = JSON.parse(query.get("facts") ?? "{}");
+    if (found && typeof found === "object" && !Array.isArray(found)) facts = found;
+  } catch {
+    // An address that was edited by hand: no facts.
+  }
+  return {
+    where: query.get("where") ?? "", source: query.get("source") ?? "", status: query.get("status") ?? "",
+    facts, order: query.get("order") ?? "",
+  };
+}
+
+/** @param {Filter} filter Parameters of the address; "" removes one. */
+export function writeFilter({ where, source, status, facts, order }) {
+  return { where, source, status, order, facts: Object.keys(facts).length ? JSON.stringify(facts) : "" };
+}
+
+/** @param {Filter} filter @returns {boolean} */
+export function hasFilter({ where, source, status, facts }) {
+  return Boolean(where || source || status || Object.keys(facts).length);
+}
+
+/** @param {any} value A value as SQL. */
+export function literal(value) {
+  if (value === null || value === undefined) return "NULL";
+  if (typeof value === "number" || typeof value === "boolean") return String(value);
+  return `'${String(value).replaceAll("'", "''")}'`;
+}
+
+/** @param {string} name A name as SQL. */
+export function identifier(name) {
+  return `"${name.replaceAll('"', '""')}"`;
+}
+
+/** @param {string} name @param {string} value */
+function factCondition(name, value) {
+  // A JSON pointer (RFC 6901) takes names of any letters.
+  return `json_extract_string(info, ${literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`)}) = ${literal(value)}`;
+}
+
+/** A condition that ends with a comment is on lines of its own.
+ *
+ * @param {Filter} filter @returns {string} The SQL condition of `where` and facts; "": none. */
+export function conditionOf({ where, facts }) {
+  const parts = Object.entries(facts).map(([name, value]) => factCondition(name, String(value)));
+  if (where) parts.unshift(parts.length ? `(${where}\n)` : where);
+  return parts.join(" AND ");
+}
+
+/** @param {Filter} filter Parameters of a request that lists episodes. */
+export function requestQuery(filter) {
+  const { source, status } = filter;
+  return { source, status, where: conditionOf(filter) };
+}
+
+/**
+ * Rows of a table answer as objects.
+ *
+ * @param {{columns: string[], rows: any[][]}} answer
+ * @returns {Episode[]}
+ */
+export function episodesOf({ columns, rows }) {
+  return rows.map((values) => {
+    const episode = Object.fromEntries(columns.map((name, number) => [name, values[number]]));
+    const { info } = episode;
+    episode.info = typeof info === "string" ? JSON.parse(info) : info ?? {};
+    return episode;
+  });
+}
+
+/**
+ * @param {string} store
+ * @param {number} id
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Episode | null>} Null: there is no such episode.
+ */
+export async function getEpisode(store, id, signal) {
+  const answer = await getJson(storePath(store, "/episodes"), { query: { after: id - 1, limit: 1 }, signal });
+  return episodesOf(answer).find((episode) => episode.episode_id === id) ?? null;
+}
+
+/**
+ * Return the id of the next episode under a filter, or of the previous one.
+ *
+ * @param {string} store
+ * @param {Episode} episode
+ * @param {Filter} filter
+ * @param {1 | -1} direction
+ * @param {boolean} sql Whether the server answers SQL; without it only `source` and `status` select.
+ * @param {AbortSignal} signal
+ * @returns {Promise<number | null>}
+ */
+export async function neighbourOf(store, episode, filter, direction, sql, signal) {
+  const id = episode.episode_id;
+  const path = storePath(store, "/episodes");
+  const condition = conditionOf(filter);
+  const { source, status } = filter;
+  const named = filter.order.replace(/^-/, "");
+  const column = named in episode && named !== "info" ? named : "episode_id";
+  const descending = filter.order.startsWith("-");
+  const forward = descending ? direction === -1 : direction === 1;
+  if (!sql || (condition === "" && column === "episode_id")) {
+    // Near neighbours need no condition, whose first query takes the server some time.
+    const query = forward ? { after: id, limit: 1 } : { after: Math.max(0, id - 1 - NEAR), limit: NEAR };
+    const found = episodesOf(await getJson(path, { query: { ...query, source, status }, signal }));
+    const ids = found.map((one) => one.episode_id).filter((one) => (forward ? one > id : one < id));
+    const nearest = (forward ? ids[0] : ids.at(-1)) ?? null;
+    if (!sql || forward || nearest !== null) return nearest;
+  }
+  const beyond = forward ? ">" : "<";
+  const own = identifier("episode_id");
+  const key = identifier(column);
+  const value = literal(episode[column]);
+  // NULL comes last in either direction.
+  const behind = direction === 1 ? ` OR ${key} IS NULL` : "";
+  const after = column === "episode_id" ? `${own} ${beyond} ${id}`
+    : episode[column] === null ? `${key} IS NULL AND ${own} ${beyond} ${id}`
+      : `(${key} ${beyond} ${value} OR (${key} = ${value} AND ${own} ${beyond} ${id})${behind})`;
+  const answer = await getJson(path, {
+    query: { source, status, where: condition ? `(${condition}\n) AND ${after}` : after, order: `${forward ? "" : "-"}${column}`, limit: 1 },
+    signal,
+  });
+  return episodesOf(answer)[0]?.episode_id ?? null;
+}
+
+/**
+ * Change facts of an episode.
+ *
+ * @param {string} store
+ * @param {number} id
+ * @param {Record<string, any>} changes A fact of null is removed.
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Record<string, any>>} All facts of the episode.
+ */
+export async function changeFacts(store, id, changes, signal) {
+  const response = await request(storePath(store, `/episodes/${id}`), { method: "PATCH", body: { info: changes }, signal });
+  return (await response.json()).info ?? {};
+}
+
+/**
+ * Read a fact that was typed: JSON where the text is JSON, otherwise the text.
+ *
+ * @param {string} text
+ * @returns {any}
+ */
+export function parseFact(text) {
+  try {
+    const value = JSON.parse(text);
+    // A number that would change by its conversion stays a text, and so does null, which would remove the fact.
+    const isExact = typeof value !== "number" || (Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value)));
+    return value === null || !isExact ? text : value;
+  } catch {
+    return text;
+  }
+}
+
+/** @param {any} value The text that `parseFact` reads as this value. */
+export function formatFact(value) {
+  if (typeof value !== "string") return JSON.stringify(value);
+  return parseFact(value) === value ? value : JSON.stringify(value);
+}

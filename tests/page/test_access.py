@@ -1,0 +1,108 @@
+"""Tokens, lost connections, hidden tabs, and pages that the reader has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from expstore.api import Settings
+from tests.support.browsers import Visit, read_findings, wait_until
+from tests.support.servers import Serving
+from tests.support.tcp_proxy import Proxy
+
+
+@pytest.fixture(scope="module")
+def guarded(page_folder: Path) -> Iterator[Serving]:
+    settings = Settings(path=page_folder, token=b"writes", read_token=b"reads", read_only=True)
+    with Serving(settings) as server:
+        yield server
+
+
+def test_a_token_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Visit], guarded: Serving) -> None:
+    tab = visit(url=guarded.url)
+    page = tab.open("/stores/run")
+    assert page.inner_text("h1") == "This server needs a token"
+    assert page.evaluate("document.activeElement.id") == "token"
+    assert read_findings(page) == []
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=The server does not know this token.")
+    page.fill("#token", "reads")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('run')")
+    assert "reads" not in page.url
+    assert page.evaluate("Object.values(sessionStorage)") == ["reads"]
+    assert page.evaluate("localStorage.length") == 0
+    assert tab.context.cookies() == []
+    page.reload()
+    tab.wait()
+    assert page.inner_text("h1") == "run"
+    assert [error for error in tab.errors if "401" not in error] == []
+    assert not any("reads" in request.url for request in tab.requests)
+
+
+@pytest.mark.parametrize("token", ["reads", "writes"])
+def test_a_token_in_the_address_opens_the_page(
+    token: str, visit: Callable[..., Visit], guarded: Serving
+) -> None:
+    tab = visit(url=guarded.url, token=token)
+    page = tab.open("/stores/run")
+    assert page.inner_text("h1") == "run"
+    assert token not in page.url
+    assert tab.errors == []
+
+
+def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], server: Serving) -> None:
+    is_there = [True]
+    with Proxy(server.port, lambda number: "" if is_there[0] else "refuse") as proxy:
+        tab = visit(url=f"http://127.0.0.1:{proxy.port}")
+        page = tab.open("/stores/run?by=source")
+        is_there[0] = False
+        proxy.cut()
+        page.wait_for_selector("#banner:visible")
+        assert page.get_attribute("#status", "data-state") == "offline"
+        assert page.inner_text("h1") == "run"  # what was drawn can still be read
+        is_there[0] = True
+        page.wait_for_selector("#status[data-state=online]")
+        tab.wait()
+        assert page.is_hidden("#banner")
+        page.wait_for_selector("figure[aria-label='Return of episodes']")
+        assert page.inner_text("h1") == "run"
+        assert "by=source" in page.url
+
+
+def test_a_hidden_tab_asks_for_nothing(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    tab.page.clock.install()
+    page = tab.open("/")
+    hide(page, True)
+    page.clock.run_for(1000)
+    before = len(tab.requests)
+    page.clock.run_for(120_000)
+    page.evaluate("fetch('icon.svg')")  # a round trip, after which other requests would have been seen
+    assert [request.url for request in tab.requests[before:] if "icon" not in request.url] == []
+    with page.expect_request("**/summary"):
+        hide(page, False)
+        page.clock.run_for(10_000)
+
+
+def hide(page: object, hidden: bool) -> None:
+    page.evaluate(  # type: ignore[attr-defined]
+        """(hidden) => {
+            Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
+def test_requests_end_with_their_page(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    page = tab.open("/stores/run")
+    wait_until(page, "performance.getEntriesByType('resource').some((one) => one.name.includes('/series'))")
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
+        page.click("nav >> text=Stores")
+    tab.wait()
+    assert tab.errors == []

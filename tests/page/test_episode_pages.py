@@ -1,0 +1,374 @@
+"""The pages of episodes and of one episode: filters, frames, the player, values, texts and facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+import expstore
+from expstore.api import Settings
+from tests.support.browsers import Visit
+from tests.support.page_stores import HOSTILE, game_rows
+from tests.support.servers import Serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Request
+
+Open = Callable[..., Visit]
+#: Rows of the table of episodes.
+ROWS = "main tbody tr"
+#: Requests for frames at a time.
+MOST_REQUESTS = 4
+
+
+def column(page: Page, place: int) -> list[str]:
+    """Return the texts of a column of the table."""
+    return page.locator(f"{ROWS} td:nth-child({place})").all_inner_texts()
+
+
+def brightness(page: Page, selector: str) -> int:
+    """Return the first value of the last line of a canvas once it is drawn."""
+    page.locator(selector).and_(page.locator(":not([width='1'])")).first.wait_for()
+    found: int = page.evaluate(
+        "(selector) => { const canvas = document.querySelector(selector);"
+        " return canvas.getContext('2d').getImageData(0, canvas.height - 1, 1, 1).data[0]; }",
+        selector,
+    )
+    return found
+
+
+def wait_for_count(page: Page, selector: str, count: int) -> None:
+    """Wait until as many elements match."""
+    for _ in range(1200):
+        if page.locator(selector).count() == count:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"{page.locator(selector).count()} elements match {selector!r}, not {count}")
+
+
+@pytest.fixture(scope="module")
+def reader(page_folder: Path) -> Iterator[Serving]:
+    """A server that only reads, and answers no SQL."""
+    with Serving(Settings(path=page_folder, read_only=True, sql=False)) as server:
+        yield server
+
+
+# -- episodes ----------------------------------------------------------------------------------------
+
+
+def test_episodes_are_selected_by_a_condition(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes")
+    assert "61 episodes" in page.inner_text("main .heading")
+    page.fill("#where", '"return" < 0')
+    page.press("#where", "Enter")
+    page.wait_for_selector("text=7 episodes match")
+    assert set(column(page, 3)) == {"-8"}
+    assert "where=" in page.url
+    page.fill("#where", "missing < 0")
+    page.press("#where", "Enter")
+    page.wait_for_selector("#where-error :text('missing')")
+    assert page.get_attribute("#where", "aria-invalid") == "true"
+    page.go_back()
+    tab.wait()
+    page.wait_for_selector("text=7 episodes match")
+    assert page.input_value("#where") == '"return" < 0'
+
+
+def test_episodes_are_selected_by_clicks(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes")
+    page.click("main td >> text=worker-2 >> nth=0")
+    page.wait_for_selector("text=20 episodes match")
+    page.click("td >> text='good: false' >> nth=0")
+    page.wait_for_selector("text=7 episodes match")
+    page.reload()
+    tab.wait()
+    page.wait_for_selector("text=7 episodes match")
+    page.click("button[aria-label^='Remove the filter good']")
+    page.wait_for_selector("text=20 episodes match")
+    page.click("text=Remove all filters")
+    page.wait_for_selector("text='61 episodes'")
+    page.select_option("main label:has-text('Status') select", "cut")
+    page.wait_for_selector("text=1 episode match")
+    page.goto(page.url.split("#")[0] + "#/stores/run/episodes?where=" + quote("length > 100"))
+    tab.wait()
+    page.click("text=No episode matches >> .. >> button")
+    page.wait_for_selector("text='61 episodes'")
+    assert tab.errors == []
+
+
+def test_hostile_facts_select_their_episodes(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/hostile/episodes")
+    for number in range(len(HOSTILE)):
+        row = page.locator(ROWS, has=page.locator(f"td:first-child >> text='{number + 1}'"))
+        row.locator("td button.chip").first.click()
+        page.wait_for_selector("text=1 episode match")
+        assert column(page, 1) == [str(number + 1)]
+        page.click("text=Remove all filters")
+        page.wait_for_selector("text='5 episodes'")
+    assert page.evaluate("window.broken") is None
+    assert tab.errors == []
+
+
+def test_episodes_are_sorted_and_read_in_pages(visit: Open) -> None:
+    page = visit().open("/stores/run/episodes")
+    assert column(page, 1)[:2] == ["61", "60"]
+    page.click("th >> text=Return")
+    page.wait_for_selector("th[aria-sort=descending]:has-text('Return')")
+    page.click("th >> text=Return")
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('Return')")
+    assert page.evaluate("document.activeElement.textContent").startswith("Return")
+    assert column(page, 3)[:7] == ["-8"] * 7
+    first = column(page, 1)
+    assert len(first) == 50
+    page.click("text=Next →")
+    wait_for_count(page, ROWS, 11)
+    assert not {*column(page, 1)} & {*first}
+    assert page.is_disabled("text=Next →")
+    page.reload()
+    wait_for_count(page, ROWS, 11)
+    page.click("text=← Previous")
+    wait_for_count(page, ROWS, 50)
+    assert column(page, 1) == first
+
+
+def test_rows_have_their_first_and_last_frame(visit: Open) -> None:
+    tab = visit()
+    running: set[Request] = set()
+    most = [0]
+
+    def begin(request: Request) -> None:
+        if "/frames?" in request.url:
+            running.add(request)
+            most[0] = max(most[0], len(running))
+
+    for event in ("requestfinished", "requestfailed"):
+        tab.page.on(event, lambda request: running.discard(request))
+    tab.page.on("request", begin)
+    page = tab.open("/stores/run/episodes?where=" + quote("episode_id IN (42, 41)"))
+    page.wait_for_selector("text=2 episodes match")
+    assert brightness(page, "tr:nth-child(1) canvas") == 200 - 180 * (column(page, 3)[0] == "8")
+    page = tab.open("/stores/run/episodes")
+    page.locator(".thumb:not([width='1'])").nth(11).wait_for()
+    assert 1 < most[0] <= MOST_REQUESTS
+    asked = [request for request in tab.requests if "/frames?" in request.url]
+    assert len(asked) < 2 + 50  # only those of visible rows
+
+
+def test_flags_and_notes_are_edited_in_the_table(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes")
+    with page.expect_response(lambda response: response.request.method == "PATCH"):
+        page.check("[aria-label='Flag episode 60']")
+    with page.expect_response(lambda response: response.request.method == "PATCH"):
+        page.fill("[aria-label='Note on episode 60']", HOSTILE[0])
+        page.keyboard.press("Tab")
+    page.check("text=Flagged only")
+    page.wait_for_selector("text=1 episode match")
+    assert column(page, 1) == ["60"]
+    page.reload()
+    tab.wait()
+    assert page.input_value("[aria-label='Note on episode 60']") == HOSTILE[0]
+    with page.expect_response(lambda response: response.request.method == "PATCH"):
+        page.uncheck("[aria-label='Flag episode 60']")
+    assert tab.errors == []
+
+
+def test_new_episodes_do_not_move_the_table(visit: Open, server: Serving) -> None:
+    page = visit().open("/stores/run/episodes")
+    with page.expect_response("**/events"):
+        page.reload()
+    before = column(page, 1)
+    with expstore.connect(f"{server.url}/run") as rb:
+        rb.extend(game_rows(8, 0.5), source="late")
+    page.wait_for_selector("text=1 new episode, show")
+    assert column(page, 1) == before
+    page.click("text=1 new episode, show")
+    page.wait_for_selector("td >> text=late")
+    assert page.is_hidden(".fresh")
+
+
+def test_a_server_that_only_reads_offers_no_changes(visit: Open, reader: Serving) -> None:
+    tab = visit(url=reader.url)
+    page = tab.open("/stores/run/episodes")
+    page.wait_for_selector("text=does not answer SQL")
+    assert page.is_disabled("[aria-label='Flag episode 3']")
+    assert page.query_selector("#where") is None
+    page.click("td a >> text='3'")
+    page.wait_for_selector("h1 >> text=Episode 3")
+    page.click("a >> text=Next →")
+    page.wait_for_selector("h1 >> text=Episode 4")
+    page.wait_for_selector("text=level")
+    assert page.query_selector("main form") is None
+    tab.open("/stores/run/sql").wait_for_selector("text=--no-sql")
+    assert tab.errors == []
+
+
+# -- an episode --------------------------------------------------------------------------------------
+
+
+def test_the_player_follows_the_keyboard(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes/2?step=1")
+    assert page.locator("canvas[data-step='1']").count() == 2  # `pixels` and `next.pixels`
+    page.wait_for_selector("dd >> text=stay (1)")
+    for key, step in (("ArrowRight", 2), ("Shift+ArrowRight", 7), ("Home", 0), ("End", 7), ("ArrowLeft", 6)):
+        page.keyboard.press(key)
+        page.wait_for_selector(f"canvas[data-step='{step}']")
+    page.wait_for_url("**step=6*")
+    page.wait_for_selector("text=Values at step 6")
+    page.wait_for_selector("dd >> text=left (0)")
+    page.fill("input[type=range]", "3")
+    page.wait_for_selector("canvas[data-step='3']")
+    page.uncheck("label:has-text('next.pixels')")
+    wait_for_count(page, ".screen canvas", 1)
+    assert "images=pixels" in page.url
+    assert tab.errors == []
+
+
+def test_the_player_plays_to_the_end_or_in_a_loop(visit: Open) -> None:
+    page = visit().open("/stores/run/episodes/2")
+    page.wait_for_selector("canvas[data-step='0']")
+    page.keyboard.press("Space")
+    page.wait_for_selector("canvas[data-step='7']")
+    page.wait_for_selector(".play >> text=Play")
+    page.wait_for_url("**step=7*")
+    page.select_option("select[aria-label=Speed]", "16")
+    page.check("text=Loop")
+    page.click(".play")
+    page.wait_for_selector(".play >> text=Pause")
+    page.evaluate(
+        "new Promise((done) => { let last = 0; const look = () => {"
+        " const now = Number(document.querySelector('canvas').dataset.step); if (now < last) done(); else"
+        " { last = now; requestAnimationFrame(look); } }; look(); })"
+    )
+    page.click(".play")
+    assert "speed=16" in page.url
+    assert "loop=1" in page.url
+
+
+def test_charts_have_a_cursor_that_moves_the_player(visit: Open) -> None:
+    page = visit().open("/stores/run/episodes/2")
+    plot = page.locator(".field-chart .u-over").first
+    box = plot.bounding_box()
+    assert box is not None
+    plot.click(position={"x": box["width"] * 3 / 7, "y": box["height"] / 2})
+    page.wait_for_selector("canvas[data-step='3']")
+    page.uncheck("legend:has-text('Components of state') >> .. >> label >> nth=0")
+    page.wait_for_url("**state%3A1.2*")
+    page.check("fieldset >> label:has-text('next.terminated')")
+    page.wait_for_selector("h3 >> text=next.terminated")
+    page.reload()
+    page.wait_for_selector("h3 >> text=next.terminated")
+    assert not page.is_checked("legend:has-text('Components of state') >> .. >> label >> nth=0 >> input")
+
+
+def test_neighbours_are_those_of_the_filter(visit: Open) -> None:
+    page = visit().open("/stores/run/episodes?order=length&where=" + quote('"return" < 0'))
+    ids = column(page, 1)
+    assert len(ids) == 7
+    page.click(f"td a >> text='{ids[2]}'")
+    page.wait_for_selector(f"h1 >> text='Episode {ids[2]}'")
+    page.click("a >> text=Next →")
+    page.wait_for_selector(f"h1 >> text='Episode {ids[3]}'")
+    for number in (2, 1, 0):
+        page.click("a >> text=← Previous")
+        page.wait_for_selector(f"h1 >> text='Episode {ids[number]}'")
+    page.wait_for_selector("a >> text=Next →")
+    assert page.query_selector("a >> text=← Previous") is None
+    page.click("text=Episodes of this filter")
+    page.wait_for_selector("text=7 episodes match")
+
+
+def test_facts_are_changed_in_a_form(visit: Open, server: Serving) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/episodes/5")
+
+    def change(act: Callable[[], object]) -> dict[str, Any]:
+        with page.expect_response(lambda response: response.request.method == "PATCH") as found:
+            act()
+        info: dict[str, Any] = found.value.json()["info"]
+        return info
+
+    def add() -> None:
+        page.fill("#fact-name", HOSTILE[0])
+        page.fill("#fact-value", "[1, 2]")
+        page.keyboard.press("Enter")
+
+    assert change(add)[HOSTILE[0]] == [1, 2]
+    assert change(lambda: page.check("text=Flagged"))["flag"] is True
+
+    def edit() -> None:
+        page.fill("label:has-text('level') >> .. >> input", "two")
+        page.keyboard.press("Enter")
+
+    assert change(edit)["level"] == "two"
+    found = change(lambda: page.click(f"button[aria-label={json.dumps('Remove ' + HOSTILE[0])}]"))
+    assert found == {"level": "two", "good": True, "flag": True}
+    assert page.evaluate("window.broken") is None
+    assert tab.errors == []
+
+
+def test_texts_and_tokens_are_coloured_by_a_field(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/texts/episodes/1")
+    page.wait_for_selector("p >> text='question 0'")
+    page.wait_for_selector(".token")
+    colours = "[...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)"
+    shades = page.evaluate(colours)
+    assert len(shades) == 3
+    assert len({*shades}) == 3
+    page.keyboard.press("End")
+    page.wait_for_selector("p >> text='three'")
+    assert page.locator(".token").count() == 4
+    page.select_option("#colour", "")
+    wait_for_count(page, ".token[style]", 0)
+    page = tab.open("/stores/hostile/episodes/1")
+    page.wait_for_selector("section.text p >> text=window.broken >> nth=0")
+    assert page.evaluate("window.broken") is None
+    assert tab.errors == []
+
+
+def test_frames_are_kept_within_their_bytes(visit: Open) -> None:
+    page = visit().open("/")
+    found = page.evaluate(
+        """async () => {
+            const { FrameCache } = await import("/ui/player.js");
+            const size = 1000, count = 100_000;
+            let running = 0, most = 0, kept = 0, asked = 0;
+            const cache = new FrameCache({
+                frameBytes: size, most: 1_000_000, count: () => count, signal: new AbortController().signal,
+                onLoad: () => { kept = Math.max(kept, cache.bytes); }, onError: () => {},
+                load: async (start, number) => {
+                    most = Math.max(most, ++running);
+                    asked = Math.max(asked, number);
+                    await new Promise((done) => setTimeout(done));
+                    running -= 1;
+                    return Array.from({ length: number }, () => ({ pixels: new Uint8Array(size) }));
+                },
+            });
+            for (let step = 0; step < 5000; step += 7) {
+                while (cache.get(step) === null) {
+                    cache.want(step, 3);
+                    await new Promise((done) => setTimeout(done));
+                }
+            }
+            return { most, kept, asked };
+        }"""
+    )
+    assert found["asked"] == 64
+    assert found["most"] <= 3  # two requests, and one that was given up
+    assert 500_000 < found["kept"] <= 1_000_000
+
+
+def test_a_missing_episode_leads_back_to_the_list(visit: Open) -> None:
+    page = visit().open("/stores/run/episodes/12345")
+    page.click("text=All episodes")
+    page.wait_for_selector("h1 >> text=Episodes")

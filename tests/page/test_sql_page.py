@@ -1,0 +1,148 @@
+"""The page that asks in SQL: completion, results, plots, downloads; and the page that tries samplers."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import pyarrow as pa
+
+from tests.support.browsers import Visit
+from tests.support.page_stores import HOSTILE, LONG
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+Open = Callable[..., Visit]
+RESULT = "[aria-label=Result]"
+
+
+def download(page: Page, text: str) -> Path:
+    """Click on a button that saves a file, and return the file."""
+    with page.expect_download() as found:
+        page.click(f"text={text}")
+    return Path(found.value.path())
+
+
+def test_names_are_completed_by_the_keyboard(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/sql")
+    page.focus("#query")
+    page.keyboard.type("SELECT next.rew")
+    chosen = page.locator("#completion [aria-selected=true]")
+    chosen.wait_for()
+    assert "next.reward" in chosen.inner_text()
+    assert page.get_attribute("#query", "aria-activedescendant") == chosen.get_attribute("id")
+    page.keyboard.press("Tab")
+    assert page.is_hidden("#completion")
+    page.keyboard.type(" FROM tr")
+    page.keyboard.press("Enter")
+    assert page.input_value("#query") == "SELECT next.reward FROM transitions"
+    page.keyboard.type(" WHERE _")
+    chosen.wait_for()
+    first = chosen.inner_text()
+    page.keyboard.press("ArrowDown")
+    assert chosen.inner_text() != first
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#completion")
+    page.keyboard.press("Control+Space")
+    chosen.wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.type("id <= 3")
+    page.keyboard.press("Control+Enter")
+    page.locator(f"{RESULT} tbody tr").nth(2).wait_for()
+    assert "q=SELECT" in page.url
+    page.keyboard.press("Tab")  # the list is closed, so the key leaves the editor
+    assert page.evaluate("document.activeElement.id") != "query"
+    assert tab.errors == []
+
+
+def test_a_query_is_in_the_address_and_errors_have_a_hint(visit: Open) -> None:
+    tab = visit()
+    query = 'SELECT episode_id, "return" FROM episodes ORDER BY 1 LIMIT 2'
+    page = tab.open("/stores/run/sql?q=" + quote(query))
+    assert page.locator(f"{RESULT} td").all_inner_texts() == ["1", "8", "2", "8"]
+    page.fill("#query", "SELECT nothing FROM episodes")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".error :text('nothing')")
+    assert page.inner_text(".error .hint") != ""
+    page.fill("#query", "SELECT range AS n FROM range(20000)")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("text=The result was cut")
+    assert page.locator(f"{RESULT} tbody tr").count() == 1000
+    page.fill("#query", "SELECT 1 AS n WHERE false")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("text=The query has no rows.")
+    page.fill("#query", "")
+    page.keyboard.press("Control+Enter")
+    page.click("text=Episodes with the lowest return")
+    page.click(f"{RESULT} a >> nth=0")
+    page.wait_for_selector("h1 >> text=Episode")
+
+
+def test_results_are_saved_as_they_are(visit: Open) -> None:
+    tab = visit()
+    query = """SELECT _episode AS episode_id, prompt AS "a,""b", NULL AS none, '' AS empty
+               FROM transitions ORDER BY _id"""
+    page = tab.open("/stores/hostile/sql?q=" + quote(query))
+    page.wait_for_selector(f"{RESULT} >> text=window.broken >> nth=0")
+    assert page.evaluate("window.broken") is None
+    with download(page, "Download CSV").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["episode_id", 'a,"b', "none", "empty"]
+    assert [row[1] for row in rows[1::2]] == [*HOSTILE, LONG]
+    assert {(row[2], row[3]) for row in rows[1:]} == {("", "")}
+    with pa.ipc.open_stream(download(page, "Download Arrow")) as stream:
+        table = stream.read_all()
+    assert table.column_names == rows[0]
+    assert table.column(1).to_pylist()[::2] == [*HOSTILE, LONG]
+    assert tab.errors == []
+
+
+def test_two_columns_are_plotted(visit: Open) -> None:
+    tab = visit()
+    query = 'SELECT episode_id, "return" AS r, source, start_time FROM episodes ORDER BY 1'
+    page = tab.open("/stores/run/sql?q=" + quote(query))
+    page.select_option("label:has-text('Plot') select", label="episode_id")
+    page.select_option("label:has-text('against') select", label="r")
+    page.wait_for_selector(".uplot")
+    page.select_option("label:has-text('coloured by') select", label="source")
+    page.wait_for_selector(".u-legend >> text=worker-2")
+    page.select_option("label:has-text('Plot') select", label="start_time")
+    page.reload()
+    tab.wait()
+    page.wait_for_selector(".u-legend >> text=worker-2")
+    page.click("text=Figures")
+    assert page.locator(".figures tbody tr").count() > 20
+    assert tab.errors == []
+
+
+def test_relations_are_listed_and_inserted(visit: Open) -> None:
+    page = visit().open("/stores/hostile/sql")
+    page.click("summary >> text=transitions")
+    page.click("button >> text='odd - field'")
+    assert page.input_value("#query") == '"odd - field"'
+    assert page.evaluate("document.activeElement.id") == "query"
+
+
+def test_samplers_are_tried_out(visit: Open) -> None:
+    tab = visit()
+    page = tab.open("/stores/run/sampling?where=" + quote("next.reward < 0"))
+    page.wait_for_selector("dd >> text=56 of 485")
+    assert page.locator("section:has-text('Sources') tbody tr").count() == 1
+    page.select_option("#kind", "slices")
+    page.fill("label:has-text('slice len') + input", "4")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=/^5,120 rows drawn/")
+    assert "s.slice_len=4" in page.url
+    page.reload()
+    tab.wait()
+    assert page.input_value("label:has-text('slice len') + input") == "4"
+    page.fill("label:has-text('Only rows where') input", "missing < 0")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".error :text('missing')")
+    empty = tab.open("/stores/empty/sampling")
+    empty.wait_for_selector("text=There is nothing to sample yet.")

@@ -1,0 +1,182 @@
+"""The pages of stores, of one store, and the comparison: their content, their addresses, and live updates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import expstore
+from tests.support.browsers import Visit, wait_until
+from tests.support.page_stores import game_rows
+from tests.support.servers import Serving
+
+
+def query_of(page: Any) -> dict[str, str]:
+    """Return the state in the address of a page."""
+    text = urlsplit(page.url).fragment.partition("?")[2]
+    return {name: values[0] for name, values in parse_qs(text).items()}
+
+
+def figures(page: Any, title: str) -> list[list[str]]:
+    """Return the table of figures of a chart, with its heading."""
+    chart = page.locator(f"figure[aria-label='{title}']")
+    chart.locator("summary").click()
+    rows = chart.locator("details tr")
+    rows.first.wait_for()
+    found: list[list[str]] = rows.evaluate_all(
+        "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    chart.locator("summary").click()
+    return found
+
+
+def drag(page: Any, title: str, start: float, end: float) -> None:
+    """Drag over a chart, from one part of its width to another."""
+    box = page.locator(f"figure[aria-label='{title}'] .u-over").bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + start * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + (start + end) / 2 * box["width"], y, steps=3)
+    page.mouse.move(box["x"] + end * box["width"], y, steps=3)
+    page.mouse.up()
+
+
+def test_stores_can_be_found_sorted_and_compared(visit: Callable[..., Visit]) -> None:
+    page = visit().open("/")
+    page.wait_for_selector("svg.sparkline")
+    names = page.locator("tbody a")
+    assert names.all_inner_texts() == ["empty", "hostile", "run", "texts"]
+    page.click("button:has-text('Rows') >> nth=0")
+    assert names.first.inner_text() == "run"
+    assert query_of(page) == {"order": "-rows"}
+    page.check("[aria-label='Compare run']")
+    page.check("[aria-label='Compare texts']")
+    page.fill("[type=search]", "RU")
+    wait_until(page, "document.querySelectorAll('tbody tr').length === 1")
+    assert query_of(page) == {"order": "-rows", "pick": "run,texts", "q": "RU"}
+    page.reload()
+    page.wait_for_selector("text=Compare 2 stores")
+    assert names.all_inner_texts() == ["run"]
+    page.click("text=Compare 2 stores")
+    page.wait_for_selector("text=Return of the last tenth")
+    assert query_of(page) == {"stores": "run,texts"}
+    assert [row[0] for row in figures(page, "Return")[:1]] == ["rows written"]
+    assert figures(page, "Return")[0][1:] == ["run", "texts"]
+
+
+def test_a_store_is_described(visit: Callable[..., Visit]) -> None:
+    page = visit().open("/stores/run?smooth=0")
+    text = page.inner_text("main")
+    for part in ("485 of 2,000", "env: Catch", "uint8[24, 24]", "flat", "first", "No rate limiter"):
+        assert part in text, part
+    assert page.locator("section[aria-label='Priorities'] .u-wrap").is_visible()
+    rows = figures(page, "Return of episodes")
+    assert rows[0][0] == "episode"
+    assert {float(row[1]) for row in rows[1:]} == {-8.0, 5.0, 8.0}
+    assert [float(row[1]) for row in figures(page, "Length of episodes")[1:]][:5] == [8.0] * 5
+
+
+def test_groups_axes_and_smoothing_are_in_the_address(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    page = tab.open("/stores/run")
+    page.get_by_label("Group by").select_option("source")
+    page.get_by_label("Over").select_option("rows")
+    page.get_by_label("Smoothing").fill("0.9")
+    page.get_by_label("Smoothing").dispatch_event("change")
+    wait_until(page, "document.querySelectorAll('figure')[0].textContent.includes('worker-2')")
+    assert query_of(page) == {"by": "source", "x": "rows", "smooth": "0.9"}
+    page.reload()
+    tab.wait()
+    rows = figures(page, "Return of episodes")
+    assert rows[0] == ["rows written", "worker-0", "worker-1", "worker-2"]
+    smoothed = [float(row[3]) for row in rows[1:] if row[3] != "–"]
+    assert min(smoothed) > -8
+    assert smoothed[-1] < smoothed[0]
+    page.get_by_label("Group by").select_option("info.level")
+    wait_until(page, "document.querySelectorAll('.u-series').length > 0")
+    wait_until(page, "location.hash.includes('by=info.level')")
+    asked = [parse_qs(urlsplit(request.url).query) for request in tab.requests if "/series" in request.url]
+    for query in asked:
+        groups = 1 if query.get("by", ["none"]) == ["none"] else 20
+        assert int(query["points"][0]) * groups <= 10_000
+
+
+def test_a_range_leads_to_its_episodes(visit: Callable[..., Visit]) -> None:
+    page = visit().open("/stores/run?by=source")
+    drag(page, "Return of episodes", 0.7, 0.95)
+    link = page.locator("text=Show these episodes")
+    where = unquote(link.get_attribute("href") or "")
+    found = re.search(r"episode_id\+BETWEEN\+(\d+)\+AND\+(\d+)", where)
+    assert found
+    low, high = map(int, found.groups())
+    assert 36 <= low <= 50 < high <= 60
+    assert query_of(page)["from"] == str(low)
+    first = page.locator("[aria-label^='Groups in this range'] tbody tr").first
+    assert first.inner_text().startswith("worker-2")
+    assert "source+=+'worker-2'" in unquote(first.locator("a").get_attribute("href") or "")
+    page.click("text=Choose none")
+    assert "from" not in query_of(page)
+    page.get_by_label("From", exact=True).fill("45")
+    page.get_by_label("To", exact=True).fill("50")
+    page.keyboard.press("Enter")
+    assert {"from": "45", "to": "50"}.items() <= query_of(page).items()
+
+
+def test_rows_arrive_without_disturbing_the_reader(visit: Callable[..., Visit], server: Serving) -> None:
+    tab = visit()
+    page = tab.open("/stores/run?by=source")
+    page.get_by_label("From", exact=True).fill("12")
+    page.evaluate("window.scrollTo(0, 200)")
+    before = page.evaluate("scrollY")
+    written = page.locator("dt:text-is('Written') + dd")
+    count = int(written.inner_text().replace(",", ""))
+    with expstore.connect(f"{server.url}/run") as rb:
+        rb.extend(game_rows(8, 1.0), source="worker-9")
+    wait_until(
+        page,
+        "(count) => [...document.querySelectorAll('dd')].some((one) => one.textContent === count)",
+        f"{count + 8:,}",
+    )
+    wait_until(page, "document.querySelector('figure').textContent.includes('worker-9')")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "From"
+    assert page.get_by_label("From", exact=True).input_value() == "12"
+    assert page.evaluate("scrollY") == before
+    assert tab.errors == []
+
+
+def test_an_empty_store_says_what_to_do_and_fills(visit: Callable[..., Visit], server: Serving) -> None:
+    page = visit().open("/stores/empty")
+    assert "No episode has ended yet" in page.inner_text("main")
+    assert "none were written yet" in page.inner_text("main")
+    with expstore.connect(f"{server.url}/empty") as rb:
+        rb.extend(game_rows(8, 1.0))
+    page.wait_for_selector("figure[aria-label='Return of episodes']")
+    page.wait_for_selector("text=uint8[24, 24]")
+    assert figures(page, "Return of episodes")[1] == ["1", "8"]
+
+
+def test_five_clicks_lead_from_a_drop_to_its_frames(visit: Callable[..., Visit]) -> None:
+    tab = visit()
+    page = tab.open("/")
+    page.evaluate("window.clicks = 0; addEventListener('pointerdown', () => { window.clicks += 1; }, true)")
+    page.click("tbody a:text-is('run')")
+    page.wait_for_selector("figure[aria-label='Return of episodes']")
+    page.get_by_label("Group by").select_option("source")  # which takes a click
+    wait_until(page, "document.querySelector('figure').textContent.includes('worker-2')")
+    drag(page, "Return of episodes", 0.7, 0.95)
+    page.locator("[aria-label^='Groups in this range'] tbody a").first.click()
+    page.wait_for_selector("main tbody tr:nth-child(2)")
+    assert set(
+        page.locator("main tbody tr").evaluate_all("(rows) => rows.map((row) => row.cells[2].textContent)")
+    ) == {"-8"}
+    page.locator("main tbody a").first.click()
+    page.wait_for_selector("h1:has-text('Episode 4')")
+    wait_until(
+        page,
+        "[...document.querySelectorAll('main canvas')].some((one) => one.width >= 24"
+        " && one.getContext('2d').getImageData(0, one.height - 1, 1, 1).data[0] === 200)",
+    )
+    assert page.evaluate("window.clicks") + 1 <= 5
+    assert tab.errors == []
