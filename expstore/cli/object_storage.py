@@ -58,8 +58,7 @@ def push(
         str | None,
         typer.Option(
             metavar="V",
-            help="Number or tag of a snapshot; by default the newest in a folder of snapshots, and of a store "
-            "a new one.",
+            help="Number or tag of a snapshot; by default the newest of a folder, and a new one of a store.",
         ),
     ] = None,
     any_store: Annotated[

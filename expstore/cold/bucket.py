@@ -30,6 +30,7 @@ CHUNK_BYTES = 16 << 20
 #: Requests of one object that are under way at the same time.
 _CHUNKS = 2
 _MESSAGE_CHARS = 300
+_NO_BUCKET = "NoSuchBucket"
 
 
 class Bucket:
@@ -57,21 +58,25 @@ class Bucket:
 
     def read_tagged(self, key: str) -> tuple[bytes, dict[str, str]] | None:
         """Return the bytes of an object and the tag that `replace` takes; None if there is no such object."""
+        self.gate("get", key)
         with self._translate_errors("get", key):
             try:
                 found = obstore.get(self._store, key)
                 data = bytes(found.bytes())
-            except (exceptions.NotFoundError, FileNotFoundError):
+            except (exceptions.NotFoundError, FileNotFoundError) as exc:
+                _check_bucket(exc)
                 return None
         names = ("e_tag", "version")
         return data, {name: found.meta[name] for name in names if found.meta.get(name)}  # type: ignore[literal-required]
 
     def stream(self, key: str) -> Iterator[bytes] | None:
         """Return the bytes of an object piece by piece; None if there is no such object."""
+        self.gate("get", key)
         with self._translate_errors("get", key):
             try:
                 found = obstore.get(self._store, key)
-            except (exceptions.NotFoundError, FileNotFoundError):
+            except (exceptions.NotFoundError, FileNotFoundError) as exc:
+                _check_bucket(exc)
                 return None
         return self._read_pieces(found, key)
 
@@ -87,11 +92,13 @@ class Bucket:
 
     def write(self, key: str, data: bytes | Iterator[bytes]) -> None:
         """Write an object, replacing one of that name. An iterator's bytes are sent in several requests."""
+        self.gate("put", key)
         with self._translate_errors("put", key):
             obstore.put(self._store, key, data, chunk_size=CHUNK_BYTES, max_concurrency=_CHUNKS)
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object if there is none of that name; return whether it was written."""
+        self.gate("create", key)
         with self._translate_errors("create", key):
             try:
                 obstore.put(self._store, key, data, mode="create")
@@ -101,6 +108,7 @@ class Bucket:
 
     def replace(self, key: str, data: bytes, tag: dict[str, str]) -> bool:
         """Write an object if it still has the tag of `read_tagged`; return whether it was written."""
+        self.gate("replace", key)
         with self._translate_errors("replace", key):
             try:
                 obstore.put(self._store, key, data, mode=tag)  # type: ignore[arg-type]
@@ -132,6 +140,7 @@ class Bucket:
         """Yield the objects below a prefix: (key, length in bytes)."""
         pages = iter(obstore.list(self._store, prefix))
         while True:
+            self.gate("list", prefix)
             with self._translate_errors("list", prefix):
                 try:
                     page = next(pages)
@@ -142,6 +151,7 @@ class Bucket:
 
     def folders(self, prefix: str) -> list[str]:
         """Return the names directly below a prefix that contain objects."""
+        self.gate("list", prefix)
         with self._translate_errors("list", prefix):
             found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
         return [path.rpartition("/")[2] for path in found]
@@ -150,6 +160,7 @@ class Bucket:
         """Delete objects; missing ones are ignored."""
         if not keys:
             return
+        self.gate("delete", keys[0])
         with self._translate_errors("delete", keys[0]):
             try:
                 obstore.delete(self._store, list(keys))
@@ -157,13 +168,13 @@ class Bucket:
             except (exceptions.NotFoundError, FileNotFoundError):
                 pass
         for key in keys:
+            self.gate("delete", key)
             with self._translate_errors("delete", key):
                 with contextlib.suppress(exceptions.NotFoundError, FileNotFoundError):
                     obstore.delete(self._store, key)
 
     @contextlib.contextmanager
     def _translate_errors(self, act: str, key: str) -> Iterator[None]:
-        self.gate(act, key)
         try:
             yield
         except (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError, PermissionError) as exc:
@@ -181,10 +192,20 @@ class Bucket:
                 hint="use a server that supports them, such as S3, MinIO, Ceph or R2",
             ) from exc
         except (exceptions.BaseError, FileNotFoundError) as exc:
+            if _NO_BUCKET in str(exc):
+                raise RemoteError(
+                    f"there is no bucket for {self.name}", hint="create it, or correct the address"
+                ) from exc
             raise RemoteError(
                 f"cannot {act} {key} in {self.name}: {_shorten(exc)}",
                 hint="check the address and the connection, then run the call again",
             ) from exc
+
+
+def _check_bucket(exc: Exception) -> None:
+    """Raise the error for a missing object again if its bucket is missing, too."""
+    if _NO_BUCKET in str(exc):
+        raise exc
 
 
 def _shorten(exc: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from expstore.cold.object_storage import ObjectStorage
 from expstore.cold.parts import fetch_tree
-from expstore.cold.version_list import Manifest, RemoteVersion, VersionList
+from expstore.cold.version_list import Manifest, RemoteVersion, VersionList, note_removal
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -57,10 +57,10 @@ def pull(
     bucket, disk, target = ObjectStorage.of(where).connect(), Disk(), local_path(store)
     check_target(disk, target)
     found = VersionList.load(bucket)[0].find(version, bucket.name)
-    manifest = Manifest.load(bucket, found)
     with build_atomically(disk, target, single=True, doing="pulls to") as temporary:
         folder = temporary / "version"
-        fetch_tree(bucket, disk, found, manifest, folder)
+        with note_removal(bucket, found):
+            fetch_tree(bucket, disk, found, Manifest.load(bucket, found), folder)
         origin = StoreManifest.load(disk, folder)
         settings = Settings(
             storage=origin.storage, layout=ColumnLayout(**origin.layout), compression=origin.compression

@@ -23,9 +23,9 @@ __all__ = ["ObjectStorage", "is_object_url"]
 
 _SCHEME = re.compile(r"s3://", re.IGNORECASE)
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#\s]+)*)/?", re.IGNORECASE)
-_RETRIES = 6
-#: Longest pause between two attempts, and time after which a request is not repeated again, seconds.
-_PAUSE_SECONDS, _REPEAT_SECONDS = 5, 60
+_RETRIES = 8
+#: First and longest pause between two attempts, and how long a request is repeated, seconds.
+_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS, _REPEAT_SECONDS = 0.2, 5, 60
 
 
 class ObjectStorage:
@@ -43,7 +43,7 @@ class ObjectStorage:
         cache_bytes: Most disk space of the cache, in bytes or as text such as "20GB". A version that does not
             fit is refused.
         retries: How often a request is repeated after a 5xx answer, throttling or a lost connection, with
-            growing pauses, for at most a minute; None: 6 times. A store of obstore has its own setting.
+            growing pauses, for at most a minute; None: 8 times. A store of obstore has its own setting.
 
     Raises:
         StateError: The URL is not one of an object storage, or contains credentials or options.
@@ -122,7 +122,10 @@ class ObjectStorage:
             self.where,
             retry_config={
                 "max_retries": self.retries,
-                "backoff": {"max_backoff": timedelta(seconds=_PAUSE_SECONDS)},
+                "backoff": {
+                    "init_backoff": timedelta(seconds=_FIRST_PAUSE_SECONDS),
+                    "max_backoff": timedelta(seconds=_PAUSE_SECONDS),
+                },
                 "retry_timeout": timedelta(seconds=_REPEAT_SECONDS),
             },
         )

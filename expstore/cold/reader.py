@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from expstore.cold.cache import Cache, Lease
 from expstore.cold.object_storage import ObjectStorage
-from expstore.cold.version_list import Manifest, VersionList
+from expstore.cold.version_list import Manifest, VersionList, note_removal
 from expstore.disk.files import Disk
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
@@ -58,8 +58,9 @@ def open_cached(
     """
     bucket = where.connect()
     found = VersionList.load(bucket)[0].find(version, bucket.name)
-    manifest = Manifest.load(bucket, found)
-    lease = Cache(Disk(), where.cache, where.cache_bytes).open_version(bucket, found, manifest)
+    with note_removal(bucket, found):
+        manifest = Manifest.load(bucket, found)
+        lease = Cache(Disk(), where.cache, where.cache_bytes).open_version(bucket, found, manifest)
     try:
         return CachedStorage(lease, capacity, settings)
     except BaseException:

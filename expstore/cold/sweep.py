@@ -21,7 +21,7 @@ from expstore.cold.version_list import (
     manifest_key,
     part_key,
 )
-from expstore.errors import ArgumentError, StateError
+from expstore.errors import ArgumentError, CorruptionError, StateError
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
@@ -89,7 +89,12 @@ def prune(
     bucket.check_conditions()
     for _ in range(_ROUNDS):
         known, tag = VersionList.load(bucket)
-        plan = _Plan.make(bucket, known, keep, drop, grace_seconds)
+        try:
+            plan = _Plan.make(bucket, known, keep, drop, grace_seconds)
+        except CorruptionError:
+            if VersionList.load(bucket)[1] == tag:
+                raise
+            continue  # another prune has removed the version
         if plan.list == known or plan.list.commit(bucket, tag):
             return plan.delete(bucket)
     raise StateError(

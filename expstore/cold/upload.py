@@ -27,7 +27,7 @@ from expstore.cold.version_list import (
 )
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, SnapshotError, StateError
+from expstore.errors import ArgumentError, CorruptionError, SnapshotError, StateError
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.manifest import Manifest as StoreManifest
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["push"]
 
+#: Versions without a tag that a push leaves in a store's folder: its own, and the one before, whose files the
+#: next push compares with.
+_KEEP = 2
 #: Most attempts to commit while other programs change the list.
 _ROUNDS = 100
 
@@ -66,8 +69,8 @@ def push(
             folder of versions that `dumps` made.
         where: A URL such as `s3://bucket/run`, an `ObjectStorage`, or a store of obstore.
         version: Number or tag of an existing version of the source. None: the newest of a folder of versions;
-            of a store, a new version in `versions/` in its folder, which replaces the one of the push before
-            (so the next push only reads what has changed).
+            of a store, a new version in `versions/` in its folder. The last two stay there, so that the next
+            push only reads what has changed.
         any_store: Whether the address may have versions of another store, as after a `pull`.
 
     Returns:
@@ -97,7 +100,7 @@ def push(
         # Refuse another store's address before making a version.
         _check_store(bucket, VersionList.load(bucket)[0], StoreManifest.load(disk, path).uuid, any_store)
         place = path / OWN_FOLDER
-        folder = _dump(path) if buffer is None else buffer.snapshots.create(place, keep=1).path
+        folder = _dump(path) if buffer is None else buffer.snapshots.create(place, keep=_KEEP).path
     return _Push(bucket, disk, folder, any_store).run()
 
 
@@ -120,7 +123,7 @@ def _dump(path: Path) -> Path:
     """Make a version of a store that is not open; return its folder."""
     storage = open_storage(path)
     try:
-        return dump(storage, path / OWN_FOLDER, keep=1).path
+        return dump(storage, path / OWN_FOLDER, keep=_KEEP).path
     finally:
         storage.close()
 
@@ -167,7 +170,10 @@ class _Push:
             self._check(known)
             if known.is_retired(self._id):
                 self._take_new_id(known)
-            manifest = self._send(known)
+            base = self._load_base(known, tag)
+            if base is None:
+                continue
+            manifest = self._send(known, base)
             data = manifest.pack()
             version = self._describe(known, manifest, data)
             self._bucket.write(manifest_key(version), data)
@@ -202,14 +208,23 @@ class _Push:
                 hint="set the clock",
             )
 
-    def _send(self, known: VersionList) -> Manifest:
+    def _load_base(self, known: VersionList, tag: dict[str, str] | None) -> Manifest | None:
+        """Return the files of the newest version; None if the list has changed meanwhile."""
+        if not known.versions:
+            return Manifest({})
+        try:
+            return Manifest.load(self._bucket, known.versions[-1])
+        except CorruptionError:
+            # A prune has removed the version. Or it is damaged, and its parts must be sent again.
+            return Manifest({}) if VersionList.load(self._bucket)[1] == tag else None
+
+    def _send(self, known: VersionList, base: Manifest) -> Manifest:
         """Send the files that the server lacks; return the files of the version."""
         tree = self._disk.tree(self._folder)
         names = [folder.relative_to(self._folder) for folder, _ in tree]
         paths = [
             (name / file).as_posix() for name, (_, files) in zip(names, tree, strict=True) for file in files
         ]
-        base = Manifest.load(self._bucket, known.versions[-1]) if known.versions else Manifest({})
         there = {file.sha256: file.part for file in base.files.values() if file.part}
         there |= self._find_interrupted(known)
         there |= self._sent

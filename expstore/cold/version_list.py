@@ -18,12 +18,13 @@ So a part that may be deleted is never referred to again, however late a program
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,10 @@ __all__ = [
     "PartFile",
     "RemoteVersion",
     "VersionList",
+    "find_references",
     "make_push_id",
     "manifest_key",
+    "note_removal",
     "part_key",
     "versions",
 ]
@@ -319,6 +322,24 @@ def _unseal(data: bytes, name: str) -> dict[str, Any]:
 
 def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def note_removal(bucket: Bucket, version: RemoteVersion) -> Iterator[None]:
+    """Say that a version was removed while it was read, where a part would be reported as missing.
+
+    Raises:
+        SnapshotError: The block has raised CorruptionError, and the version is no longer in the list.
+    """
+    try:
+        yield
+    except CorruptionError as exc:
+        if version in VersionList.load(bucket)[0].versions:
+            raise
+        raise SnapshotError(
+            f"version {version.number} was removed from {bucket.name} while it was read",
+            hint="use a version that is in the list",
+        ) from exc
 
 
 def find_references(bucket: Bucket, known: Iterable[RemoteVersion]) -> dict[str, int]:
