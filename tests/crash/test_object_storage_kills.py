@@ -144,7 +144,7 @@ def test_a_killed_opening_leaves_a_cache_that_fits(backup: Path, tmp_path: Path)
             break
         except Killed:
             pass
-    assert number > 10
+    assert number > 5  # what an opening has fetched is not fetched again
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 

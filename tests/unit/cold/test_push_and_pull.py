@@ -47,7 +47,11 @@ def _objects(storage: WatchedStorage) -> dict[str, bytes]:
 
 
 def _frames(rb: Buffer) -> None:
-    rb.extend(TensorDict({"pixels": counted_frames(40), "reward": torch.arange(40.0)}, [40]))
+    rb.extend(
+        TensorDict(
+            {"pixels": counted_frames(torch.arange(40), 3, 16, 16), "reward": torch.arange(40.0)}, [40]
+        )
+    )
 
 
 def _texts(rb: Buffer) -> None:
