@@ -31,7 +31,7 @@ PAGES = (
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
     "README", "benchmarks", "cleanrl", "datasets", "development", "disk", "errors", "format", "http", "numpy",
-    "page", "storages", "torchrl_names", "trackers",
+    "object_storage", "page", "storages", "torchrl_names", "trackers",
 )  # fmt: skip
 
 
