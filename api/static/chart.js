@@ -247,12 +247,15 @@ function xTicks(/** @type {any} */ { isTime, isLog }) {
  * @param {AbortSignal} [options.signal]
  */
 export function histogram(container, options) {
-  const [first, second] = options.edges;
-  const last = options.edges[options.edges.length - 1];
-  const growing = first > 0 && last - first > 10 * options.counts.length * (second - first);
   return lineChart(container, {
-    ...options, isLog: growing, bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
+    ...options, isLog: areGrowing(options.edges), bars: true, height: options.height ?? 160, ...histogramData(options.edges, options.counts),
   });
+}
+
+/** @param {number[]} edges Whether the widths of these bins grow, so that a logarithmic axis suits them. */
+export function areGrowing(edges) {
+  const [first, second] = edges;
+  return first > 0 && edges[edges.length - 1] - first > 10 * (edges.length - 1) * (second - first);
 }
 
 /**

@@ -2,7 +2,7 @@
 /** What a sampler would draw: ages, priorities, episodes and sources of its rows. Nothing in the store changes. */
 
 import { getJson, request, storePath } from "../client.js";
-import { histogram } from "../chart.js";
+import { areGrowing, lineChart, paletteColour } from "../chart.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
 import { duration, integer, number } from "../format.js";
 import { facts, table } from "../table.js";
@@ -168,10 +168,26 @@ function drawResult(place, found, summary, selects, signal) {
           { key: "ratio", title: "Drawn / stored", isNumber: true, draw: (row) => (row.share_stored ? `${number(row.share_drawn / row.share_stored)}×` : "–") },
         ],
       }) : h("p.soft", null, "No rows were drawn.")));
-  if (found.ages) histogram(ages, { title: "Ages of the rows drawn", ...found.ages, xLabel: found.ages.unit === "seconds" ? "age in seconds" : "age in rows", signal });
+  if (found.ages) compare(ages, "Ages of the rows drawn and of those stored", "age in seconds", found.ages, signal);
   else replace(ages, h("p.soft", null, "No rows were drawn."));
-  if (found.priorities) histogram(priorities, { title: "Priorities of the rows drawn", ...found.priorities, xLabel: "priority", signal });
+  if (found.priorities) compare(priorities, "Priorities of the rows drawn and of those stored", "priority", found.priorities, signal);
   else replace(priorities, h("p.soft", null, "This store has no priorities. They appear after rb.update_priority."));
+}
+
+/** The shares of rows drawn and of rows stored in the same bins. */
+function compare(/** @type {HTMLElement} */ place, /** @type {string} */ title, /** @type {string} */ xLabel,
+  /** @type {{edges: number[], counts: number[], stored: number[]}} */ { edges, counts, stored }, /** @type {AbortSignal} */ signal) {
+  const shares = (/** @type {number[]} */ values) => {
+    const total = values.reduce((sum, value) => sum + value, 0) || 1;
+    return values.map((value) => (100 * value) / total);
+  };
+  lineChart(place, {
+    title, xLabel, yLabel: "% of rows", x: counts.map((_, at) => (edges[at] + edges[at + 1]) / 2), isLog: areGrowing(edges), height: 200, signal,
+    series: [
+      { label: "drawn", values: shares(counts), steps: true, colour: () => paletteColour(0) },
+      { label: "stored", values: shares(stored), steps: true, colour: () => paletteColour(1) },
+    ],
+  });
 }
 
 /**
