@@ -87,7 +87,8 @@ class Filters:
 
     def conditions(self) -> tuple[list[str], dict[str, Any]]:
         """Return the other conditions, and their parameters."""
-        found, params = ["episode_id > $after"], {"after": self.after}
+        found = ["episode_id > $after"]
+        params: dict[str, Any] = {"after": self.after}
         for name, value in (("source", self.source), ("status", self.status)):
             if value is not None:
                 found.append(f"{name} = ${name}")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -130,12 +131,21 @@ def _shrink(planes: Array, factor: int) -> Array:
     high, wide = (min(factor, side) for side in planes.shape[1:3])
     planes = planes[:, : planes.shape[1] // high * high, : planes.shape[2] // wide * wide]
     is_float = planes.dtype.kind == "f"
+    kind = np.dtype(np.float32 if is_float else np.uint16)
     # Rows first: they are contiguous, and leave fewer values for the columns.
-    kind = np.float32 if is_float else np.uint16
-    lines = sum((planes[:, row::high].astype(kind) for row in _places(high)), start=kind(0))
-    total = sum((lines[:, :, column::wide] for column in _places(wide)), start=kind(0))
+    lines = _add([planes[:, row::high] for row in _places(high)], kind)
+    total = _add([lines[:, :, column::wide] for column in _places(wide)], kind)
     count = len(_places(high)) * len(_places(wide))
-    return total / kind(count) if is_float else ((total + count // 2) // count).astype(np.uint8)
+    means: Array = total / np.float32(count) if is_float else ((total + count // 2) // count).astype(np.uint8)
+    return means
+
+
+def _add(parts: Sequence[Array], kind: np.dtype[Any]) -> Array:
+    """Return the sum of arrays of one shape."""
+    total: Array = parts[0].astype(kind)
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _places(side: int) -> list[int]:
@@ -157,7 +167,8 @@ def _scale(planes: Array) -> Array:
         low, high = -1.0, 1.0
     elif low >= 0 and high <= 255:
         low, high = 0.0, 255.0
-    return np.rint(np.nan_to_num((values - low) * (255 / max(high - low, 1e-30)), nan=0.0))
+    pixels: Array = np.rint(np.nan_to_num((values - low) * (255 / max(high - low, 1e-30)), nan=0.0))
+    return pixels
 
 
 def encode_png(picture: Array) -> bytes:
