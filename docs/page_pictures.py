@@ -217,7 +217,7 @@ SHOTS = (
     Shot("bad_episode", "", 900, click="tbody a", step=45, wait="canvas"),
     Shot("answer", "/stores/answers/episodes/3", 800),
     Shot("sql", f"{STORE}/sql?{urlencode({'q': QUERY})}", 640),
-    Shot("sampling", f"{STORE}/sampling", 900),
+    Shot("sampling", f"{STORE}/sampling?kind=prioritized", 900, wait="text=Of the rows drawn"),
     Shot("compare", "/compare?stores=catch-pixels,catch-state-2,catch-state-3&smooth=0.8", 900),
 )  # fmt: skip
 

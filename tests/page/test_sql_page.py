@@ -132,7 +132,8 @@ def test_samplers_are_tried_out(visit: Open) -> None:
     tab = visit()
     page = tab.open("/stores/run/sampling?where=" + quote("next.reward < 0"))
     page.wait_for_selector("dd >> text=56 of 485")
-    assert page.locator("section:has-text('Sources') tbody tr").count() == 1
+    shares = page.locator("section:has-text('Sources') tr:has-text('worker-2') td").all_inner_texts()
+    assert shares[1] == "100.0 %"
     page.select_option("#kind", "slices")
     page.fill("label:has-text('slice len') + input", "4")
     page.keyboard.press("Enter")

@@ -214,10 +214,10 @@ function columnsOf({ params, server, query }, { image, frames, filter, change, e
   const factChip = (/** @type {string} */ name, /** @type {any} */ value) => {
     // The text that SQL compares: ->> returns texts without quotes.
     const text = typeof value === "string" ? value : JSON.stringify(value);
-    const shown = `${cut(name)}: ${cut(text)}`;
+    const label = `${cut(name)}: ${cut(text)}`;
     return server.sql
-      ? h("button.chip", { type: "button", title: `Only episodes with ${name.slice(0, 200)}: ${text.slice(0, 200)}`, click: () => change({ facts: { ...filter().facts, [name]: text } }) }, h("bdi", null, shown))
-      : h("span.chip", null, h("bdi", null, shown));
+      ? h("button.chip", { type: "button", title: `Only episodes with ${name.slice(0, 200)}: ${text.slice(0, 200)}`, click: () => change({ facts: { ...filter().facts, [name]: text } }) }, h("bdi", null, label))
+      : h("span.chip", null, h("bdi", null, label));
   };
   return [
     { key: "episode_id", title: "Episode", isNumber: true, canSort: true, draw: (row) => h("a", { href: open(row) }, row.episode_id) },
