@@ -52,7 +52,7 @@ _logger = logging.getLogger("expstore")
 #: The default settings of a new store.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
-#: Settings by the keyword that takes them.
+#: Settings by the keyword, or the object, that takes them.
 _PARTS = {
     part.name: keyword
     for keyword, kind in {
@@ -63,6 +63,8 @@ _PARTS = {
         "retain": Retain,
     }.items()
     for part in fields_of(kind)
+} | {
+    name: f"path=expstore.cold.ObjectStorage(url, {name}=...)" for name in ("cache", "cache_bytes", "retries")
 }
 
 

@@ -6,6 +6,7 @@ files of the version pushed before are not even read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -53,6 +54,7 @@ def push(
     where: str | ObjectStorage | Any,
     *,
     version: int | str | None = None,
+    archive: bool = False,
     any_store: bool = False,
 ) -> RemoteVersion:
     """Send a version of a store to an object storage, completely or not at all.
@@ -71,14 +73,17 @@ def push(
         version: Number or tag of an existing version of the source. None: the newest of a folder of versions;
             of a store, a new version in `versions/` in its folder. The last two stay there, so that the next
             push only reads what has changed.
+        archive: Whether to send the archive of a buffer's store in place of the store. The archive needs an
+            address of its own.
         any_store: Whether the address may have versions of another store, as after a `pull`.
 
     Returns:
         The version on the object storage; `new_parts` and `new_bytes` say what was sent for it.
 
     Raises:
-        StateError: The address has versions of another store, the server ignores conditional writes, or the
-            URL contains credentials.
+        ArgumentError: `source` is neither a buffer nor a path, or a path with `archive`.
+        StateError: The store has no folder or no archive, the address has versions of another store, the
+            server ignores conditional writes, or the URL contains credentials.
         SnapshotError: There is no such version, or another version at the address has its tag.
         LockedError: Another process has the store open: pass a version that its `dumps` has made.
         RemoteError: The server does not answer, or refuses a request. Nothing was committed, unless the
@@ -90,42 +95,51 @@ def push(
         ...     version = expstore.cold.push(rb, "s3://bucket/run")
         >>> print(version.number, version.new_bytes)
     """
+    storage, sampler = _find_storage(source, archive)
+    path = local_path(source) if isinstance(source, str | os.PathLike) else _find_folder(storage)
     bucket, disk = ObjectStorage.of(where).connect(), Disk()
     bucket.check_conditions()
-    buffer = None if isinstance(source, str | os.PathLike) else source
-    path = local_path(source) if isinstance(source, str | os.PathLike) else _find_folder(source)
     if version is not None or not disk.exists(path / MANIFEST) or disk.exists(path / VERSION):
         folder = find_version(disk, path, version)
     else:
         # Refuse another store's address before making a version.
         _check_store(bucket, VersionList.load(bucket)[0], StoreManifest.load(disk, path).uuid, any_store)
-        place = path / OWN_FOLDER
-        folder = _dump(path) if buffer is None else buffer.snapshots.create(place, keep=_KEEP).path
+        opened = (
+            contextlib.closing(open_storage(path)) if storage is None else contextlib.nullcontext(storage)
+        )
+        with opened as writable:
+            folder = dump(writable.writer(), path / OWN_FOLDER, keep=_KEEP, sampler=sampler).path
     return _Push(bucket, disk, folder, any_store).run()
 
 
-def _find_folder(buffer: ReplayBuffer) -> Path:
-    """Return the folder of a buffer's store."""
-    if not hasattr(buffer, "snapshots"):
+def _find_storage(source: Any, archive: bool) -> tuple[Any, dict[str, Any] | None]:
+    """Return the storage of a buffer or its archive, and the sampler's settings; (None, None) for a path."""
+    if isinstance(source, str | os.PathLike):
+        if archive:
+            raise ArgumentError(
+                "archive=True is for a buffer that has the archive open", hint="push the path of the archive"
+            )
+        return None, None
+    if not hasattr(source, "snapshots"):
         raise ArgumentError(
-            f"cannot push a {type(buffer).__name__}", hint="pass a buffer that has a store open, or a path"
+            f"cannot push a {type(source).__name__}", hint="pass a buffer that has a store open, or a path"
         )
-    path = buffer.storage.path
-    if path is None or buffer.storage.manifest is None:
+    if not archive:
+        return source.storage, source.sampler.settings()
+    found = source.storage.open_archive()
+    if found is None:
+        raise StateError("this store has no archive", hint="leave archive=True out, or open it with archive=")
+    return found, None
+
+
+def _find_folder(storage: Any) -> Path:
+    """Return the folder of a store."""
+    if storage.path is None or storage.manifest is None:
         raise StateError(
             "this buffer has no folder, so that it cannot be pushed",
             hint="write a version with rb.dumps(path), then push(path, ...)",
         )
-    return path
-
-
-def _dump(path: Path) -> Path:
-    """Make a version of a store that is not open; return its folder."""
-    storage = open_storage(path)
-    try:
-        return dump(storage, path / OWN_FOLDER, keep=_KEEP).path
-    finally:
-        storage.close()
+    return Path(storage.path)
 
 
 def _check_store(bucket: Bucket, known: VersionList, store: str, any_store: bool) -> None:
@@ -146,6 +160,8 @@ class _Push:
         bucket: Where to send it.
         disk: Access to files.
         folder: The version's folder.
+        archive: Whether to send the archive of a buffer's store in place of the store. The archive needs an
+            address of its own.
         any_store: Whether the address may have versions of another store.
     """
 

@@ -141,6 +141,12 @@ def test_copies_in_other_processes_read_the_same_version(cached: WatchedStorage)
         assert found == list(range(70))
 
 
+@pytest.mark.parametrize("name", ["cache", "cache_bytes", "retries"])
+def test_settings_of_the_cache_have_a_place(name: str) -> None:
+    with pytest.raises(expstore.ArgumentError, match=rf"ObjectStorage\(url, {name}=\.\.\.\)"):
+        expstore.open("s3://bucket/run", mode="r", **{name: 3})
+
+
 def test_only_readers_open_a_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: WatchedStorage
 ) -> None:
