@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import numpy as np
@@ -23,10 +24,12 @@ from expstore.cluster.batch_queue import BatchQueue
 from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
 from expstore.cluster.routing import choose_shard
 from expstore.cluster.shard import Shard
+from expstore.cluster.versions import ClusterVersion, read_version, write_version
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
-from expstore.errors import ExpStoreError, NotFoundError, RemoteError, SchemaError, StateError
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes, LocalOnly
 from expstore.remote.transport import Retries
@@ -658,16 +661,57 @@ class ShardedReplayBuffer(LocalOnly):
 
     @property
     def snapshots(self) -> NoReturn:
-        """Not available: versions are of one store each."""
-        raise _build_versions_error("snapshots")
+        """Not available: other versions than those of `dumps` are of one store each."""
+        raise RemoteError(
+            "snapshots is not available for several shards together", kind="local_only",
+            hint="use dumps(path) and loads(path), or the versions of each: rb.shards[0].snapshots",
+        )  # fmt: skip
 
-    def dumps(self, path: object = None) -> NoReturn:
-        """Raise RemoteError: versions are of one store each."""
-        raise _build_versions_error("dumps")
+    def dumps(self, path: str | PathLike[str]) -> ClusterVersion:
+        """Make a version of every shard, and write to a local folder which versions belong together.
 
-    def loads(self, path: object = None, version: int | str | None = None) -> NoReturn:
-        """Raise RemoteError: versions are of one store each."""
-        raise _build_versions_error("loads")
+        The version of each shard has all rows that were acknowledged before the call, and possibly some that
+        are written meanwhile. The versions are in the folders of the shards, under a new name, until they are
+        removed there. `CLUSTER.json` in the local folder is replaced when all of them are complete.
+
+        Args:
+            path: The local folder; created if it does not exist.
+
+        Raises:
+            RemoteError: A shard did not answer; the local folder is unchanged.
+            StorageError: The file cannot be written.
+        """
+        tag, folder, draws = f"cluster-{uuid.uuid4().hex[:12]}", local_path(path), self.state_dict()
+        versions = self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.tag(tag)))
+        return write_version(folder, tag, draws["shards"], [version.rows for version in versions], draws)
+
+    def loads(self, path: str | PathLike[str]) -> ClusterVersion:
+        """Replace the content of every shard by its version of the last `dumps`, for all users of the stores.
+
+        Each shard is replaced completely or not at all; if the call fails, repeat it. With the seed, batch
+        size and `ahead` of the buffer that made the version, the batches follow that would have followed.
+
+        Args:
+            path: The local folder.
+
+        Raises:
+            SnapshotError: There is no version in the folder, it is of other shards, or a shard lacks it.
+            RemoteError: A shard did not answer.
+        """
+        version, mine = read_version(local_path(path)), self.state_dict()
+        if version.shards != mine["shards"]:
+            raise SnapshotError(
+                f"the version in {path} is of the shards {version.shards}, and these are {mine['shards']}",
+                hint="connect to the same shards in the same order",
+            )
+        self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.restore(version=version.tag)))
+        same = all(version.draws[name] == mine[name] for name in ("seed", "ahead", "batch_size"))
+        self._queue.reset(int((version.draws if same else mine)["draw"]))
+        with self._drawing:
+            self._others = int((version.draws if same else mine)["others"])
+            for shard in self._shards:
+                shard.mass = None
+        return version
 
     dump = save = dumps
     load = loads
@@ -888,10 +932,3 @@ def _with_pairs(rows: TensorDict, number: int) -> TensorDict:
     if ids is not None:
         rows.set("id", torch.stack([torch.full_like(ids, number), ids], dim=1))
     return rows
-
-
-def _build_versions_error(name: str) -> ExpStoreError:
-    return RemoteError(
-        f"{name} is not available for several shards together", kind="local_only",
-        hint="make a version of each: [rb.dumps() for rb in rb.shards]",
-    )  # fmt: skip

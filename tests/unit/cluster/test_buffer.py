@@ -23,6 +23,7 @@ from expstore.errors import (
     QueryError,
     RemoteError,
     SchemaError,
+    SnapshotError,
     StateError,
 )
 from tests.support.arrow_bodies import batch_of
@@ -268,7 +269,7 @@ def test_arguments_are_checked(urls: list[str]) -> None:
         with pytest.raises(StateError, match="divisible"):
             rb.sample()
     with connect(urls) as rb, pytest.raises(RemoteError, match="several shards together"):
-        rb.dumps()
+        _ = rb.snapshots
 
 
 def test_different_fields_are_named(urls: list[str]) -> None:
@@ -384,6 +385,37 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert monotonic() < until, "it did not happen in time"
         sleep(0.01)
+
+
+def test_a_version_of_all_shards_is_restored(urls: list[str], tmp_path: Path) -> None:
+    def actions_of(count: int) -> list[list[int]]:
+        return [rb.sample()["action"].tolist() for _ in range(count)]
+
+    with connect(urls, sampler={"kind": "prioritized"}) as rb:
+        pairs = fill(rb)
+        rb.update_priority(id=pairs, priority=torch.arange(1.0, 121.0))
+        actions_of(6)
+        version = rb.dumps(tmp_path / "versions")
+        assert version.rows == [int((pairs[:, 0] == shard).sum()) for shard in range(3)]
+        wanted = actions_of(5)
+        rb.extend(batch_of(50, 900), source="late")
+        rb.dumps(tmp_path / "later")
+        assert rb.loads(tmp_path / "versions") == version
+        assert len(rb) == 120
+        assert actions_of(5) == wanted
+        with pytest.raises(SnapshotError, match="CLUSTER.json"):
+            rb.loads(tmp_path)
+    with connect(urls[::-1]) as rb, pytest.raises(SnapshotError, match="same order"):
+        rb.loads(tmp_path / "versions")
+    with connect(urls, seed=9) as rb:
+        rb.sample()
+        rb.loads(tmp_path / "later")
+        assert (len(rb), rb.draw) == (170, 1)
+    file = tmp_path / "later" / "CLUSTER.json"
+    for text in ("{", "{}", '{"format": 2}'):
+        file.write_text(text)
+        with connect(urls) as rb, pytest.raises(SnapshotError, match="CLUSTER.json"):
+            rb.loads(tmp_path / "later")
 
 
 def test_another_store_under_the_name_of_a_shard_is_refused(tmp_path: Path) -> None:

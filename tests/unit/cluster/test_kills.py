@@ -114,7 +114,7 @@ def live_through_kills(folder: Path, kills: int) -> None:
     assert stored == acknowledged
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_acknowledged_rows_are_stored_once_although_shards_are_killed(tmp_path: Path) -> None:
     live_through_kills(tmp_path, 2)
 
