@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.draw_masses import MASSES
 from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import DrawNumber, Draws, GivenDraws, set_state
@@ -156,7 +157,7 @@ class Sampling(StorePart):
         self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
-        transform, limit = self._batches.transform, READ_LIMIT.get()
+        transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
         for redraw in range(_LIMIT):
             generator = draws.numbers(draw, redraw)
             if redraw == PATIENCE:
@@ -167,6 +168,8 @@ class Sampling(StorePart):
                 else:
                     chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
                 rows = chosen if self.unit is None else self.unit.select(chosen, storage)
+                if masses is not None:
+                    masses.append(chosen.mass)
                 if rows is not None:
                     if limit is not None:
                         limit.check(storage, rows.ids)
