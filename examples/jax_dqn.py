@@ -95,12 +95,18 @@ class TrainState(NamedTuple):
     updates: jax.Array  # number of gradient steps
 
 
+def init_layer(key: jax.Array, inputs: int, outputs: int) -> dict[str, jax.Array]:
+    """Return weights and biases as `torch.nn.Linear` has them, which are uniform up to 1 / sqrt(inputs)."""
+    bound = inputs**-0.5
+    values = jax.random.uniform(key, (inputs + 1, outputs), minval=-bound, maxval=bound)
+    return {"weight": values[:-1], "bias": values[-1]}
+
+
 def init_state(seed: int) -> TrainState:
     sizes = (4, 128, 128, 2)
     keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-    initialize = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as in PyTorch
     params = [
-        {"weight": initialize(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
+        init_layer(key, inputs, outputs)
         for key, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False)
     ]
     zeros = jax.tree.map(jnp.zeros_like, params)
