@@ -1,7 +1,7 @@
 """Learning curves of Stable-Baselines3's DQN and SAC with its own replay buffer and with `expstore.sb3`.
 
-Run as `python benchmarks/sb3_learning.py`; all runs take about ten minutes of one core. Figures are written to
-`benchmarks/results/sb3_curves.json` after each run, runs that the file has are skipped, and the picture is
+Run as `python benchmarks/sb3_learning.py`; all runs take about ten minutes of one core. Figures are written
+to `benchmarks/results/sb3_curves.json` after each run, runs that the file has are skipped, and the picture is
 `docs/images/sb3_curves.png`. `--draw` only draws.
 """
 
