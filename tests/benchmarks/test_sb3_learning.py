@@ -24,7 +24,7 @@ def test_runs_are_kept_and_drawn(tmp_path: Path) -> None:
         assert found.keys() == {*sb3_learning.BUFFERS}
         for run in (run for seeds in found.values() for run in seeds.values()):
             assert len(run["ends"]) == len(run["returns"])
-            assert 200 <= run["ends"][-1] <= 300
+            assert 200 <= run["ends"][-1] <= 512  # DQN makes 256 steps at a time
     assert len(lines) == 4 + 2 + 4  # runs, the head of the table, its rows
     assert picture.read_bytes().startswith(b"\x89PNG")
     again: list[str] = []
