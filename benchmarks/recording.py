@@ -250,8 +250,8 @@ def _beside_sb3(
             if side != "sb3":
                 getattr(one, "replay_buffer", one).close()
     theirs, theirs_thread = float(np.median(cpu.pop("sb3"))), float(np.median(thread["sb3"]))
-    for side, turns in cpu.items():
-        ours, ours_thread = float(np.median(turns)), float(np.median(thread[side]))
+    for side, cycles in cpu.items():
+        ours, ours_thread = float(np.median(cycles)), float(np.median(thread[side]))
         yield Result(
             f"recording/{name}-{side}",
             ours / theirs,

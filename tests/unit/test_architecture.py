@@ -62,7 +62,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
 }
 
 #: Extras of pyproject.toml that the library itself does not import.
-DEVELOPERS = {"bench", "dev"}
+DEVELOPERS = {"bench", "dev", "docs"}
 
 #: Importing one of these takes seconds.
 SLOW_LIBRARIES = {"gymnasium", "tensordict", "torch", "torchrl"}
