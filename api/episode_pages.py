@@ -205,15 +205,19 @@ class EpisodePage:
 
         Args:
             table: The result of the query, a pyarrow Table.
-            truncated: Whether the result lacks rows.
+            truncated: Whether the result lacks its last rows.
 
         Raises:
-            Refusal: 422: the condition is not one SQL expression, so that the result is no list of episodes.
+            Refusal: 413: rows before the cursor are missing. 422: the condition is not one SQL expression, so
+                that the result is no list of episodes.
         """
         if sorted(table.column_names) != sorted([*COLUMNS, "info", _VALUE]):
             raise Refusal(422, "where is not one SQL expression", kind="query",
                           hint="give a condition over the columns of episodes")  # fmt: skip
         backward = self._cursor is not None and self._cursor.backward
+        if truncated and backward:  # the missing rows are those next to the cursor
+            raise Refusal(413, "the episodes of this page take too many bytes", kind="too_large",
+                          hint="ask for fewer with limit")  # fmt: skip
         more = truncated or table.num_rows > self.limit
         if table.num_rows > self.limit:
             table = table.slice(1 if backward else 0, self.limit)

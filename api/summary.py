@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field
 import expstore
 from expstore.api.histograms import Ages, Histogram, ages_of, choose_ids, priorities_of, times_sampled
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.values import key_name
+from expstore.core.values import Key, key_name
 from expstore.data.images import find_image
 from expstore.disk.files import Disk
 from expstore.maintenance.disk_usage import StoreSize, store_size
 from expstore.schema.arrow_types import describe
 from expstore.schema.schema import Field as StoredField
+from expstore.storages.columns.column import FieldSize
 
 __all__ = ["Summarizer", "Summary"]
 
@@ -186,7 +187,7 @@ class Summarizer:
         self._drawn, self._clock = drawn, clock
         self._lock = threading.Lock()
         self._known: tuple[float, Summary] | None = None
-        self._size: tuple[float, StoreSize] | None = None
+        self._size: tuple[float, StoreSize, tuple[Key, ...]] | None = None
         self._history = deque([self._count()])
 
     def summarize(self) -> Summary:
@@ -201,7 +202,9 @@ class Summarizer:
         rb = self._rb
         facts = rb.stats()  # follows the writer of another process
         storage = rb.storage
-        manifest, size, ids = storage.manifest, self._measure(), choose_ids(storage)
+        manifest, ids = storage.manifest, choose_ids(storage)
+        size, measured = self._measure()
+        sizes = dict(zip(measured, size.fields, strict=True))
         assert manifest is not None, "a served store has a folder"
         known = {name: facts.get(name) for name in (
             "durability", "unsynced_rows", "last_sync_age", "last_sync_seconds")}  # fmt: skip
@@ -209,15 +212,15 @@ class Summarizer:
             name=self._name, uuid=manifest.uuid, storage=manifest.storage, rows=len(storage),
             capacity=storage.capacity, written=storage.write_count, generation=manifest.generation,
             meta=rb.meta, bytes=size.disk_bytes, free_bytes=Disk().free(self._path),
-            fields=self._describe_fields(size), episodes=self._count_episodes(), rates=self._measure_rates(),
+            fields=self._describe_fields(sizes), episodes=self._count_episodes(), rates=self._measure_rates(),
             ages=ages_of(storage, ids), priorities=priorities_of(storage, ids),
             times_sampled=times_sampled(storage, ids), limiter=facts["rate_limiter"],
             read_only=storage.follows, versions=self._list_versions(), sessions=self._list_sessions(),
             **known,
         )  # fmt: skip
 
-    def _measure(self) -> StoreSize:
-        """Return the size of the store's files, measured some seconds ago."""
+    def _measure(self) -> tuple[StoreSize, tuple[Key, ...]]:
+        """Return the size of the store's files, measured some seconds ago, and the fields of that time."""
         now, storage = self._clock(), self._rb.storage
         if self._size is None or now >= self._size[0]:
             manifest = storage.manifest
@@ -228,14 +231,13 @@ class Summarizer:
                 Disk(), self._path, manifest, written if slots is None else min(written, slots)
             )
             pause = max(_SIZE_SECONDS, _SIZE_TIMES * (time.perf_counter() - began))
-            self._size = now + pause, found
-        return self._size[1]
+            self._size = now + pause, found, manifest.schema.keys if manifest.schema else ()
+        return self._size[1:]
 
-    def _describe_fields(self, size: StoreSize) -> list[FieldFacts]:
+    def _describe_fields(self, sizes: Mapping[Key, FieldSize]) -> list[FieldFacts]:
         schema = self._rb.schema
         if schema is None:
             return []
-        sizes = dict(zip([entry.key for entry in schema.fields], size.fields, strict=False))
         found = []
         for entry in schema.fields:
             one, image = sizes.get(entry.key), find_image(entry)

@@ -86,9 +86,10 @@ async def episodes(
     """
     kind = choose_type(request)
     filters = Filters(where, after, source, status)
-    found = EpisodePage(filters, order, limit, page)
     if where is not None:
         check_sql(limits)
+        limit = max(1, min(limit, limits.sql_rows - 1))  # a query asks for one more row
+    found = EpisodePage(filters, order, limit, page)
 
     def ask() -> Response:
         size = ReadLimit(limits.max_answer, text=kind == JSON)

@@ -19,6 +19,8 @@ from tensordict import TensorDict
 import expstore
 from expstore.api import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.errors import QueryError
+from expstore.sql.sandbox.pool import SqlWorker
 from tests.support.arrow_bodies import ACCEPT_ARROW
 from tests.support.servers import Serving
 
@@ -189,7 +191,9 @@ def test_answers_are_cut_to_the_limits_of_sql(folder: Path) -> None:
     settings = replace(Settings(path=folder), sql_rows=10, read_only=True)
     with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         pages = walk(client, "X-Next", where="length > 1")
-        assert [len(page) for page in pages] == [10, 10, 4]
+        assert [len(page) for page in pages] == [9, 9, 6]
+        cursor = ask(client, where="length > 1", page=ask(client, where="length > 1")[1]["X-Next"])[1]
+        assert walk(client, "X-Previous", cursor["X-Previous"], where="length > 1") == pages[:1]
         assert client.get(RUN).headers["X-Total"] == "30"
 
 
@@ -198,6 +202,23 @@ def test_servers_without_sql_refuse_conditions_only(folder: Path) -> None:
     with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.get(RUN, params={"where": "length > 1"}).status_code == 403
         assert len(ask(client, order="-length")[0]) == 30
+
+
+def test_a_total_that_takes_too_long_is_left_out(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = SqlWorker.query
+
+    def refuse_counts(worker: SqlWorker, sql: str, *rest: Any, **more: Any) -> Any:
+        if sql.startswith("SELECT count(*)"):
+            raise QueryError("it took too long", kind="timeout")
+        return query(worker, sql, *rest, **more)
+
+    monkeypatch.setattr(SqlWorker, "query", refuse_counts)
+    found, headers = ask(client, where="length > 1", limit=5)
+    assert len(found) == 5
+    assert "X-Total" not in headers
+    assert "X-Next" in headers
 
 
 def test_long_names_of_sources_do_not_lengthen_cursors(tmp_path: Path) -> None:
