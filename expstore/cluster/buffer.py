@@ -10,7 +10,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import PathLike
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -25,6 +25,7 @@ from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
 from expstore.cluster.routing import choose_shard
 from expstore.cluster.shard import Shard
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
+from expstore.cluster.worker import run_together
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
@@ -60,8 +61,8 @@ class ShardedReplayBuffer(LocalOnly):
     draws by. `priority_weight` follows from the probability with which each row was drawn, also while others
     write: masses are those of the shards' last answers. The rows of a shard are adjacent in a batch.
 
-    `ahead` batches are drawn together, by one request for each shard. A larger number takes less time and
-    memory bandwidth per batch; priorities take effect later.
+    `ahead` batches are drawn together, by one request for each shard. A larger number takes less time per
+    batch; priorities take effect later. Up to two times as many batches are in memory.
 
     Rows are identified by pairs: the number of the shard and the id there. `id` of batches, the results of
     `extend`, and the arguments of `by_id` and `update_priority` have shape `(n, 2)`.
@@ -151,8 +152,7 @@ class ShardedReplayBuffer(LocalOnly):
         self._device = None if device is None else torch.device(device)
         self.priority_key, self._as_numpy = priority_key, as_numpy
         self._client = uuid.uuid4().hex
-        self._routes: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._resumed: dict[str, Shard] = {}
         self._iterator: Generator[Any] | None = None
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
         self._shards = [
@@ -176,13 +176,13 @@ class ShardedReplayBuffer(LocalOnly):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process."""
-        own = ("_lock", "_drawing", "_iterator")
+        own = ("_drawing", "_iterator")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
         self.__dict__.update(state, _iterator=None, _client=uuid.uuid4().hex)
-        self._lock, self._drawing = threading.Lock(), threading.Lock()
+        self._drawing = threading.Lock()
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -365,13 +365,24 @@ class ShardedReplayBuffer(LocalOnly):
 
     def _route(self, source: str | None) -> Shard:
         """Return the shard of a source."""
-        with self._lock:
-            found = self._routes.get(source) if source is not None else None
-        if found is None:
-            found = choose_shard(
-                self._client if source is None else source, {one.number: one.uuid for one in self._shards}
-            )
-        return self._shards[found]
+        resumed = None if source is None else self._resumed.get(source)
+        if resumed is not None:
+            return resumed
+        name = self._client if source is None else source
+        return self._shards[choose_shard(name, {one.number: one.uuid for one in self._shards})]
+
+    def _resume(self, source: str, check: bool) -> tuple[Shard, torch.Tensor]:
+        """Resume the episodes of a source in the shard that has them, to which the source stays bound.
+
+        It is another shard than that of the source's name if the list of shards was another one at that time.
+        """
+        first = self._route(source)
+        for shard in [first, *(one for one in self._shards if one is not first)]:
+            ids = shard.call(lambda buffer: buffer.episodes.resume(source, check=check))
+            if ids.numel():
+                self._resumed[source] = shard
+                return shard, ids
+        return first, ids
 
     def _raise_priorities(
         self, shard: Shard, ids: torch.Tensor, data: Any, update_priority: bool | None
@@ -744,20 +755,14 @@ class ShardedReplayBuffer(LocalOnly):
 
     def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
         """Call a function for all shards at once; return the results in the order of the shards."""
-        with ThreadPoolExecutor(len(self._shards)) as pool:
-            return list(pool.map(act, self._shards))
+        return run_together([partial(act, shard) for shard in self._shards])
 
     def _each_of(self, pairs: IntArray, act: Callable[[Shard, IntArray], _Found]) -> dict[int, _Found]:
         """Call a function for all shards of some rows at once, with the places of the shard's rows."""
         numbers = np.unique(pairs[:, 0]).tolist()
-        if not numbers:
-            return {}
-        with ThreadPoolExecutor(len(numbers)) as pool:
-            futures = {
-                number: pool.submit(act, self._shards[number], np.flatnonzero(pairs[:, 0] == number))
-                for number in numbers
-            }
-        return {number: future.result() for number, future in futures.items()}
+        places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
+        acts = [partial(act, self._shards[k], rows) for k, rows in zip(numbers, places, strict=True)]
+        return dict(zip(numbers, run_together(acts), strict=True))
 
     def _check_pairs(self, ids: Any) -> IntArray:
         """Return pairs of shards and ids as an array. Shape `(n, 2)`.
@@ -849,8 +854,7 @@ class ShardedEpisodes(LocalEpisodes):
         Returns:
             Shard and id of the resumed episodes. Shape `(n, 2)`, int64.
         """
-        shard = self._owner._route(source)
-        ids = shard.call(lambda buffer: buffer.episodes.resume(source, check=check))
+        shard, ids = self._owner._resume(source, check)
         return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
 
 

@@ -10,11 +10,11 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "run_together"]
 
 _Found = TypeVar("_Found")
 _Task = tuple["Future[Any]", Callable[[], Any]]
@@ -59,6 +59,23 @@ class Worker:
             tasks, self._tasks = self._tasks, None
             if tasks is not None and self._pid == os.getpid():
                 tasks.put(None)
+
+
+def run_together(acts: Sequence[Callable[[], _Found]]) -> list[_Found]:
+    """Run functions in a thread each, and return their results.
+
+    Raises:
+        BaseException: The error of the first function that failed, after all have ended.
+    """
+    workers = [Worker("expstore-together") for _ in acts]
+    futures = [worker.submit(act) for worker, act in zip(workers, acts, strict=True)]
+    for worker in workers:
+        worker.close()
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+    return [future.result() for future in futures]
 
 
 def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:

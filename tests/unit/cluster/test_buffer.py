@@ -456,6 +456,16 @@ def test_episodes_are_resumed_by_another_buffer(urls: list[str]) -> None:
         rb.episodes.end("actor")
         rb.episodes.end()
         assert rb.episodes("status = 'open'").shape[0] == 0
+        first = rb._route("actor").number
+    others = [url for number, url in enumerate(urls) if number != first]
+    with connect(others) as rb:  # the list of shards was a different one
+        rb.extend(batch_of(5), source="actor")
+    with connect([*others, urls[first]]) as rb:
+        assert rb._route("actor").number == 2
+        (pair,) = rb.episodes.resume("actor").tolist()
+        assert pair[0] != 2
+        rb.extend(batch_of(5, 5), source="actor")
+        assert rb.trajectory(tuple(pair))["action"].tolist() == list(range(10))
 
 
 def test_rows_are_tensordicts(urls: list[str]) -> None:
