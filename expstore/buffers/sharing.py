@@ -145,8 +145,10 @@ class _Owner:
     def dump(self, path: str, *, keep: int | None, tag: str | None) -> str:
         """Create a version of the store in a folder; return its description, as JSON text."""
         snapshots = Snapshots(self._store, self._sampling)
-        found = snapshots.create(path, keep=keep) if tag is None else snapshots.tag(tag, path)
-        return pack_version(found)
+        if tag is not None:
+            return pack_version(snapshots.tag(tag, path))
+        assert keep is not None, "the number of versions without a tag is limited"
+        return pack_version(snapshots.create(path, keep=keep))
 
     def annotate(self, episode_id: int, changes: str) -> str:
         """Note facts about an episode, as JSON text; return all facts about it."""

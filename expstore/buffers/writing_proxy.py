@@ -147,7 +147,7 @@ class WritingProxy:
 
         Args:
             path: Folder of versions, absolute: the owner may run in another folder.
-            keep: Number of versions without a tag to keep; None: all of them.
+            keep: Number of versions without a tag to keep; None if there is a tag.
             tag: Name of the version; None: it has none.
         """
         return str(self._ask({"do": "dump", "path": path, "keep": keep, "tag": tag}).decode())

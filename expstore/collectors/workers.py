@@ -331,9 +331,10 @@ def _work(
 
 def _seed_generators(seed: int | None, lane: int) -> None:
     """Seed the global generators, which a policy may use: torch's begins alike in every process."""
-    numbers = np.random.SeedSequence(None if seed is None else [seed, lane]).generate_state(3)
-    for number, plant in zip(numbers.tolist(), (random.seed, np.random.seed, torch.manual_seed), strict=True):
-        plant(number)
+    words = np.random.SeedSequence(None if seed is None else [seed, lane]).generate_state(3).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2])
 
 
 class _WorkerLoop:

@@ -82,8 +82,8 @@ def unknown_keyword(
         name: The unknown keyword.
         value: The value passed with it.
         known: The keywords of the function or class.
-        parts: For names that are keys of a dict that one of the keywords takes: that keyword. For other names:
-            the call to make, which ends with a bracket.
+        parts: For names that are keys of a dict that one of the keywords takes: that keyword. For other
+            names: the call to make, which ends with a bracket.
     """
     text = repr(value) if len(repr(value)) <= 40 else "..."
     alias = _ALIASES.get(name)
