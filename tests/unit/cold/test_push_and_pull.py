@@ -31,7 +31,7 @@ from expstore.errors import (
 )
 from expstore.maintenance import verify
 from tests.support.batches import counted_frames, episode_rows
-from tests.support.object_stores import WatchedStorage, check_whole
+from tests.support.object_stores import Killed, WatchedStorage, check_whole
 
 pytestmark = pytest.mark.usefixtures("no_syncs", "no_index_on_close")
 
@@ -508,3 +508,36 @@ def test_a_prune_before_any_request_of_a_push_harms_no_version(
         assert found == [1, 3]
         requests += 1
     assert requests > 15
+
+
+def test_a_push_before_any_request_of_a_prune_harms_no_version(
+    tmp_path: Path, rb: Buffer, storage: WatchedStorage
+) -> None:
+    """It may find parts of an interrupted push, and of a removed version, that are about to be deleted."""
+    for number in range(3):
+        rb.extend(episode_rows(10, start=1000 + 10 * number))
+        rb.dumps(tmp_path / "backup")
+    requests = 0
+    for number in range(1000):
+        fresh = WatchedStorage()
+        cold.push(tmp_path / "backup", fresh, version=3)
+        cold.push(tmp_path / "backup", fresh, version=2)
+        cold.push(tmp_path / "backup", fresh, version=1)
+        fresh.kill_at(14)
+        rb.extend(episode_rows(10, start=2000 + 10 * number))
+        last = rb.dumps(tmp_path / "last").number
+        with pytest.raises(Killed):
+            cold.push(tmp_path / "last", fresh, version=last)
+
+        def push(storage: WatchedStorage = fresh, version: int = last) -> None:
+            cold.push(tmp_path / "last", storage, version=version)
+            check_whole(storage)
+
+        fresh.run_before(number, push)
+        cold.prune(fresh, keep=1, grace_seconds=0)
+        found = [version.number for version in check_whole(fresh)]
+        if found == [3]:  # it ended before that request
+            break
+        assert found in ([4], [3, 4])
+        requests += 1
+    assert requests > 5
