@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -139,9 +140,10 @@ def to_json(batch: Any) -> list[list[Any]]:
     return [_finite(values) for values in plain_columns(batch)]
 
 
-def rows_to_json(batch: Any) -> dict[str, dict[str, list[Any]]]:
-    """Return rows as JSON values: a list per column, a value per row."""
-    return {"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))}
+def rows_to_json(batch: Any, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return rows as JSON values: a list per column, a value per row; facts become `drawn_from`."""
+    rows = {"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))}
+    return rows if facts is None else rows | {"drawn_from": dict(facts)}
 
 
 def _finite(value: Any) -> Any:

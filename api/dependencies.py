@@ -16,6 +16,7 @@ from expstore.api.errors import Refusal
 from expstore.api.settings import Settings
 from expstore.api.stores import Served, Stores
 from expstore.buffers.episodes import remote_session
+from expstore.errors import StateError
 
 __all__ = [
     "BATCHES_ANSWER",
@@ -55,6 +56,14 @@ SessionId = Annotated[
         examples=["actor-7"],
     ),
 ]
+StoreId = Annotated[
+    str | None,
+    Header(
+        description="Uuid of the store that the client means: status 409 with kind `other_store` if another "
+        "store has its name by now.",
+        examples=["0b9f4c1e5d7a4f6f8a3c2b1d0e9f8a7b"],
+    ),
+]
 StoreName = Annotated[
     str, Path(description="Name of the store: its folder's name, without `.exp`.", examples=["demo"])
 ]
@@ -69,10 +78,17 @@ def _session(x_session: SessionId = None) -> str | None:
     return None if x_session is None else remote_session(x_session).id
 
 
-async def _store(request: Request, name: StoreName, x_session: SessionId = None) -> Served:
+async def _store(
+    request: Request, name: StoreName, x_session: SessionId = None, x_store: StoreId = None
+) -> Served:
     stores, session = _stores(request), _session(x_session)
     known = stores.find_open(name)
     served = await anyio.to_thread.run_sync(stores.get, name) if known is None else known
+    if x_store is not None and x_store != served.uuid:
+        raise StateError(
+            f"store {name!r} is {served.uuid}, but the request is for {x_store[:64]!r}", kind="other_store",
+            hint="the folder was replaced: restore the store, or connect again",
+        )  # fmt: skip
     if session is not None:
         served.heard.note(session)
     return served

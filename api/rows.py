@@ -19,10 +19,10 @@ from expstore.api.stores import Served
 from expstore.core.values import key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
-from expstore.wire.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
-from expstore.wire.stream import StreamWriter, read_batches, write_stream
+from expstore.wire.codec import NOTE, Codec, Coded, Encoder, join_columns, meaning_of, wishes_of, write_note
+from expstore.wire.stream import StreamWriter, read_batches
 
-__all__ = ["answer_rows", "check_ids", "take_rows"]
+__all__ = ["answer_rows", "check_ids", "take_rows", "write_batch"]
 
 
 def take_rows(
@@ -135,21 +135,47 @@ def _column_of(entry: Field, values: Any) -> Any:
 
 
 def answer_rows(
-    data: TensorDictBase, kind: str, compression: str | None = None, encoder: Encoder | None = None
+    data: TensorDictBase,
+    kind: str,
+    compression: str | None = None,
+    encoder: Encoder | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Response:
-    """Return a response with rows, of the media type that the client wants."""
+    """Return a response with rows, of the media type that the client wants.
+
+    Args:
+        data: The rows.
+        kind: The media type.
+        compression: Compression of an Arrow stream; None: not compressed.
+        encoder: Encodes the rows; None: a new one.
+        facts: What the rows were drawn from; None: they were not drawn.
+    """
     encoder = encoder or Encoder()
     if kind != ARROW:
-        response = json_answer(rows_to_json(encoder.encode(data)))
-    elif compression is not None:
-        response = arrow_answer(write_stream(encoder.encode(data), compression=compression))
+        response = json_answer(rows_to_json(encoder.encode(data), facts))
     else:
-        writer = StreamWriter()
-        writer.write_message(*encoder.message(data))
+        writer = StreamWriter(compression)
+        write_batch(writer, encoder, data, facts, is_packed=compression is not None)
         writer.end()
         response = arrow_answer(writer.take())
     response.headers[ROWS] = str(data.numel())
     return response
+
+
+def write_batch(
+    writer: StreamWriter,
+    encoder: Encoder,
+    data: TensorDictBase,
+    facts: Mapping[str, Any] | None,
+    *,
+    is_packed: bool,
+) -> None:
+    """Append rows to an Arrow stream, with facts about them in the metadata of their message."""
+    note = None if facts is None else write_note(facts)
+    if is_packed:
+        writer.write(encoder.encode(data), None if note is None else {NOTE: note})
+    else:
+        writer.write_message(*encoder.message(data, note))
 
 
 def check_ids(ids: Any) -> torch.Tensor:

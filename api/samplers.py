@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -18,15 +18,16 @@ import expstore
 from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
 from expstore.api.where_conditions import check_condition, limit_condition
+from expstore.buffers.draw_masses import record_masses
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
-from expstore.core.values import Selection
+from expstore.core.values import Mass, Selection
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.names import make_sampler
 
-__all__ = ["AnySpec", "Drawers", "Spec"]
+__all__ = ["AnySpec", "Drawers", "Drawn", "Spec"]
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -160,6 +161,18 @@ _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
 _NO_IDS = np.zeros(0, np.int64)
 
 
+class Drawn(NamedTuple):
+    """A batch.
+
+    Args:
+        batch: The rows.
+        facts: What they were drawn from, as the result of `Drawers.weigh`.
+    """
+
+    batch: Any
+    facts: dict[str, Any]
+
+
 class Drawers:
     """Keep the samplers of one store, and draw batches with them.
 
@@ -185,8 +198,8 @@ class Drawers:
 
     def draw(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
-    ) -> Any:
-        """Return a batch.
+    ) -> Drawn:
+        """Return a batch, and what it was drawn from.
 
         Args:
             spec: A sampler's description or name; None: uniform.
@@ -200,33 +213,60 @@ class Drawers:
             NotReadyError: There are too few rows that may be drawn, or other clients must write or sample
                 first.
         """
-        batch = self._draw_limited(spec, where, seed, number, batch_size)
+        drawn = self._draw_limited(spec, where, seed, number, batch_size)
         with self._counting:
-            self.rows_drawn += batch.numel()
-        return batch
+            self.rows_drawn += drawn.batch.numel()
+        return drawn
 
     def _draw_limited(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
-    ) -> Any:
-        if spec is None and where is None and seed is None:
-            return self._rb.sample(batch_size)
-        if self._limiter is None:
-            return self._draw(spec, where, seed, number, batch_size)
-        with self._limiter.sampling(batch_size) as count:
-            batch = self._draw(spec, where, seed, number, batch_size)
-            count(batch.numel())
-        return batch
+    ) -> Drawn:
+        with record_masses() as masses:
+            if spec is None and where is None and seed is None:
+                batch = self._rb.sample(batch_size)
+            elif self._limiter is None:
+                batch = self._draw(spec, where, seed, number, batch_size)
+            else:
+                with self._limiter.sampling(batch_size) as count:
+                    batch = self._draw(spec, where, seed, number, batch_size)
+                    count(batch.numel())
+        return Drawn(batch, self._describe(masses[-1] if masses else None))
+
+    def weigh(self, spec: Any, where: str | None, seed: int | None, batch_size: int) -> dict[str, Any]:
+        """Return what a batch would be drawn from now, as facts by name. The arguments are those of `draw`.
+
+        Raises:
+            NotFoundError: There is no sampler of this name.
+        """
+        spec = self._resolve(spec)
+        if isinstance(spec, str):
+            _refuse_settings(where, seed)
+            named = self.find(spec)
+            sampler, storage = named.sampler, named.storage
+        else:
+            sampler = self._buffer(Uniform() if spec is None else spec, where, seed).sampler
+            storage = self._rb.storage
+        return self._describe(sampler.mass(storage, batch_size))
+
+    def _describe(self, mass: Mass | None) -> dict[str, Any]:
+        """Return what a batch is drawn from as facts by name; `mass` is None if the sampler has no mass."""
+        facts: dict[str, Any] = {"mass": None} if mass is None else {"mass": mass.total}
+        if mass is not None:
+            facts |= {name: getattr(mass, name) for name in ("rows", "smallest", "beta", "unit")}
+        return facts | {"largest_priority": float(self._rb.storage.priorities.largest)}
+
+    def _resolve(self, spec: Any) -> Any:
+        """Return a description if the name is that of a kind, and no sampler is kept under it."""
+        if isinstance(spec, str) and spec in _PLAIN and spec not in self._named:
+            return _PLAIN[spec].model_validate({"kind": spec})
+        return spec
 
     def _draw(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
     ) -> Any:
-        if isinstance(spec, str) and spec in _PLAIN and spec not in self._named:
-            spec = _PLAIN[spec].model_validate({"kind": spec})
+        spec = self._resolve(spec)
         if isinstance(spec, str):
-            if where is not None or seed is not None or number is not None:
-                raise Refusal(
-                    422, "a named sampler has its own where and seed: leave where, seed and draw out"
-                )
+            _refuse_settings(where, seed, number)
             named, storage = self.find(spec), self._rb.storage
             if named.storage is not storage:
                 storage.drain()  # otherwise small batches would become visible a moment later
@@ -371,3 +411,9 @@ class Drawers:
         """Close the readers of the store."""
         for name in list(self._named):
             self.forget(name)
+
+
+def _refuse_settings(*given: object) -> None:
+    """Raise Refusal if a request for a named sampler has settings of its own."""
+    if any(value is not None for value in given):
+        raise Refusal(422, "a named sampler has its own where and seed: leave where, seed and draw out")

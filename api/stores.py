@@ -215,6 +215,12 @@ class Served:
         self.rb.close()
 
     @property
+    def uuid(self) -> str:
+        """The uuid of the store, which it keeps for ever."""
+        uuid: str = self.rb.storage.description.uuid
+        return uuid
+
+    @property
     def generation(self) -> int:
         """Number of times the store was opened for writing: within one generation an id is never reused."""
         manifest = self.rb.storage.manifest

@@ -1,4 +1,4 @@
-"""The cost of a step in an environment loop: a recorder, `add`, and stable-baselines3's buffer; a wrapper.
+"""The cost of a step in an environment loop: a recorder, `add`, a wrapper, and buffers of stable-baselines3.
 
 Run as `python benchmarks/recording.py`. All sides get the same steps in turns of some hundreds. Reported are
 the CPU time of the whole process per step, including background work, and the time of a call.
@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 
 import expstore  # noqa: E402
-from benchmarks.adapters import Missing, StableBaselines  # noqa: E402
+from benchmarks.adapters import Missing, StableBaselines, need  # noqa: E402
 from benchmarks.report import Report, Result, options  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 
@@ -146,6 +146,12 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
                 close()
         yield from _results(kind, cpu, calls)
     yield measure_wrapper(folder, effort)
+    try:
+        need("stable_baselines3")
+    except Missing:
+        return
+    yield from measure_add(folder, effort)
+    yield from measure_learn(folder, effort)
 
 
 def measure_wrapper(folder: Path, effort: Effort) -> Result:
@@ -168,6 +174,93 @@ def measure_wrapper(folder: Path, effort: Effort) -> Result:
         note=f"a step of the loop {before * 1e6:.1f} µs, recorded {after * 1e6:.1f} µs (medians of turns)",
         data={"cpu": after - before, **cpu},
     )
+
+
+def measure_add(folder: Path, effort: Effort) -> Iterator[Result]:
+    """Measure `add` of `expstore.sb3.ReplayBuffer` beside stable-baselines3's, given the same steps."""
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    rng, spaces = np.random.default_rng(0), gymnasium.spaces
+    observation, actions = spaces.Box(-9, 9, (105,), np.float32), spaces.Box(-1, 1, (8,), np.float32)
+    seen = rng.normal(size=(65, 1, 105)).astype(np.float32)
+    action, reward = np.zeros((1, 8), np.float32), np.ones(1, np.float32)
+    infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False}]
+    steps = [
+        (seen[n % 64], seen[(n + 1) % 64], action, reward, np.array([n % 200 == 199]), infos)
+        for n in range(effort.steps)
+    ]
+    size = min(effort.capacity, 20_000)
+    buffers: dict[str, Any] = {"sb3": ReplayBuffer(size, observation, actions, "cpu")}
+    for count in (1, 16, 64):
+        path = folder / f"sb3-add-{count}.exp"
+        buffers[str(count)] = expstore.sb3.ReplayBuffer(
+            size, observation, actions, "cpu", path=path, flush_steps=count
+        )
+
+    def add_all(buffer: Any) -> None:
+        for step in steps:
+            buffer.add(*step)
+
+    yield from _beside_sb3("sb3-add", buffers, add_all, effort)
+
+
+def measure_learn(folder: Path, effort: Effort) -> Iterator[Result]:
+    """Measure a step of DQN's `learn` on CartPole with either buffer; every fourth step trains."""
+    from stable_baselines3 import DQN
+
+    torch.set_num_threads(1)
+    models: dict[str, Any] = {}
+    for count in (0, 1, 4, 16):
+        options: dict[str, Any] = {}
+        if count:
+            path = folder / f"sb3-learn-{count}.exp"
+            options["replay_buffer_class"] = expstore.sb3.ReplayBuffer
+            options["replay_buffer_kwargs"] = {"path": path, "flush_steps": count}
+        models[str(count or "sb3")] = DQN(
+            "MlpPolicy", gymnasium.make("CartPole-v1"), buffer_size=min(effort.capacity, 20_000), seed=0,
+            learning_starts=effort.steps // 2, train_freq=4, batch_size=64, device="cpu", **options,
+        )  # fmt: skip
+
+    def learn(model: Any) -> None:
+        model.learn(effort.steps, reset_num_timesteps=False)
+
+    yield from _beside_sb3("sb3-learn", models, learn, effort)
+
+
+def _beside_sb3(
+    name: str, sides: dict[str, Any], run: Callable[[Any], None], effort: Effort
+) -> Iterator[Result]:
+    """Run sides in turns and compare their CPU time per step with that of the side `sb3`."""
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    thread: dict[str, list[float]] = {side: [] for side in sides}
+    gc.collect()
+    gc.disable()
+    try:
+        for cycle in range(effort.rounds + 1):
+            for side, one in sides.items():
+                began = time.process_time(), time.thread_time()
+                run(one)
+                spent = time.process_time() - began[0], time.thread_time() - began[1]
+                if cycle:  # the first turn warms up
+                    cpu[side].append(spent[0] / effort.steps)
+                    thread[side].append(spent[1] / effort.steps)
+    finally:
+        gc.enable()
+        for side, one in sides.items():
+            if side != "sb3":
+                getattr(one, "replay_buffer", one).close()
+    theirs, theirs_thread = float(np.median(cpu.pop("sb3"))), float(np.median(thread["sb3"]))
+    for side, cycles in cpu.items():
+        ours, ours_thread = float(np.median(cycles)), float(np.median(thread[side]))
+        yield Result(
+            f"recording/{name}-{side}",
+            ours / theirs,
+            f"{ours * 1e6:.1f} µs of CPU",
+            f"{theirs * 1e6:.1f} µs",
+            f"{ours / theirs:.2f}x",
+            note=f"flush_steps={side}; its thread {ours_thread * 1e6:.1f} and {theirs_thread * 1e6:.1f} µs",
+            data={"cpu": ours, "theirs": theirs, "thread": ours_thread, "theirs_thread": theirs_thread},
+        )
 
 
 def _drive(env: gymnasium.Env[Any, Any], steps: int) -> float:

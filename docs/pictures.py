@@ -1,75 +1,116 @@
-"""Make the pictures of docs/notebooks.md: run its blocks as a notebook would, and save what it would show.
+"""Make the notebook docs/notebooks/first_look.ipynb and the pictures of docs/notebooks.md.
 
+    pip install 'expstore[docs]'
     python docs/pictures.py
 
-Chromium, which must be installed as `chromium`, renders HTML. Look at the pictures before you commit them.
+The notebook has the blocks of the page. It is executed, and the pictures are what nbconvert shows for the
+outputs of its cells. Chromium, which must be installed as `chromium`, renders HTML. Look at the pictures
+before you commit them. `--notebook` only writes the notebook.
 """
 
 from __future__ import annotations
 
-import ast
+import argparse
+import base64
 import io
-import os
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from PIL import Image, ImageChops
 
 DOCS = Path(__file__).resolve().parent
-#: A block, or a picture that shows what the block before it returned.
+NOTEBOOK = DOCS / "notebooks" / "first_look.ipynb"
+#: A block of code, a heading, or a picture that shows what the block before it returned.
 PART = re.compile(
-    r"^```python\n(?P<code>.*?)^```$|!\[[^\]]*\]\(images/(?P<name>\w+)\.png\)", re.DOTALL | re.MULTILINE
+    r"^```python\n(?P<code>.*?)^```$|^(?P<heading>#+ .*?)$|!\[[^\]]*\]\(images/(?P<name>\w+)\.png\)",
+    re.DOTALL | re.MULTILINE,
 )
-LIGHT, DARK = ("#ffffff", "#222222"), ("#111111", "#dddddd")
+#: Colours of the background.
+LIGHT, DARK = "#ffffff", "#111111"
 WIDTH, HEIGHT, MARGIN = 1000, 1000, 8
 COLOURS = 128
 
 
 def main() -> None:
-    """Make all pictures."""
-    page = (DOCS / "notebooks.md").read_text()
-    names: dict[str, Any] = {}
-    shown: Any = None
+    """Write the notebook, execute it, and make all pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--notebook", action="store_true", help="only write the notebook")
+    notebook, names = read_page((DOCS / "notebooks.md").read_text())
+    NOTEBOOK.parent.mkdir(exist_ok=True)
+    nbformat.write(notebook, NOTEBOOK)
+    if parser.parse_args().notebook:
+        return
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        for part in PART.finditer(page):
-            if part["code"]:
-                shown = run(part["code"], names)
-            else:
-                colours = DARK if part["name"].endswith("_dark") else LIGHT
-                save(picture_of(shown, colours), DOCS / "images" / f"{part['name']}.png")
+        execute(notebook, folder)
+        for name, number in names.items():
+            is_dark = name.endswith("_dark")
+            save(picture_of(notebook.cells[number], folder, is_dark), DOCS / "images" / f"{name}.png")
 
 
-def run(code: str, names: dict[str, Any]) -> Any:
-    """Run a block; return the value of its last expression, which a notebook shows."""
-    tree = ast.parse(code)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "notebooks.md", "exec"), names)
-    return eval(compile(ast.Expression(last.value), "notebooks.md", "eval"), names) if last else None
+def read_page(page: str) -> tuple[Any, dict[str, int]]:
+    """Return a page as a notebook, and for the name of each picture the number of its cell."""
+    notebook, names = nbformat.v4.new_notebook(), {}
+    for part in PART.finditer(page):
+        if part["name"]:
+            names[part["name"]] = len(notebook.cells) - 1
+            continue
+        cells = nbformat.v4
+        text = part["heading"] or part["code"].strip()
+        cell = cells.new_markdown_cell(text) if part["heading"] else cells.new_code_cell(text)
+        cell.id = f"cell-{len(notebook.cells)}"  # not random, so that the file only changes with the page
+        notebook.cells.append(cell)
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return notebook, names
 
 
-def picture_of(value: Any, colours: tuple[str, str]) -> Image.Image:
-    """Return what a notebook with these colours of background and text shows for a value."""
-    if hasattr(value, "_repr_png_"):
-        return Image.open(io.BytesIO(value._repr_png_())).convert("RGB")
-    return render(value._repr_html_(), *colours)
+def execute(notebook: Any, folder: str) -> None:
+    """Run the cells of a notebook in a kernel; they get their outputs."""
+    from nbclient import NotebookClient
+
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
 
 
-def render(html: str, background: str, colour: str) -> Image.Image:
-    """Return a piece of HTML as Chromium draws it, without the empty space around it."""
-    style = f"background: {background}; color: {colour}; font: 13px sans-serif; margin: {MARGIN}px"
-    Path("cell.html").write_text(f'<!doctype html><meta charset="utf-8"><body style="{style}">{html}</body>')
+def picture_of(cell: Any, folder: str, is_dark: bool) -> Image.Image:
+    """Return what a notebook shows below a cell."""
+    (output,) = [output for output in cell.outputs if output.output_type == "execute_result"]
+    if "image/png" in output.data:
+        return Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+    return render(html_of(cell, is_dark), Path(folder), DARK if is_dark else LIGHT)
+
+
+def html_of(cell: Any, is_dark: bool) -> str:
+    """Return the outputs of a cell as a page of HTML, with the style of JupyterLab."""
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(
+        theme="dark" if is_dark else "light",
+        exclude_input=True,
+        exclude_output_prompt=True,
+        mathjax_url="",
+        require_js_url="",
+        jquery_url="",
+    )
+    html: str = exporter.from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))[0]
+    return html
+
+
+def render(html: str, folder: Path, background: str) -> Image.Image:
+    """Return a page of HTML as Chromium draws it, without the empty space around it."""
+    page, shot = folder / "cell.html", folder / "cell.png"
+    page.write_text(html)
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"]
-    command = ["chromium", *options, "--screenshot=cell.png", Path("cell.html").resolve().as_uri()]
+    command = ["chromium", *options, f"--screenshot={shot}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True)
-    with Image.open("cell.png") as file:
+    with Image.open(shot) as file:
         picture = file.convert("RGB")
     empty = Image.new("RGB", picture.size, background)
-    _, _, right, bottom = ImageChops.difference(picture, empty).getbbox() or (0, 0, 1, 1)
-    return picture.crop((0, 0, min(WIDTH, right + MARGIN), min(HEIGHT, bottom + MARGIN)))
+    left, top, right, bottom = ImageChops.difference(picture, empty).getbbox() or (0, 0, 1, 1)
+    box = (left - MARGIN, top - MARGIN, right + MARGIN, bottom + MARGIN)
+    return picture.crop((*(max(0, edge) for edge in box[:2]), *(min(WIDTH, edge) for edge in box[2:])))
 
 
 def save(picture: Image.Image, path: Path) -> None:

@@ -95,13 +95,18 @@ class TrainState(NamedTuple):
     updates: jax.Array  # number of gradient steps
 
 
+def init_layer(key: jax.Array, inputs: int, outputs: int) -> dict[str, jax.Array]:
+    """Return weights and biases as `torch.nn.Linear` has them, which are uniform up to 1 / sqrt(inputs)."""
+    bound = inputs**-0.5
+    values = jax.random.uniform(key, (inputs + 1, outputs), minval=-bound, maxval=bound)
+    return {"weight": values[:-1], "bias": values[-1]}
+
+
 def init_state(seed: int) -> TrainState:
     sizes = (4, 128, 128, 2)
     keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-    initialize = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as in PyTorch
     params = [
-        {"weight": initialize(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
-        for key, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False)
+        init_layer(key, inputs, outputs) for key, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False)
     ]
     zeros = jax.tree.map(jnp.zeros_like, params)
     return TrainState(params, params, zeros, zeros, jnp.zeros((), jnp.int32))
@@ -139,8 +144,10 @@ def make_update(args: Args) -> Callable[[TrainState, dict[str, Any]], tuple[Trai
         updates = state.updates + 1
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mean, gradient)
         square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, state.square, gradient)
-        rate = args.learning_rate * jnp.sqrt(1 - 0.999**updates) / (1 - 0.9**updates)
-        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), state.params, mean, square)
+        rate, scale = args.learning_rate / (1 - 0.9**updates), 1 / (1 - 0.999**updates)
+        params = jax.tree.map(
+            lambda p, m, s: p - rate * m / (jnp.sqrt(scale * s) + 1e-8), state.params, mean, square
+        )
         target = jax.tree.map(lambda slow, fast: slow + args.tau * (fast - slow), state.target, params)
         return TrainState(params, target, mean, square, updates), loss
 

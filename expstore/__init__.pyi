@@ -1,3 +1,4 @@
+from expstore import cold as cold
 from expstore import collectors as collectors
 from expstore import datasets as datasets
 from expstore import exchange as exchange
@@ -15,6 +16,7 @@ from expstore.integrations import torchrl_trainer as trainers
 from expstore.integrations import trackers as trackers
 
 __version__: str
+from expstore._connect import connect as connect
 from expstore._open import open as open
 from expstore._settings import Batches as Batches
 from expstore._settings import Durability as Durability
@@ -33,6 +35,7 @@ from expstore.buffers.sample_units import Sequence as Sequence
 from expstore.buffers.sample_units import Transition as Transition
 from expstore.buffers.tensordict import TensorDictReplayBuffer as TensorDictReplayBuffer
 from expstore.buffers.updates import ConditionalUpdateResult as ConditionalUpdateResult
+from expstore.cluster.buffer import ShardedReplayBuffer as ShardedReplayBuffer
 from expstore.collectors.collector import Collector as Collector
 from expstore.core.rate_limiters import MinSize as MinSize
 from expstore.core.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
@@ -73,7 +76,6 @@ from expstore.integrations.torchrl_trainer import ReplayBufferTrainer as ReplayB
 from expstore.maintenance.merge import merge as merge
 from expstore.maintenance.resize import resize as resize
 from expstore.remote.client import RemoteReplayBuffer as RemoteReplayBuffer
-from expstore.remote.client import connect as connect
 from expstore.remote.transport import Retries as Retries
 from expstore.samplers.base import Sampler as Sampler
 from expstore.samplers.consuming import ConsumingSampler as ConsumingSampler

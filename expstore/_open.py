@@ -20,6 +20,8 @@ from expstore.buffers.arguments import check_drawing
 from expstore.buffers.domain_checks import row_text
 from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.cold.object_storage import ObjectStorage, is_object_url
+from expstore.cold.reader import open_cached
 from expstore.core.arguments import check_whole, refuse_unknown
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, check_key, key_name
@@ -50,7 +52,7 @@ _logger = logging.getLogger("expstore")
 #: The default settings of a new store.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
-#: Settings by the keyword that takes them.
+#: Settings by the keyword, or the object, that takes them.
 _PARTS = {
     part.name: keyword
     for keyword, kind in {
@@ -61,12 +63,14 @@ _PARTS = {
         "retain": Retain,
     }.items()
     for part in fields_of(kind)
+} | {
+    name: f"path=expstore.cold.ObjectStorage(url, {name}=...)" for name in ("cache", "cache_bytes", "retries")
 }
 
 
 @refuse_unknown(_PARTS)
 def open(
-    path: str | Path,
+    path: str | Path | ObjectStorage,
     *,
     capacity: int | None = None,
     mode: Mode = "a",
@@ -90,13 +94,16 @@ def open(
     After a crash, opening recovers the store; `rb.recovered` says what was recovered.
 
     Args:
-        path: The store's folder, usually named `something.exp`. `~` is the home folder. URLs are refused.
+        path: The store's folder, usually named `something.exp`. `~` is the home folder. With mode "r" also
+            the URL of versions that `expstore.cold.push` sent, `s3://bucket/prefix`, or an
+            `expstore.cold.ObjectStorage`, which also says where they are cached and how much space the cache
+            may take; other URLs are refused.
         capacity: The largest number of readable rows. None: a new store grows without bound.
         mode: "a" opens a store, or creates it. "x" creates a store and fails if there is one. "w" renames an
             existing store to `.old-1` and creates a new one. "r" opens a reader, which changes nothing and
             works with or without a running writer.
         version: Number or tag of a version that `dumps` or `tag` created; versions are read-only. None: if
-            `path` is a folder of versions, mode "r" opens the newest one.
+            `path` has versions, mode "r" opens the newest one.
         layout: How fields are stored on disk: a `Layout`, a dict of its parts, or one word. "zarr", the
             default of new stores, stores fields of a fixed size. "arrow" also stores strings, lists, structs
             and tensors whose shapes differ. "packed" compresses fields of a fixed size, "flat" does not, and
@@ -154,7 +161,8 @@ def open(
         ...     rb.sample()
     """
     # Check everything before touching the folder.
-    path = local_path(path)
+    remote = _find_object_storage(path, mode)
+    path = remote.cache if remote is not None else local_path(path)  # type: ignore[arg-type]
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
@@ -169,7 +177,8 @@ def open(
     sampler = consume_after(None, sampler, prefetch=out.prefetch)
     transform = Compose.of(out.transform)
     fields, specs = _read_schema(schema)
-    path, mode = _find(path, mode, version)
+    if remote is None:
+        path, mode = _find(path, mode, version)
     _check_condition(retain, fields, path, mode)
     settings = replace(
         _NEW, mode=mode, storage=kept.kind, layout=kept.to_column_layout(), compression=kept.compression,
@@ -180,8 +189,13 @@ def open(
     ).with_retention(retain, archive)  # fmt: skip
     keep = _undo_on_error(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
     with keep, _undo_on_error(path, mode) as new:
+        storage = (
+            _open_storage(path, capacity, settings)
+            if remote is None
+            else open_cached(remote, version, capacity, settings)
+        )
         rb = _wrap_in_buffer(
-            _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
+            storage, sampler=sampler, writer=writer, batch_size=batch_size,
             as_numpy=out.as_numpy, device=out.device, prefetch=out.prefetch, pin_memory=out.pin_memory,
             generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
             transform=transform)  # fmt: skip
@@ -329,6 +343,22 @@ def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode
             hint="open it with mode='r', or open a store and load them into it: rb.loads(path)",
         )
     return find_version(disk, path, version), "r"
+
+
+def _find_object_storage(path: object, mode: Mode) -> ObjectStorage | None:
+    """Return the address of versions on an object storage; None for a path.
+
+    Raises:
+        StateError: The mode is not "r", or the URL is not valid.
+    """
+    if isinstance(path, ObjectStorage):
+        if mode != "r":
+            raise StateError(
+                f"{path.name} has versions, and versions are read-only",
+                hint="open it with mode='r', or make a store of a version: expstore.cold.pull(url, path)",
+            )
+        return path
+    return ObjectStorage(path) if mode == "r" and is_object_url(path) else None
 
 
 def _open_storage(path: Path, capacity: int | None, settings: Settings) -> ReadView:

@@ -45,12 +45,22 @@ class StoreInfo(BaseModel):
     model_config = {
         "json_schema_extra": {
             "examples": [
-                {"name": "demo", "rows": 2, "capacity": 1000, "fields": [], "generation": 1, "meta": {}}
+                {
+                    "name": "demo",
+                    "uuid": "0b9f4c1e5d7a4f6f8a3c2b1d0e9f8a7b",
+                    "rows": 2,
+                    "capacity": 1000,
+                    "fields": [],
+                    "generation": 1,
+                    "largest_priority": 1.0,
+                    "meta": {},
+                }
             ]
         }
     }
 
     name: str = Field(description="Its name.")
+    uuid: str = Field(description="Its uuid, which no other store has.")
     rows: int = Field(description="Number of readable rows.")
     capacity: int | None = Field(description="Most readable rows; null: no bound.")
     fields: Any = Field(description="The schema: key, dtype and row shape of each field; null: no rows yet.")
@@ -58,6 +68,7 @@ class StoreInfo(BaseModel):
         description="Number of times the store was opened for writing. Ids name the same rows within one "
         "generation."
     )
+    largest_priority: float = Field(description="The priority that new rows get.")
     meta: Any = Field(description="The store's `meta`: facts that were given when it was created.")
 
 
@@ -75,8 +86,8 @@ async def info(store: Store) -> StoreInfo:
     rb = store.rb
     schema = None if rb.schema is None else rb.schema.to_json()
     return StoreInfo(
-        name=store.name, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
-        generation=store.generation, meta=rb.meta,
+        name=store.name, uuid=store.uuid, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
+        generation=store.generation, largest_priority=float(rb.storage.priorities.largest), meta=rb.meta,
     )  # fmt: skip
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from tensordict import TensorDictBase
 
 from expstore.api.bodies import ARROW, NDJSON, choose_type, compression_of, rows_to_json
 from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.preview import Preview, preview
 from expstore.api.request_models import RequestModel
-from expstore.api.rows import answer_rows
-from expstore.api.samplers import AnySpec, Spec
+from expstore.api.rows import answer_rows, write_batch
+from expstore.api.samplers import AnySpec, Drawn, Spec
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import limit_reads
@@ -86,10 +85,10 @@ def _check(asked: Asked, limits: Settings) -> float:
     return min(asked.wait, limits.wait_seconds)
 
 
-def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Any]:
+def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Drawn]:
     """Return a function that draws a batch, given its number from 0."""
 
-    def draw(number: int) -> Any:
+    def draw(number: int) -> Drawn:
         which = None if asked.draw is None else asked.draw + number
         with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn or counted
@@ -104,12 +103,70 @@ def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Call
 async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
     """Draw a batch of rows.
 
-    The batch has the fields, `id` and `index`; prioritized samplers add `priority_weight`. Status 409 with
-    kind `not_ready`: there are too few rows, even after `wait` seconds.
+    The batch has the fields, `id` and `index`; prioritized samplers add `priority_weight`. `drawn_from` says
+    what the rows were drawn from, as `mass` does; it is `expstore.draw` in the metadata of Arrow messages.
+    Status 409 with kind `not_ready`: there are too few rows, even after `wait` seconds.
     """
     kind, compression = choose_type(request), compression_of(request)
     seconds, draw = _check(asked, limits), _make_draw(store, asked, limits, kind)
-    return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
+
+    def answer() -> Response:
+        batch, facts = draw(0)
+        return answer_rows(batch, kind, compression, store.encoder, facts)
+
+    return await store.run_patiently(answer, seconds)
+
+
+class AskedMass(RequestModel):
+    """A request for the mass of a sampler."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"sampler": {"kind": "uniform"}, "batch_size": 2}]}
+    )
+
+    batch_size: int = Field(256, ge=1, le=1_000_000, description="Rows of a batch.")
+    sampler: Spec | SamplerName | None = Field(
+        None, description="A sampler, or the name of one that PUT has made; null: uniform."
+    )
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=1 << 63, description="Seed of the draws that will follow; null: the store's draws."
+    )
+
+
+class MassOf(BaseModel):
+    """What a sampler draws from."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"mass": 2.0, "rows": 2, "smallest": 1.0, "beta": None, "unit": 1, "largest_priority": 1.0}
+            ]
+        }
+    )
+
+    mass: float | None = Field(
+        description="Sum of the weights of everything that can be drawn: a row of weight w is drawn with "
+        "probability w / mass. Null: draws of this sampler do not follow from weights alone."
+    )
+    rows: int | None = Field(None, description="Number of readable rows.")
+    smallest: float | None = Field(None, description="The smallest weight above 0.")
+    beta: float | None = Field(
+        None, description="Exponent of `priority_weight`: (w / smallest)^-beta; null: there are no weights."
+    )
+    unit: int | None = Field(None, description="Rows that are drawn together: the length of a slice, or 1.")
+    largest_priority: float = Field(description="The priority that new rows of the store get.")
+
+
+@router.post(
+    "/stores/{name}/mass", summary="Weigh what a sampler draws from", responses=problems(408, 413, 415)
+)
+async def mass(store: Store, asked: AskedMass) -> MassOf:
+    """Return what a batch would be drawn from now, for clients that draw from several stores as from one."""
+    spec, where, seed, size = asked.sampler, asked.where, asked.seed, asked.batch_size
+    return MassOf(**await store.run(lambda: store.drawers.weigh(spec, where, seed, size)))
 
 
 @router.post(
@@ -189,12 +246,9 @@ class _ArrowBatches:
         """Number of bytes that have not been taken."""
         return self._writer.pending
 
-    def write(self, data: TensorDictBase) -> None:
+    def write(self, drawn: Drawn) -> None:
         """Append a batch."""
-        if self._packed:
-            self._writer.write(self._encoder.encode(data))
-        else:
-            self._writer.write_message(*self._encoder.message(data))
+        write_batch(self._writer, self._encoder, drawn.batch, drawn.facts, is_packed=self._packed)
 
 
 class _JsonBatches:
@@ -208,9 +262,10 @@ class _JsonBatches:
         """Number of bytes that have not been taken."""
         return len(self._lines)
 
-    def write(self, data: TensorDictBase) -> None:
+    def write(self, drawn: Drawn) -> None:
         """Append a batch."""
-        self._lines += json.dumps(rows_to_json(self._encoder.encode(data)), separators=(",", ":")).encode()
+        rows = rows_to_json(self._encoder.encode(drawn.batch), drawn.facts)
+        self._lines += json.dumps(rows, separators=(",", ":")).encode()
         self._lines += b"\n"
 
     def end(self) -> None:
@@ -234,7 +289,7 @@ class _Parts:
     """
 
     def __init__(
-        self, count: int | None, draw: Callable[[int], Any], batches: _ArrowBatches | _JsonBatches
+        self, count: int | None, draw: Callable[[int], Drawn], batches: _ArrowBatches | _JsonBatches
     ) -> None:
         self._count, self._draw, self._batches = count, draw, batches
         self._number = 0
@@ -253,9 +308,9 @@ class _Parts:
                 self._batches.end()
                 self.ended = True
                 break
-            data = self._draw(self._number)
-            self._batches.write(data)
-            self.rows += data.numel()
+            drawn = self._draw(self._number)
+            self._batches.write(drawn)
+            self.rows += drawn.batch.numel()
             self._number += 1
         return self._batches.take()
 

@@ -50,7 +50,11 @@ _WISHES: dict[str, Callable[[Any], bool]] = {
 class Written(BaseModel):
     """The result of a write."""
 
-    model_config = {"json_schema_extra": {"examples": [{"first_id": 1, "count": 2, "generation": 1}]}}
+    model_config = {
+        "json_schema_extra": {
+            "examples": [{"first_id": 1, "count": 2, "generation": 1, "largest_priority": 1.0}]
+        }
+    }
 
     first_id: int | None = Field(description="Id of the first row that was stored; null: none was stored.")
     count: int = Field(description="Number of rows that were stored.")
@@ -60,6 +64,7 @@ class Written(BaseModel):
         "consecutive ids.",
     )
     generation: int = Field(description="Ids name the same rows within one generation of the store.")
+    largest_priority: float = Field(description="The priority that new rows of the store get.")
 
 
 class NewStore(RequestModel):
@@ -284,6 +289,7 @@ def _extend(
         first_id=first,
         count=kept.numel(),
         generation=store.generation,
+        largest_priority=float(store.rb.storage.priorities.largest),
         **({} if run else {"ids": ids.tolist()}),
     )
 

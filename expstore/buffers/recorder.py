@@ -368,7 +368,8 @@ class _Column:
         self.rows: Array = self.values.reshape(steps, *self._shape)
         self._dtype = dtype
         #: The same memory, for values that need no conversion.
-        self.cells = Cells.of(self.rows, takes_numbers=self._shape == () and entry.dtype != "bfloat16")
+        has_one = self._shape == () and entry.dtype != "bfloat16"
+        self.cells = Cells.of(self.rows, takes_numbers=has_one, any_shape=has_one)
 
     def put(self, at: int, value: Any) -> None:
         """Write the value of a step.

@@ -185,7 +185,7 @@ class ReplayBuffer:
         )  # fmt: skip
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
-        self._sharing = Sharing(store, self._ingest, self._updates)
+        self._sharing = Sharing(store, self._sampling, self._ingest, self._updates)
         self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
@@ -746,9 +746,7 @@ class ReplayBuffer:
                 "empty_write_count=True is not supported: write_count is the number of rows ever written; "
                 "leave it out"
             )
-        self._ingest.writer.check()
-        self._store.storage.writer().clear()
-        self._sampling.sampler.on_empty()
+        self._updates.empty()
 
     # -- groups of methods ---------------------------------------------------------------------------
 
@@ -1116,6 +1114,11 @@ class ReplayBuffer:
         """The writer, which places new rows."""
         return self._ingest.writer
 
+    @property
+    def _limiter(self) -> RateLimiter | None:
+        """The rate limiter, which a collector opens while its workers end."""
+        return self._sampling.limiter
+
     def set_writer(self, writer: Writer) -> Writer:
         """Place rows by another writer from now on; return the previous one.
 
@@ -1186,11 +1189,12 @@ class ReplayBuffer:
     def share(self, shared: bool = True) -> Self:
         """Let forked and pickled copies of the buffer write to the store, through this process.
 
-        `extend`, `add`, `record`, `update_priority` and the methods of `episodes` that annotate, end and
-        resume then return in the other process when this one has committed; `sample` and all other reads
-        follow the store there. Each process is a session of its own: its rows share no episode with those of
-        others, and if it dies its open episodes are cut. A thread of this process does the writing; `close`
-        ends it. Copies that were made before `share` only read.
+        `extend`, `add`, `record`, `update_priority`, `empty`, `dumps`, `snapshots.tag` and the methods of
+        `episodes` that annotate, end and resume then return in the other process when this one has done what
+        they ask; `sample` and all other reads follow the store there, and other changes are refused. Each
+        process is a session of its own: its rows share no episode with those of others, and if it dies its
+        open episodes are cut. A thread of this process does the writing; `close` ends it. Copies that were
+        made before `share` only read.
 
         Args:
             shared: False: let no other process write any more.

@@ -308,6 +308,6 @@ def make_runner(storage: ReadView, catalog: Catalog) -> PolicyRunner:
     if deletion is None:
         raise StateError(
             "only the writer of a store on disk deletes episodes",
-            hint="open it with expstore.open(path), without a capacity",
+            hint="do it in the process that opened it with expstore.open(path), without a capacity",
         )
     return PolicyRunner(storage, deletion, catalog)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.draw_masses import MASSES
 from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import DrawNumber, Draws, GivenDraws, set_state
@@ -100,7 +101,8 @@ class Sampling(StorePart):
         self.sampler = adapt(sampler)
         #: What a sampled row is extended to; None: the row alone.
         self.unit = unit
-        self._limiter = limiter
+        #: Limits how fast rows may be sampled; None: no limit.
+        self.limiter = limiter
         self._prefetch = prefetch
         self._relabeling: Relabeling | None = None
         self._fixed_draws = draws
@@ -123,7 +125,7 @@ class Sampling(StorePart):
         Raises:
             NotReadyError: The store is empty, or no more rows may be drawn.
         """
-        storage, limiter = self._store.storage, self._limiter
+        storage, limiter = self._store.storage, self.limiter
         if limiter is None or storage.follows:
             return self._next(storage, request)
         with limiter.sampling(request.size) as count:
@@ -155,7 +157,7 @@ class Sampling(StorePart):
         self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
-        transform, limit = self._batches.transform, READ_LIMIT.get()
+        transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
         for redraw in range(_LIMIT):
             generator = draws.numbers(draw, redraw)
             if redraw == PATIENCE:
@@ -166,6 +168,8 @@ class Sampling(StorePart):
                 else:
                     chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
                 rows = chosen if self.unit is None else self.unit.select(chosen, storage)
+                if masses is not None:
+                    masses.append(chosen.mass)
                 if rows is not None:
                     if limit is not None:
                         limit.check(storage, rows.ids)
@@ -324,7 +328,7 @@ class Sampling(StorePart):
 
     def stats(self) -> dict[str, Any]:
         """Return statistics as values that JSON can store."""
-        storage, limiter = self._store.storage, self._limiter
+        storage, limiter = self._store.storage, self.limiter
         limited = limiter is not None and not (storage.follows or storage.closed)
         return {
             "prefetch_queue_size": 0 if self._prefetcher is None else len(self._prefetcher),
@@ -391,8 +395,8 @@ class Sampling(StorePart):
         self.drop_prefetched()
         self._draws = self._prefetcher = None
         self.sampler.attach(storage)
-        if self._limiter is not None and not storage.follows:
-            self._limiter.attach(storage)
+        if self.limiter is not None and not storage.follows:
+            self.limiter.attach(storage)
         if self.generator is not None:
             self._use(GivenDraws(self.generator, storage.draws, resume=self._resumes))
             self._resumes = True
@@ -420,8 +424,8 @@ class Sampling(StorePart):
 
     def close(self) -> None:
         """Stop prefetching and end all waits for the limiter."""
-        if self._limiter is not None:
-            self._limiter.close()
+        if self.limiter is not None:
+            self.limiter.close()
         if self._prefetcher is not None:
             self._prefetcher.close(self)
         self.sampler.detach()

@@ -13,6 +13,8 @@ from typing import Any
 
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.ingest import Ingest
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.snapshots import Snapshots, pack_version
 from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.buffers.updates import RowUpdates
 from expstore.buffers.write_options import WriteOptions
@@ -36,13 +38,14 @@ class Sharing(StorePart):
 
     Args:
         store: The store of the buffer.
+        sampling: Knows the settings that a version includes.
         ingest: Appends rows.
-        updates: Sets priorities.
+        updates: Sets priorities, and deletes all rows.
     """
 
-    def __init__(self, store: StoreHandle, ingest: Ingest, updates: RowUpdates) -> None:
+    def __init__(self, store: StoreHandle, sampling: Sampling, ingest: Ingest, updates: RowUpdates) -> None:
         self._store = store
-        self._owner = _Owner(store, ingest, updates)
+        self._owner = _Owner(store, sampling, ingest, updates)
         self._server: WritingServer | None = None
         self._starting = threading.Lock()
 
@@ -107,8 +110,8 @@ class _WorkerGoneError(Exception):
 class _Owner:
     """Do the calls of workers; see `writing_server.Owner`."""
 
-    def __init__(self, store: StoreHandle, ingest: Ingest, updates: RowUpdates) -> None:
-        self._store, self._ingest, self._updates = store, ingest, updates
+    def __init__(self, store: StoreHandle, sampling: Sampling, ingest: Ingest, updates: RowUpdates) -> None:
+        self._store, self._sampling, self._ingest, self._updates = store, sampling, ingest, updates
 
     def schema(self) -> Schema | None:
         """Return the fields; None: no rows have come yet."""
@@ -134,6 +137,18 @@ class _Owner:
     def set_priorities(self, numbers: IntArray, values: Array, *, by_id: bool) -> int:
         """Set priorities; return how many were set."""
         return self._updates.set_priorities(numbers, values, by_id=by_id)
+
+    def empty(self) -> None:
+        """Delete all rows."""
+        self._updates.empty()
+
+    def dump(self, path: str, *, keep: int | None, tag: str | None) -> str:
+        """Create a version of the store in a folder; return its description, as JSON text."""
+        snapshots = Snapshots(self._store, self._sampling)
+        if tag is not None:
+            return pack_version(snapshots.tag(tag, path))
+        assert keep is not None, "the number of versions without a tag is limited"
+        return pack_version(snapshots.create(path, keep=keep))
 
     def annotate(self, episode_id: int, changes: str) -> str:
         """Note facts about an episode, as JSON text; return all facts about it."""

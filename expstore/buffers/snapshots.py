@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,7 +17,7 @@ from expstore.errors import StateError
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version, versions
 from expstore.storages.snapshots.create import dump
 
-__all__ = ["Snapshots"]
+__all__ = ["Snapshots", "pack_version", "unpack_version"]
 
 _Versions: TypeAlias = list[Version]  # in the class `list` is a method
 
@@ -45,7 +47,7 @@ class Snapshots:
             path: Folder of versions; created if it is missing.
             keep: Number of versions to keep; tagged versions are always kept.
         """
-        return dump(self._store.storage.writer(), path, keep=keep, sampler=self._sampling.sampler.settings())
+        return self._dump(path, keep=keep)
 
     def tag(self, name: str, path: str | Path | None = None) -> Version:
         """Create a version with a name. It is kept until you delete its folder.
@@ -61,8 +63,7 @@ class Snapshots:
             StorageError: The disk failed or is full; earlier versions are unchanged.
         """
         place = self._own_folder("tag(name, path)") / OWN_FOLDER if path is None else path
-        settings = self._sampling.sampler.settings()
-        return dump(self._store.storage.writer(), place, tag=name, sampler=settings)
+        return self._dump(place, tag=name)
 
     def list(self, path: str | Path | None = None) -> _Versions:
         """Return the versions in a folder, oldest first.
@@ -90,8 +91,26 @@ class Snapshots:
         self._sampling.sampler.set_settings(Version.load(storage.disk, folder).sampler)
         storage.holders.tell(storage)
 
+    def _dump(self, path: str | Path, *, keep: int | None = None, tag: str | None = None) -> Version:
+        proxy = self._store.proxy
+        if proxy is not None:
+            return unpack_version(proxy.dump(str(local_path(path).absolute()), keep=keep, tag=tag))
+        settings = self._sampling.sampler.settings()
+        return dump(self._store.storage.writer(), path, keep=keep, tag=tag, sampler=settings)
+
     def _own_folder(self, call: str) -> Path:
         storage = self._store.storage
         if storage.manifest is None or storage.path is None:
             raise StateError("this store has no folder of its own", hint=f"pass a path: {call}")
         return storage.path
+
+
+def pack_version(version: Version) -> str:
+    """Return the description of a version as JSON text."""
+    return json.dumps(dataclasses.asdict(version) | {"path": str(version.path)})
+
+
+def unpack_version(text: str) -> Version:
+    """Return the description that `pack_version` has packed."""
+    told = json.loads(text)
+    return Version(**told | {"path": Path(told["path"])})

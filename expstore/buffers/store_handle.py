@@ -294,6 +294,8 @@ class StoreHandle:
             self.proxy.leave_parent()
         if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
+            if self.proxy is not None:
+                self._origin = self._origin.to_shared()
             self._life = Life.FORKED
             self._of_parent, self._opened = self._opened, None
         for part in self._live_parts():

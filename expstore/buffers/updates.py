@@ -74,7 +74,8 @@ class RowUpdates:
     """Change fields and priorities of stored rows.
 
     On disk each call is durable when it returns; after a crash before that, all of it is applied or nothing.
-    Threads: a change waits for the writer. Processes: only the writing process may change rows.
+    Threads: a change waits for the writer. Processes: only the writing process may change rows; it deletes
+    them all, and sets priorities, for workers of a shared buffer, too.
 
     Args:
         store: The store.
@@ -138,6 +139,17 @@ class RowUpdates:
             count = storage.writer().set_priorities(ids, values)
         self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
+
+    def empty(self) -> None:
+        """Delete all rows; see `ReplayBuffer.empty`."""
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.empty()
+            self._store.current()
+            return
+        self._ingest.writer.check()
+        self._store.storage.writer().clear()
+        self._sampling.sampler.on_empty()
 
     def update_if_present(
         self,

@@ -138,6 +138,20 @@ class WritingProxy:
             _, found, _ = self._require_link().call(Call(text, len(numbers)), layouts, columns)
         return int(found[0])
 
+    def empty(self) -> None:
+        """Delete all rows."""
+        self._ask({"do": "empty"})
+
+    def dump(self, path: str, *, keep: int | None, tag: str | None) -> str:
+        """Create a version of the store; return its description, as JSON text.
+
+        Args:
+            path: Folder of versions, absolute: the owner may run in another folder.
+            keep: Number of versions without a tag to keep; None if there is a tag.
+            tag: Name of the version; None: it has none.
+        """
+        return str(self._ask({"do": "dump", "path": path, "keep": keep, "tag": tag}).decode())
+
     def annotate(self, episode_id: int, changes: str) -> str:
         """Note facts about an episode, as JSON text; return all facts about it now."""
         return str(self._ask({"do": "annotate", "episode": episode_id, "changes": changes}).decode())

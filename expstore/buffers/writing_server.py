@@ -58,6 +58,12 @@ class Owner(Protocol):
     def set_priorities(self, numbers: IntArray, values: Array, *, by_id: bool) -> int:
         """Set priorities; return how many were set."""
 
+    def empty(self) -> None:
+        """Delete all rows."""
+
+    def dump(self, path: str, *, keep: int | None, tag: str | None) -> str:
+        """Create a version of the store in a folder; return its description, as JSON text."""
+
     def annotate(self, episode_id: int, changes: str) -> str:
         """Note facts about an episode, as JSON text; return all facts about it."""
 
@@ -269,7 +275,7 @@ class _Loop:
         if owner is None:
             return
         do = parsed.told["do"]
-        if do == "flush" or (do == "append" and owner.may_wait()):
+        if do in ("dump", "flush") or (do == "append" and owner.may_wait()):
             worker.busy = True
             self._watch()
             threading.Thread(
@@ -369,6 +375,10 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
     elif do == "priorities":
         numbers, values = slot.columns(call, parsed.layouts)
         return np.array([owner.set_priorities(numbers.copy(), values.copy(), by_id=told["by_id"])])
+    elif do == "empty":
+        owner.empty()
+    elif do == "dump":
+        return owner.dump(told["path"], keep=told["keep"], tag=told["tag"])
     elif do == "annotate":
         return owner.annotate(told["episode"], told["changes"])
     elif do == "end":

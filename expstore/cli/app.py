@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, export, migrate, reshape, retain, serve, snapshots
+from expstore.cli import checks, export, migrate, object_storage, reshape, retain, serve, snapshots
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
 from expstore.cli.datasets import datasets
@@ -179,6 +179,10 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
     if isinstance(exc, ModuleNotFoundError) and exc.name == "h5py":
         return _Trouble(
             USAGE, "usage", "this format needs h5py, which is missing", "pip install 'expstore[h5]'"
+        )
+    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("obstore"):
+        return _Trouble(
+            USAGE, "usage", "object storage needs obstore, which is missing", "pip install 'expstore[s3]'"
         )
     if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("matplotlib"):
         return _Trouble(
@@ -541,6 +545,12 @@ app.command(epilog="After a crash the store has either its former rows or the ro
     snapshots.loads
 )
 app.command(epilog="For a store, lists the tagged snapshots inside it.")(snapshots.versions)
+
+# -- object storage --------------------------------------------------------------------------------
+
+app.command(epilog=object_storage.PUSH_NOTES)(object_storage.push)
+app.command(epilog=object_storage.PULL_NOTES)(object_storage.pull)
+app.command(epilog=object_storage.PRUNE_NOTES)(object_storage.prune)
 
 # -- resize, merge ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.completion import complete_store, complete_version
+from expstore.cli.object_storage import list_remote
 from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
 from expstore.cli.paths import Store, to_local
 
@@ -104,10 +105,23 @@ def loads(
     return 0
 
 
-def versions(path: Place, as_json: Json = False) -> int:
-    """List the snapshots in a folder, oldest first."""
+def versions(
+    path: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=complete_store,
+            metavar="PATH",
+            help="The folder of snapshots, or s3://bucket/prefix for versions on an object storage.",
+        ),
+    ],
+    as_json: Json = False,
+) -> int:
+    """List the snapshots in a folder, or the versions on an object storage, oldest first."""
+    from expstore.cold.object_storage import is_object_url
     from expstore.storages.snapshots.catalog import versions as list_versions
 
+    if is_object_url(path):
+        return list_remote(path, as_json)
     found = list_versions(path)
     if as_json:
         print_json({"versions": [_facts(version) for version in found]})

@@ -6,14 +6,12 @@ It owns either a `LaneCollector` or the `Workers`, and the environments and the 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import gymnasium as gym
-import numpy as np
 from gymnasium.vector import VectorEnv
 from torch import nn
 
@@ -23,6 +21,7 @@ from expstore.collectors.environments import make_lanes, maker_of
 from expstore.collectors.lanes import LaneCollector, TransitionSink, check_steps
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, check_policy
+from expstore.collectors.progress import Progress
 from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
@@ -77,7 +76,8 @@ class Collector:
         autoreset_mode: How lanes are reset, if `env.metadata` does not say it: "NextStep", "SameStep",
             "Disabled", or gymnasium's enum.
         seed: Seed of the first reset (lane i gets seed + i, counted over all workers) and of the random
-            actions. None: a different one each time.
+            actions; in each worker also of the global generators of torch, NumPy and Python, each with
+            numbers of its own. None: a different one each time.
         hyperparameters: Facts of yours about this run, which are kept with `origin`.
         progress: Show a bar with steps per second and the mean return of recent episodes while `collect`
             runs, if the standard error is a terminal.
@@ -121,7 +121,7 @@ class Collector:
         plan = Plan(check_policy(policy), steps_per_lane, source, autoreset_mode, seed, hyperparameters or {})
         self._policy, self._shows_progress = plan.policy, progress
         self._closing = contextlib.ExitStack()
-        self._recent: deque[float] = deque(maxlen=100)
+        self._progress = Progress()  # of this process; workers have theirs
         self._lanes: LaneCollector | None = None
         self._workers: Workers | None = None
         with contextlib.ExitStack() as opened:
@@ -134,7 +134,7 @@ class Collector:
                 opened.callback(self._workers.close)
             else:
                 envs = self._find_envs(env, lanes, autoreset_mode, opened)
-                self._lanes = plan.collector(envs, self._open(store, opened))
+                self._lanes = plan.collector(envs, self._open(store, opened), self._progress.add)
                 opened.callback(self._lanes.close)
             self._closing = opened.pop_all()
 
@@ -180,8 +180,7 @@ class Collector:
         while stored < steps:
             left = steps - stored
             stored += next(blocks) if left >= lanes.block_rows else lanes.collect(left)
-            self._recent.extend(lanes.finished)
-            show(stored, float(np.mean(self._recent)) if self._recent else None)
+            show(stored, self._progress.mean_return)
         return stored
 
     @staticmethod
@@ -225,7 +224,10 @@ class Collector:
         self._require_workers().run()
 
     def stop(self) -> None:
-        """Let the workers store what they have and pause; return when they have."""
+        """Let the workers store what they have and pause; return when they have.
+
+        A worker that waits for the rate limiter stores its block at once.
+        """
         self._require_workers().pause()
 
     def update_policy(self) -> int:
@@ -234,7 +236,7 @@ class Collector:
         The version is stored with the rows, as `policy_version`.
 
         Raises:
-            StateError: The policy is not a module.
+            StateError: The policy is not a module, a worker has failed, or the collector is closed.
         """
         if not isinstance(self._policy, ModulePolicy):
             raise StateError(
@@ -248,13 +250,14 @@ class Collector:
         return version
 
     def stats(self) -> dict[str, Any]:
-        """Return what the workers have done: `rows`, `episodes`, `mean_return` of the last 100 episodes,
-        `restarts` of workers, and `policy_version`.
+        """Return what this collector has done so far.
 
-        Raises:
-            StateError: There are no workers: the store has the figures.
+        `rows` that were stored; `episodes` that ended; `mean_return` of the last 100 of these, or None;
+        `restarts` of workers; and `policy_version`, which is 0 before the first `update_policy`.
         """
-        return self._require_workers().describe()
+        if self._workers is not None:
+            return self._workers.describe()
+        return self._progress.describe() | {"policy_version": self._require_lanes().policy_version or 0}
 
     def _require_workers(self) -> Workers:
         if self._workers is None:

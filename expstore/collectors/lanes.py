@@ -36,6 +36,7 @@ from expstore.specs import TensorSpec
 __all__ = [
     "LaneCollector",
     "Numbering",
+    "OnBlock",
     "TransitionSink",
     "check_steps",
     "count_from",
@@ -73,6 +74,10 @@ class TransitionSink(Protocol):
 
 #: Returns trajectory ids for positions of rows in the stream of a collector. Shapes `(n,)`, int64.
 Numbering = Callable[[IntArray], IntArray]
+
+
+#: Is called with how many transitions a block stored, and the returns of the episodes that ended in it.
+OnBlock = Callable[[int, list[float]], None]
 
 
 def count_from(first: int, step: int) -> Numbering:
@@ -118,6 +123,7 @@ class LaneCollector:
             unique in a store that nothing else writes to.
         pass_specs: Is called with the specs of the fields after the first rows were stored; None: they are
             stored in the buffer.
+        on_block: Is called after each block, also after one that had no transitions; None: nothing is.
 
     Raises:
         TypeError: `env` is not a gymnasium environment, or `policy` is not callable.
@@ -147,6 +153,7 @@ class LaneCollector:
         policy_version: int | None = None,
         numbering: Numbering | None = None,
         pass_specs: Callable[[Mapping[Key, TensorSpec]], None] | None = None,
+        on_block: OnBlock | None = None,
     ) -> None:
         check_steps(steps_per_lane)
         if policy is not None and not callable(policy):
@@ -159,9 +166,9 @@ class LaneCollector:
         self._facts, self._first_facts = dict(facts or {}), dict(first_facts or {})
         #: The number stored with each row of the next block; None: none is.
         self.policy_version = policy_version
-        self._number, self._pass_specs = numbering, pass_specs
-        #: Returns of the episodes that ended in the newest block, in the order in which they ended.
-        self.finished: list[float] = []
+        self._number, self._pass_specs, self._on_block = numbering, pass_specs, on_block
+        # Returns of the episodes that ended in the present block, in the order in which they ended.
+        self._finished: list[float] = []
         self._observation_leaves = fields_of(self._env.single_observation_space, ("observation",))
         self._action_leaves = fields_of(self._env.single_action_space, ("action",))
         self._act = _RandomActions(self._env, seed) if policy is None else _ignore_resets(policy)
@@ -250,8 +257,6 @@ class LaneCollector:
     def _step(self) -> None:
         """Take one step in every lane and add it to the block."""
         lanes, block, leaves = self._env.num_envs, self._block, self._observation_leaves
-        if not block.filled:
-            self.finished.clear()
         self._reset_lanes()
         # Stored before the policy gets it, as the policy may change the arrays in place.
         block.put(read_values(self._observation, leaves, lanes, "the environment"))
@@ -278,7 +283,7 @@ class LaneCollector:
     def _count_returns(self, reward: Array, ended: BoolArray, resets: BoolArray) -> None:
         """Add the rewards of one step, and note the returns of episodes that ended. Shapes `(lanes,)`."""
         self._returns[~resets] += reward[~resets]
-        self.finished += self._returns[ended].tolist()
+        self._finished += self._returns[ended].tolist()
         self._returns[ended] = 0.0
 
     def _reset_lanes(self) -> None:
@@ -324,9 +329,9 @@ class LaneCollector:
             finally:
                 # Ctrl-C may arrive after the rows were stored: do not store them again.
                 if stored or self._rb.write_count != before:
-                    self._block = self._new_block()
                     self._trajectory = trajectory
                     self._next_trajectory = base + block.rows
+                    self._begin_block(block.rows)
             if not self._described:
                 self._described = True
                 specs = find_specs(self._observation_leaves, self._action_leaves)
@@ -335,8 +340,15 @@ class LaneCollector:
                 else:
                     describe_rows(self._rb, specs)
         elif block.full:
-            self._block = self._new_block()
+            self._begin_block(0)
         return block.rows
+
+    def _begin_block(self, stored: int) -> None:
+        """Begin a new block; report what the previous one has stored."""
+        self._block = self._new_block()
+        finished, self._finished = self._finished, []
+        if self._on_block is not None:
+            self._on_block(stored, finished)
 
 
 class _Block:

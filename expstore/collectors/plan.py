@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expstore.collectors.environments import AnyVectorEnv, describe_origin
-from expstore.collectors.lanes import LaneCollector, Numbering, TransitionSink
+from expstore.collectors.lanes import LaneCollector, Numbering, OnBlock, TransitionSink
 from expstore.collectors.policies import ModulePolicy, Policy
 from expstore.core.values import Key
 from expstore.specs import TensorSpec
@@ -42,6 +42,7 @@ class Plan:
         self,
         envs: AnyVectorEnv,
         rb: TransitionSink,
+        on_block: OnBlock,
         *,
         worker: int | None = None,
         first_lane: int = 0,
@@ -53,6 +54,7 @@ class Plan:
         Args:
             envs: The environments.
             rb: The buffer.
+            on_block: As `LaneCollector`.
             worker: Number of this worker process; None: there are none.
             first_lane: Number of the first lane among those of all workers, which seeds it.
             numbering: As `LaneCollector`.
@@ -73,4 +75,5 @@ class Plan:
             policy_version=0 if isinstance(self.policy, ModulePolicy) else None,
             numbering=numbering,
             pass_specs=pass_specs,
+            on_block=on_block,
         )

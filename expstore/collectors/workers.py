@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import random
 import signal
 import threading
 import traceback
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 from expstore.buffers.replay_buffer import ReplayBuffer
@@ -26,6 +27,7 @@ from expstore.collectors.environments import EnvMaker, make_lanes
 from expstore.collectors.lanes import LaneCollector, count_from
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, Weights, weights_of
+from expstore.collectors.progress import Progress
 from expstore.collectors.space_fields import describe_rows
 from expstore.errors import ExpStoreError, StateError
 
@@ -34,8 +36,6 @@ __all__ = ["Workers"]
 _logger = logging.getLogger("expstore")
 #: How long a worker may take to end after it was asked to, seconds.
 _END_SECONDS = 10.0
-#: Returns of how many episodes make the mean.
-_RECENT = 100
 
 
 @dataclass
@@ -64,16 +64,6 @@ class _Worker:
 _AHEAD = 2
 
 
-@dataclass
-class _Progress:
-    """What all workers have done so far."""
-
-    rows: int = 0
-    episodes: int = 0
-    restarts: int = 0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-
-
 class Workers:
     """The worker processes of a collector.
 
@@ -97,11 +87,13 @@ class Workers:
     def __init__(self, rb: ReplayBuffer, plan: Plan, make_env: EnvMaker, lanes: int, count: int) -> None:
         rb.share()
         self._rb, self._lanes, self._count = rb, lanes, count
-        self._context = multiprocessing.get_context("spawn")
+        # A server process imports this module once and forks the workers: seconds of CPU less for each.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
         # Functions of the program's main module are passed by value.
         self._task = cloudpickle.dumps((plan, make_env, lanes))
         self._changed = threading.Condition()
-        self._progress = _Progress()
+        self._progress = Progress()
         self._version = 0
         self._weights: Weights | None = None
         self._collecting = self._closing = False
@@ -122,15 +114,7 @@ class Workers:
     def describe(self) -> dict[str, Any]:
         """Return counts, and the mean return of recent episodes."""
         with self._changed:
-            progress = self._progress
-            recent = [*progress.recent]
-            return {
-                "rows": progress.rows,
-                "episodes": progress.episodes,
-                "mean_return": sum(recent) / len(recent) if recent else None,
-                "restarts": progress.restarts,
-                "policy_version": self._version,
-            }
+            return self._progress.describe() | {"policy_version": self._version}
 
     def run(self, rows: int | None = None) -> None:
         """Let all workers collect until `pause`, or until so many rows have been stored in all."""
@@ -154,7 +138,7 @@ class Workers:
 
     def pause(self) -> None:
         """Let all workers store what they have, and wait until they have."""
-        with self._changed:
+        with self._allow_inserts(), self._changed:
             self._collecting = False
             for worker in self._workers.values():
                 self._send(worker, "pause")
@@ -163,6 +147,7 @@ class Workers:
     def set_weights(self, module: torch.nn.Module) -> int:
         """Pass weights to all workers, which use them from their next block on; return their version."""
         with self._changed:
+            self._check()
             self._version += 1
             self._weights = weights_of(module)
             for worker in self._workers.values():
@@ -171,7 +156,7 @@ class Workers:
 
     def close(self) -> None:
         """End the workers; a second call does nothing."""
-        with self._changed:
+        with self._allow_inserts(), self._changed:
             if self._closing:
                 return
             self._closing = True
@@ -184,6 +169,11 @@ class Workers:
         self._waker.close()
         self._listener.join()
         self._wake_end.close()
+
+    def _allow_inserts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no worker waits for the rate limiter, so that they can end."""
+        limiter = self._rb._limiter
+        return contextlib.nullcontext() if limiter is None else limiter.allow_inserts()
 
     def _check(self) -> None:
         """Raise StateError if a worker has failed for good, or the collector is closed."""
@@ -263,9 +253,7 @@ class Workers:
             if kind == "stored":
                 rows, returns = values
                 worker.stored += rows
-                self._progress.rows += rows
-                self._progress.episodes += len(returns)
-                self._progress.recent.extend(returns)
+                self._progress.add(rows, returns)
                 if self._collecting and self._target is not None and self._progress.rows < self._target:
                     self._send(worker, "more")
             elif kind == "paused":
@@ -284,15 +272,20 @@ class Workers:
             return
         failure = worker.failure or f"it died with exit code {worker.process.exitcode}"
         if not worker.stored:
-            self._failure = self._failure or f"worker {worker.number}: {failure}"
+            self._fail(f"worker {worker.number}: {failure}")
             return
         try:
             self._workers[worker.number] = self._start(worker.number, worker.starts)
         except (ExpStoreError, OSError) as exc:  # the buffer was closed, say: there is nothing to write to
-            self._failure = self._failure or f"worker {worker.number}: {failure}\nIt was not replaced: {exc}"
+            self._fail(f"worker {worker.number}: {failure}\nIt was not replaced: {exc}")
             return
         self._progress.restarts += 1
         _logger.warning("collector: worker %d is replaced: %s", worker.number, failure)
+
+    def _fail(self, failure: str) -> None:
+        """End the collection; the log has the reason for a program that waits for rows."""
+        self._failure = self._failure or failure
+        _logger.error("collector: %s", failure)
 
 
 def _work(
@@ -313,11 +306,13 @@ def _work(
     torch.set_num_threads(1)
     try:
         plan, make_env, lanes = cloudpickle.loads(task)
+        _seed_generators(plan.seed, lane)
         envs = make_lanes(make_env, lanes, plan.autoreset_mode)
         with contextlib.closing(envs):
             collector = plan.collector(
                 envs,
                 rb,
+                lambda rows, returns: pipe.send(("stored", rows, returns)),
                 worker=number,
                 first_lane=lane,
                 numbering=count_from(first, step),
@@ -332,6 +327,14 @@ def _work(
         raise SystemExit(1) from None
     finally:
         rb.close()
+
+
+def _seed_generators(seed: int | None, lane: int) -> None:
+    """Seed the global generators, which a policy may use: torch's begins alike in every process."""
+    words = np.random.SeedSequence(None if seed is None else [seed, lane]).generate_state(3).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.manual_seed(words[2])
 
 
 class _WorkerLoop:
@@ -352,10 +355,9 @@ class _WorkerLoop:
         """Collect, and handle commands, until the owner sends "close"."""
         blocks = iter(self._collector)
         while self._handle_commands():
-            stored = next(blocks)
+            next(blocks)
             if self._blocks is not None:
                 self._blocks -= 1
-            self._pipe.send(("stored", stored, self._collector.finished))
 
     def _handle_commands(self) -> bool:
         """Handle commands, and wait while there is nothing to collect; return False after "close"."""

@@ -53,7 +53,8 @@ def refuse_unknown(
     """Make a function raise ArgumentError for an unknown keyword, with the nearest known keyword as the hint.
 
     Args:
-        parts: For names that are keys of a dict that the function takes: the keyword that takes the dict.
+        parts: For names that are keys of a dict that the function takes: the keyword that takes the dict. For
+            other names: the call to make, which ends with a bracket.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -81,14 +82,16 @@ def unknown_keyword(
         name: The unknown keyword.
         value: The value passed with it.
         known: The keywords of the function or class.
-        parts: For names that are keys of a dict that one of the keywords takes: that keyword.
+        parts: For names that are keys of a dict that one of the keywords takes: that keyword. For other
+            names: the call to make, which ends with a bracket.
     """
     text = repr(value) if len(repr(value)) <= 40 else "..."
     alias = _ALIASES.get(name)
     meant = alias if alias in known else None if name in parts else nearest(name, [*known, *parts])
     if name in parts or meant in parts:
         part = meant or name
-        hint = f"use {parts[part]}={{{part!r}: {text}}}"
+        home = parts[part]
+        hint = f"use {home}" if home.endswith(")") else f"use {home}={{{part!r}: {text}}}"
     else:
         hint = f"use {meant}={text}" if meant else f"it has {', '.join(known)}"
     return ArgumentError(f"{called} got an unexpected keyword argument {name!r}", hint=hint)

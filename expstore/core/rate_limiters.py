@@ -109,6 +109,7 @@ class RateLimiter:
         self._storage: Callable[[], Limited | None] = lambda: None
         self._closed = False
         self._inserting = self._sampling = 0  # rows of calls that are allowed and have not finished
+        self._waived = 0  # contexts of `allow_inserts` that last
         self._newest = (0, 0)  # rows of the newest insert and the newest sample
 
     # -- called by buffers -----------------------------------------------------------------------
@@ -184,6 +185,21 @@ class RateLimiter:
                 self._changed.notify_all()
 
     @contextmanager
+    def allow_inserts(self) -> Iterator[None]:
+        """Allow all inserts while this context lasts, also those that wait; they are counted as always.
+
+        A program that waits for its writers to end uses it, since it does not sample meanwhile.
+        """
+        with self._changed:
+            self._waived += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waived -= 1
+
+    @contextmanager
     def sampling(self, rows: int) -> Iterator[Callable[[int], None]]:
         """Wait until a number of rows may be sampled, as a context manager around the sampling.
 
@@ -251,7 +267,7 @@ class RateLimiter:
         return storage.write_count * self.samples_per_insert - sampled >= self.min_diff
 
     def _may_insert(self, storage: Limited, rows: int) -> bool:
-        if len(storage) + self._inserting < self.min_size_to_sample:
+        if self._waived or len(storage) + self._inserting < self.min_size_to_sample:
             return True
         inserted = storage.write_count + self._inserting + rows
         return inserted * self.samples_per_insert - storage.draws.limits[0] <= self.max_diff

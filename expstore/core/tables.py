@@ -31,13 +31,14 @@ _WIDTH = 100
 _CELL = 28
 
 #: Colours are those of the notebook, so that tables can be read in light and dark themes.
+# JupyterLab aligns all cells to the right by a rule of higher specificity, hence `!important`.
 _STYLE = """\
 .expstore {margin: 0.3em 0; font-size: 0.9em; line-height: 1.4}
 .expstore table {border-collapse: collapse; margin: 0.4em 0; font-size: inherit}
-.expstore th, .expstore td {padding: 0.15em 0.7em; text-align: left; white-space: nowrap}
+.expstore th, .expstore td {padding: 0.15em 0.7em; text-align: left !important; white-space: nowrap}
 .expstore th {font-weight: 600; border-bottom: 1px solid rgba(128, 128, 128, 0.6)}
 .expstore td {font-family: monospace; border-bottom: 1px solid rgba(128, 128, 128, 0.2)}
-.expstore .number {text-align: right}
+.expstore .number {text-align: right !important}
 .expstore .more {opacity: 0.7}"""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ __all__ = [
     "IntArray",
     "Key",
     "Mark",
+    "Mass",
     "Ranking",
     "Runs",
     "Selection",
@@ -214,6 +215,26 @@ class Mark:
         return self.flags if self.flat else self.flags[:, None]
 
 
+class Mass(NamedTuple):
+    """What a sampler draws from at one moment: the chance of a row is its weight divided by `total`.
+
+    Buffers over several stores draw from each in proportion to `total`.
+
+    Args:
+        total: The sum of the weights of everything that can be drawn.
+        rows: Number of readable rows.
+        smallest: The smallest weight above 0; 1 if batches have no `priority_weight`.
+        beta: Exponent of `priority_weight`; None if batches have none.
+        unit: Number of rows that are drawn together: the length of a slice, otherwise 1.
+    """
+
+    total: float
+    rows: int
+    smallest: float = 1.0
+    beta: float | None = None
+    unit: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The rows that a sampler drew.
@@ -227,6 +248,7 @@ class Selection:
         anchors: The sampler's own selection, if a sample unit has replaced its rows by `ids`.
         notes: Information that is not one number per row; only part of the info that `sample` returns.
         oldest: The smallest id of other rows that were read for the batch; 0 without such rows.
+        mass: What the rows were drawn from; None if the sampler has no mass.
     """
 
     ids: IntArray
@@ -237,3 +259,4 @@ class Selection:
     anchors: Selection | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     oldest: int = 0
+    mass: Mass | None = None

@@ -27,26 +27,29 @@ class Cells:
         rows: One value per row. Shape `(n, *shape)`.
         numbers: Types of numbers that are stored without conversion.
         largest: Floats up to this size are rounded to the dtype; -1: floats are not accepted.
+        any_shape: Whether an array of one value may have any shape, such as `(1,)`.
     """
 
     rows: Array
     numbers: frozenset[type]
     largest: float
+    any_shape: bool = False
 
     @classmethod
-    def of(cls, rows: Array, *, takes_numbers: bool) -> Self:
+    def of(cls, rows: Array, *, takes_numbers: bool, any_shape: bool = False) -> Self:
         """Return the cells over existing memory.
 
         Args:
             rows: Shape `(n, *shape)`.
             takes_numbers: Whether a value may be a number instead of an array; `shape` is `()` then.
+            any_shape: Whether arrays of one value may have any shape; `shape` is `()` then.
         """
         dtype, numbers, largest = rows.dtype, frozenset[type](), -1.0
         if takes_numbers:
             numbers = frozenset({dtype.type, *_OWN_TYPES.get(dtype.kind, ())})
             if dtype.kind == "f":
                 largest = float(np.finfo(dtype).max)
-        return cls(rows, numbers, largest)
+        return cls(rows, numbers, largest, any_shape)
 
     def view(self) -> Any:
         """Return the same memory in the form to which values are written fastest."""
@@ -134,10 +137,12 @@ def _add_lines(value: str, part: Part, lines: list[str], scope: dict[str, Any]) 
     wrong = [f"kind not in numbers_{value}"]
     if part.largest >= 0:
         wrong.append(f"(kind is not float or not {-part.largest!r} <= {value} <= {part.largest!r})")
+    wrong_shape = f"{value}.size != 1" if part.any_shape else f"{value}.shape != shape_{value}"
     lines += [
         f"kind = type({value})",
         "if kind is ndarray:",
-        f"    if {value}.dtype is not dtype_{value} or {value}.shape != shape_{value}: return False",
+        f"    if {value}.dtype is not dtype_{value} or {wrong_shape}: return False",
+        *([f"    {value} = {value}.item()"] if part.any_shape else []),
         f"elif {' and '.join(wrong)}: return False",
         f"rows_{value}[row] = {value}",
     ]

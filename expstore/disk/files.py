@@ -295,10 +295,14 @@ class File:
         except OSError as exc:
             raise _to_error("map", self.path, exc) from exc
 
-    def try_lock(self) -> bool:
-        """Try to take the advisory lock (flock) of this descriptor; return whether it was free."""
+    def try_lock(self, *, shared: bool = False) -> bool:
+        """Try to take the advisory lock (flock) of this descriptor; return whether it was free.
+
+        Args:
+            shared: Whether others may also take it shared, instead of one owner alone.
+        """
         try:
-            fcntl.flock(self._descriptor(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as exc:
@@ -569,6 +573,19 @@ class Disk:
     def is_dir(self, path: Path) -> bool:
         """Return whether this is a folder."""
         return bool(self._look(path, path.is_dir))
+
+    def is_same_file(self, first: Path, second: Path) -> bool:
+        """Return whether two paths are hard links to one file; False if one is missing."""
+        try:
+            return os.path.samestat(first.lstat(), second.lstat())
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise _to_error("look at", first, exc) from exc
+
+    def count_links(self, path: Path) -> int:
+        """Return how many names a file has."""
+        return int(self._look(path, lambda: path.lstat().st_nlink))
 
     def is_shared(self, path: Path) -> bool:
         """Return whether users other than its owner may read a file."""

@@ -57,6 +57,11 @@ def _suggest_instead(scheme: str) -> str:
         return "expstore.connect(url) uses a store that `expstore serve` serves"
     if scheme == "file":
         return "leave out file://"
+    if scheme == "s3":
+        return (
+            "s3:// is for versions: expstore.open(url, mode='r') reads one, `expstore push` and `pull` "
+            "copy one; otherwise give a local path"
+        )
     return (
         f"{scheme}:// is not supported; give a local path, and copy the files to or from it "
         f"(for a folder called '{scheme}:' give the absolute path)"

@@ -6,7 +6,7 @@ that an algorithm takes them as `replay_buffer_class`.
 
 from __future__ import annotations
 
-import weakref
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import LockedError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
 
 try:
@@ -49,14 +49,17 @@ __all__ = [
 
 #: What `infos` call an end by a time limit.
 _TIMEOUT = "TimeLimit.truncated"
-#: Arrays of stable-baselines3's buffers that a store has in another form.
-_ARRAYS = {
-    "observations": "rb[:]['observation']",
-    "next_observations": "rb[:]['next', 'observation']",
-    "actions": "rb[:]['action']",
-    "rewards": "rb[:]['next', 'reward']",
-    "dones": "rb[:]['next', 'done']",
-    "timeouts": "rb[:]['next', 'truncated']",
+#: Where attributes of stable-baselines3's buffers are found.
+_ELSEWHERE = {
+    "observations": "rb[:]['observation'] has them",
+    "next_observations": "rb[:]['next', 'observation'] has them",
+    "actions": "rb[:]['action'] has them",
+    "rewards": "rb[:]['next', 'reward'] has them",
+    "dones": "rb[:]['next', 'done'] has them",
+    "timeouts": "rb[:]['next', 'truncated'] has them",
+    "ep_start": "rb.sql('SELECT _id FROM transitions WHERE _step = 0') has them",
+    "ep_length": "rb.sql('SELECT length FROM episodes') has them",
+    "infos": "infos are not stored",
 }
 
 
@@ -91,9 +94,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
     otherwise it begins another episode, as after `learn` has reset the environments.
 
     Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps path and uuid of the store, not its
-    rows. What is loaded opens the store when it is first used; in a process that has it open, it shares the
-    open store. `model.save` and `load` keep the arguments, so that the loaded model opens the store, too:
-    close the buffer of the other model before.
+    rows. The loaded buffer opens the store when it is first used. A store is open for writing once:
+    `load_replay_buffer` drops the model's former buffer, which closes it; close any other buffer of the same
+    path before, such as that of a model that `load` has made from the same file.
 
     Threads: as expstore's buffers. Processes: one has the store open for writing. Crashes: what `add` has
     stored survives the process; with `flush_steps=n` the last n - 1 steps may be lost. Rows of the last
@@ -150,6 +153,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.observation_space, self.action_space = observation_space, action_space
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
+        self._batch_shape = None if isinstance(self.obs_shape, dict) else (n_envs, *self.obs_shape)
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
@@ -176,8 +180,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     @property
     def pos(self) -> int:  # type: ignore[override]
-        """The number of the step that comes next, modulo `buffer_size`."""
-        return int(self.rb.write_count) // self.n_envs % self.buffer_size
+        """Number of steps while the buffer fills; then the number of all steps modulo `buffer_size`."""
+        return (int(self.rb.write_count) // self.n_envs if self.full else self.size()) % self.buffer_size
 
     def size(self) -> int:
         """Return how many steps of all environments can be sampled."""
@@ -222,11 +226,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
             reward,
             self._reshape(next_obs),
             done,
-            _read_timeouts(infos, self.n_envs),
+            infos,
         )
 
     def _reshape(self, observation: Any) -> Any:
         """Return observations with the shapes of samples: those of discrete spaces get a dim."""
+        if type(observation) is np.ndarray and observation.shape == self._batch_shape:
+            return observation
         if isinstance(self.obs_shape, dict):
             return {
                 key: np.asarray(observation[key]).reshape(self.n_envs, *shape)
@@ -292,12 +298,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._samples(_to_arrays(rows), env)
 
     def __getattr__(self, name: str) -> Any:
-        """Say where an array of stable-baselines3's buffers is found.
+        """Say where an attribute of stable-baselines3's buffers is found.
 
         Raises:
             AttributeError: Always.
         """
-        hint = f"; the store has it as {_ARRAYS[name]}" if name in _ARRAYS else ""
+        hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,7 +336,7 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
     Of n rows, the first `int(her_ratio * n)` get the goal that another step of their episode achieved, and
     the reward that the environment's `compute_reward` gives for it. Unlike stable-baselines3's buffer, rows
     of an episode that has not ended are sampled, too, with goals from its steps so far; and goals follow from
-    the store's seed.
+    the store's seed. Methods of a subclass that choose goals, such as `_sample_goals`, are not called.
 
     Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
 
@@ -395,7 +401,10 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
         self._goals.env = env
 
     def truncate_last_trajectory(self) -> None:
-        """Cut the episodes that are open, so that the next steps begin others."""
+        """Cut the episodes that are open, so that the next steps begin others.
+
+        `dones` of their last steps stay 0, so that targets bootstrap.
+        """
         self._steps.cut()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -482,9 +491,9 @@ class _Store:
     def __init__(self, path: Path, capacity: int, options: dict[str, Any], goals: _Goals | None) -> None:
         self.path = path
         self._capacity, self._options, self._goals = capacity, options, goals
-        self._saved: str | None = None  # uuid of the store when the buffer was pickled
+        self._uuid: str | None = None  # of the store; None: it was not opened yet
         self._closed = False
-        self._opened: _Opened | None = None
+        self._opened: TensorDictReplayBuffer | None = None
         self._buffer: TensorDictReplayBuffer | None = None
 
     @property
@@ -492,62 +501,46 @@ class _Store:
         """The buffer that draws.
 
         Raises:
+            LockedError: The store is open for writing elsewhere, as by another buffer of this process.
             StateError: It is closed, or another store is in the folder than when it was pickled.
         """
-        if self._buffer is None or (self._opened is not None and self._opened.closed):
-            self._open()
-        return self._buffer  # type: ignore[return-value]
+        if self._buffer is None:
+            self._buffer = self._open()
+        return self._buffer
 
-    def _open(self) -> None:
-        if self._closed or self._opened is not None:
+    def _open(self) -> TensorDictReplayBuffer:
+        if self._closed:
             raise StateError(f"the buffer of {self.path} is closed", hint="make or load another one")
-        # A copy of a buffer of this process, as `load_replay_buffer` makes it, shares its open store: `learn`
-        # leaves references to the former buffer that only the garbage collector finds.
-        shared = None if self._saved is None else _open_stores.get(self.path)
-        opened = shared if shared is not None and not shared.closed else self._open_anew()
-        if self._saved not in (None, opened.uuid):
-            if opened is not shared:
-                opened.close()
+        opened = self._open_unlocked()
+        uuid = str(opened.stats()["uuid"])
+        if self._uuid not in (None, uuid):
+            opened.close()
             raise StateError(
-                f"{self.path} holds store {opened.uuid}, and the buffer was saved over store {self._saved}",
+                f"{self.path} holds store {uuid}, and the buffer was saved over store {self._uuid}",
                 hint="bring the store back that was in this folder",
             )
-        self._opened = opened
-        self._buffer = opened.rb if self._goals is None else self._goals.draw_from(opened.rb)
+        self._opened, self._uuid = opened, uuid
+        return opened if self._goals is None else self._goals.draw_from(opened)
 
-    def _open_anew(self) -> _Opened:
-        opened = _Opened(open_store(self.path, capacity=self._capacity, **self._options))
-        _open_stores[self.path] = opened
-        return opened
+    def _open_unlocked(self) -> TensorDictReplayBuffer:
+        """Open the store, after the former buffer of a model was dropped."""
+        try:
+            return open_store(self.path, capacity=self._capacity, **self._options)
+        except LockedError:
+            # `learn` leaves references to the buffer in cycles: `load_replay_buffer` drops a buffer that only
+            # the garbage collector closes.
+            gc.collect()
+        return open_store(self.path, capacity=self._capacity, **self._options)
 
     def close(self) -> None:
-        """Close the store, also for copies that share it."""
+        """Close the store; a second call does nothing."""
         self._closed = True
         if self._opened is not None:
             self._opened.close()
         self._buffer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        saved = self._saved if self._opened is None else self._opened.uuid
-        return self.__dict__ | {"_saved": saved, "_opened": None, "_buffer": None, "_closed": False}
-
-
-class _Opened:
-    """An open store, which several copies of a buffer may share."""
-
-    def __init__(self, rb: TensorDictReplayBuffer) -> None:
-        self.rb = rb
-        self.uuid = str(rb.stats()["uuid"])
-        self.closed = False
-
-    def close(self) -> None:
-        """Close the store; a second call does nothing."""
-        self.closed = True
-        self.rb.close()
-
-
-#: The stores that buffers of this process have open, by path.
-_open_stores: weakref.WeakValueDictionary[Path, _Opened] = weakref.WeakValueDictionary()
+        return self.__dict__ | {"_opened": None, "_buffer": None, "_closed": False}
 
 
 class _Goals:
@@ -616,34 +609,32 @@ class _Steps:
         lanes = None if self._n_envs == 1 else self._n_envs
         self._recorder = self._store.buffer.record(self._source, lanes=lanes, flush_steps=self._flush_steps)
 
-    def add(
-        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, timeouts: list[bool]
-    ) -> None:
+    def add(self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, infos: Any) -> None:
         """Record a step of every environment; see `ReplayBuffer.add`."""
         if self._recorder is None:
             self.start()
         if self._n_envs == 1:
-            self._add_one(obs, action, reward, next_obs, bool(done[0]), timeouts[0])
+            self._add_one(obs, action, reward, next_obs, bool(done[0]), infos)
         else:
-            self._add_lanes(obs, action, reward, next_obs, np.asarray(done, np.bool_), timeouts)
+            self._add_lanes(obs, action, reward, next_obs, np.asarray(done, np.bool_), infos)
 
-    def _add_one(
-        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: bool, timeout: bool
-    ) -> None:
+    def _add_one(self, obs: Any, action: Array, reward: Array, next_obs: Any, done: bool, infos: Any) -> None:
         if self._following is not None and _bytes_of(obs) != self._following:
             self._recorder.reset()
-        terminated, truncated = done and not timeout, done and timeout
+        truncated = done and _read_timeouts(infos, 1)[0]
         self._following = None
-        self._recorder.step(_first(obs), action[0], float(reward[0]), _first(next_obs), terminated, truncated)
+        self._recorder.step(
+            _first(obs), action[0], float(reward[0]), _first(next_obs), done and not truncated, truncated
+        )
         if not done:
             self._following = _bytes_of(next_obs)
 
     def _add_lanes(
-        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, timeouts: list[bool]
+        self, obs: Any, action: Array, reward: Array, next_obs: Any, done: Array, infos: Any
     ) -> None:
         if self._following is not None and _bytes_of(_keep(obs, ~self._ended)) != self._following:
             self._recorder.reset()
-        timed_out = np.asarray(timeouts, np.bool_)
+        timed_out = np.asarray(_read_timeouts(infos, self._n_envs), np.bool_)
         self._following = None
         self._recorder.step(obs, action, reward, next_obs, done & ~timed_out, done & timed_out)
         self._ended = done

@@ -138,17 +138,17 @@ def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights:
         weights[i] = (np.float64(priorities[places[i]]) + eps) ** alpha
 
 
-@compiled(f"float64({_ARRAYS}, float64[::1], int64[::1], float64[::1])")
+@compiled(f"UniTuple(float64, 2)({_ARRAYS}, float64[::1], int64[::1], float64[::1])")
 def _draw(
     sums: Floats, smallest: Floats, levels: IntArray, shares: Floats, places: IntArray, weights: Floats
-) -> float:
-    """Find the places at shares of the sum, and their weights over the smallest; return the smallest."""
+) -> tuple[float, float]:
+    """Find the places at shares of the sum, and their weights over the smallest; return sum and smallest."""
     total, least = _gather(sums, smallest, 0)
     if np.isfinite(least):
         _find(sums, levels, shares * total, places, weights)
         for i in range(weights.size):
             weights[i] /= least
-    return float(least)
+    return total, least
 
 
 def _allocate_aligned(count: int) -> Floats:
@@ -257,19 +257,19 @@ class SumTree:
         _find(self._sums, self._levels, masses, places, weights)
         return places, weights
 
-    def draw(self, shares: Floats) -> tuple[IntArray, Floats] | None:
+    def draw(self, shares: Floats) -> tuple[IntArray, Floats, tuple[float, float]] | None:
         """Find the places at shares of the sum of all weights.
 
         Args:
             shares: At least 0, less than 1. Shape `(n,)`, float64.
 
         Returns:
-            Places, int64, and their weights as multiples of the smallest, float64. Shapes `(n,)`. None: all
-            weights are 0.
+            Places, int64, and their weights as multiples of the smallest, float64. Shapes `(n,)`. Then the
+            sum of all weights, and the smallest. None: all weights are 0.
         """
         places, weights = np.empty(shares.size, np.int64), np.empty(shares.size)
-        least = _draw(self._sums, self._smallest, self._levels, shares, places, weights)
-        return (places, weights) if math.isfinite(least) else None
+        total, least = _draw(self._sums, self._smallest, self._levels, shares, places, weights)
+        return (places, weights, (total, least)) if math.isfinite(least) else None
 
 
 def raise_priorities(

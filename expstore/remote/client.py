@@ -1,4 +1,4 @@
-"""`expstore.connect`: use a store that a server serves as a replay buffer.
+"""Use a store that a server serves as a replay buffer.
 
 Used by programs that train or act on other machines. `expstore.remote.transport` sends and retries requests,
 `expstore.wire.codec` encodes rows. This module keeps no rows and touches no file.
@@ -30,7 +30,7 @@ from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalEpisodes, LocalOnly
 from expstore.remote.stream import Feed
-from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
+from expstore.remote.transport import ARROW, Answer, Connection
 from expstore.schema.schema import Schema
 from expstore.sql.result import Result
 from expstore.storages.columns.priorities import check_priorities
@@ -41,7 +41,7 @@ from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import is_table, take_table
 
-__all__ = ["RemoteReplayBuffer", "connect"]
+__all__ = ["RemoteReplayBuffer"]
 
 _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
 #: The entries of samples that are not fields.
@@ -116,6 +116,7 @@ class RemoteReplayBuffer(LocalOnly):
         }  # fmt: skip
         self._wait, self._device = wait, None if device is None else torch.device(device)
         self._prefetch, self.priority_key, self._as_numpy = prefetch, priority_key, as_numpy
+        self._largest = 1.0
         self._keyed = True  # until the store reports that its writer does not support keys
         self._lock = threading.Lock()
         self._iterator: Generator[Any] | None = None
@@ -243,6 +244,7 @@ class RemoteReplayBuffer(LocalOnly):
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
         found = self._send(route, body, params).json()
+        self._largest = float(found["largest_priority"])
         if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
@@ -614,6 +616,11 @@ class RemoteReplayBuffer(LocalOnly):
         return self._batch_size
 
     @property
+    def largest_priority(self) -> float:
+        """The priority that rows of the last write of this buffer got; 1 before the first."""
+        return self._largest
+
+    @property
     def draw(self) -> int:
         """Number of the seed's next draw."""
         return self._draw
@@ -819,69 +826,3 @@ def _refuse_path(name: str, path: object) -> None:
 def _check_rows(data: Any) -> None:
     if not isinstance(data, TensorDictBase):
         raise SchemaError(f"expected a TensorDict, got {type(data).__name__}")
-
-
-def connect(
-    url: str,
-    *,
-    token: str | None = None,
-    timeout: float = 30.0,
-    retries: Retries | None = None,
-    batch_size: int | None = None,
-    sampler: str | Mapping[str, Any] | None = None,
-    where: str | None = None,
-    seed: int | None = None,
-    draw: int = 0,
-    wait: float = 0.0,
-    device: torch.device | str | None = None,
-    prefetch: int = 8,
-    priority_key: str = "td_error",
-    as_numpy: bool = False,
-) -> RemoteReplayBuffer:
-    """Connect to a store that `expstore serve` serves.
-
-    Args:
-        url: Address of the store: `http://host:8420/name`.
-        token: The access token; None to send none.
-        timeout: Seconds that connecting, the answer, and each part of it may take.
-        retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
-            minute.
-        batch_size: Rows per batch of `sample` and iteration.
-        sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
-            "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by
-            default. `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
-        where: SQL condition, without functions, of the rows to draw.
-        seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same.
-            None: the store's own next draw, which is shared by all clients without a seed.
-        draw: Number of the first draw of the seed.
-        wait: Seconds that the server waits for rows if it cannot draw yet.
-        device: Device of the returned batches.
-        prefetch: Number of batches that an iteration prefetches, in a thread.
-        priority_key: The entry of a sample in which `update_priority` finds priorities.
-        as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
-            memory, by default.
-
-    Returns:
-        A buffer; close it, or use it in a `with` block.
-
-    Raises:
-        NotFoundError: The server has no such store.
-        RemoteError: The server does not answer, or does not accept the token; see `status`.
-        ValueError: `url` is not the URL of a store, or an argument is out of range.
-
-    Example:
-        >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:
-        ...     for batch in rb:
-        ...         train(batch)
-    """
-    connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)
-    try:
-        buffer = RemoteReplayBuffer(
-            connection, batch_size=batch_size, sampler=sampler, where=where, seed=seed, draw=draw, wait=wait,
-            device=device, prefetch=prefetch, priority_key=priority_key, as_numpy=as_numpy,
-        )  # fmt: skip
-        connection.request("GET", "")
-    except BaseException:
-        connection.close()
-        raise
-    return buffer

@@ -236,6 +236,8 @@ class Connection:
             raise ValueError("the token has characters that an HTTP header cannot contain")
         self.address, self.timeout, self.retries = address, timeout, retries or Retries()
         self._token, self._closed = token, False
+        #: Uuid of the store; the server refuses requests if another store has its name. "": not checked.
+        self.store = ""
         self._mine: dict[int, _InProcess] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -456,6 +458,8 @@ class Connection:
         headers = {"Accept": accept, "Accept-Encoding": "identity"}
         if kind is not None:
             headers["Content-Type"] = kind
+        if self.store:
+            headers["X-Store"] = self.store
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers

@@ -20,7 +20,7 @@ import torch
 
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
-from expstore.core.values import Array, IntArray, Key, Selection, Window
+from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
@@ -108,6 +108,8 @@ class Sampler(metaclass=SamplerKind):
         cls.hears_writes |= not _WRITE_HOOKS.isdisjoint(vars(cls))
         if "sample" in vars(cls) and cls.select is Sampler.select:
             cls.select = _select_by_sample  # type: ignore[method-assign]
+        if not {"select", "sample"}.isdisjoint(vars(cls)) and "mass" not in vars(cls):
+            cls.mass = Sampler.mass  # type: ignore[method-assign]  # a class that draws otherwise
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -266,6 +268,29 @@ class Sampler(metaclass=SamplerKind):
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return the number of rows, or of starts of slices, that a batch is drawn from; ignores `where`."""
         return self.count_left(storage)
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
+        """Return what a batch would be drawn from now; None if draws do not follow from weights alone.
+
+        It is also None for samplers that remember which rows were drawn, or that draw no row twice in a
+        batch: draws from several stores cannot be combined to a draw from all of them.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch.
+        """
+        return None
+
+    def _weigh_filtered(self, storage: ReadView, weigh: Callable[[], Mass]) -> Mass:
+        """Call `weigh` after evaluating new rows in the background; evaluate them first if its total is 0."""
+        filter = self.filter
+        if not len(storage):
+            return Mass(0.0, 0)
+        if filter is None:
+            return weigh()
+        filter.look(storage)
+        found = weigh()
+        return weigh() if not found.total and filter.find_more(storage) else found
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator

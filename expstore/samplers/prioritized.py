@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from expstore.core.torchrl_keywords import PRIORITIZED, check_keywords
-from expstore.core.values import Array, IntArray, Selection
+from expstore.core.values import Array, IntArray, Mass, Selection
 from expstore.errors import NotReadyError
 from expstore.kernels.loader import compiling
 from expstore.samplers.base import Sampler
@@ -23,6 +23,7 @@ from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
     from expstore.storages.read_view import ReadView
 
 __all__ = ["PrioritizedSampler", "Reduction"]
@@ -177,9 +178,32 @@ class PrioritizedSampler(Sampler):
             window, found = self._weights.window, tree.draw(generator.random(size))
         if found is None:
             return None
-        places, chances = found
+        places, chances, (total, smallest) = found
         bias = self._undo_bias(chances)
-        return Selection(storage.geometry.ids_in(places, window.last), {("priority_weight",): bias})
+        mass = Mass(total, window.rows, smallest, self._beta)
+        ids = storage.geometry.ids_in(places, window.last)
+        return Selection(ids, {("priority_weight",): bias}, mass=mass)
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass:
+        """Return the sum of the priorities to the power of alpha, and the smallest of them.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch; it does not matter here.
+
+        Raises:
+            QueryError: The filter cannot be evaluated.
+        """
+        return self._weigh_filtered(storage, lambda: self._weigh_rows(storage))
+
+    def _weigh_rows(self, storage: ReadView) -> Mass:
+        with self._lock:
+            tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
+            return self._build_mass(tree, 1)
+
+    def _build_mass(self, tree: SumTree, unit: int) -> Mass:
+        total = tree.total
+        return Mass(total, self._weights.window.rows, tree.smallest if total > 0 else 1.0, self._beta, unit)
 
     def _undo_bias(self, chances: Array) -> Array:
         """Return the weights of rows. Shapes `(n,)`.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from expstore.core.torchrl_keywords import PRIORITIZED_SLICES, check_keywords
-from expstore.core.values import Array, IntArray, Selection
+from expstore.core.values import Array, IntArray, Mass, Selection
 from expstore.errors import NotReadyError
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
@@ -160,25 +160,50 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         runs = self._trajectories.of(storage)
         with runs.lock:
             with self._lock:
-                for _ in range(_TRIES):
-                    window = runs.look()
-                    tree = self._follow(storage, runs, length - slicing.slack(length)[1])
-                    smallest = tree.smallest
-                    # Loading compiled loops takes so long that all rows may have been overwritten meanwhile.
-                    if math.isfinite(smallest) or self._weights.window.low < window.last:
-                        break
+                tree = self._find_starts(storage, runs, length)
+                smallest, mass = tree.smallest, self._build_mass(tree, length)
                 if not math.isfinite(smallest):
                     have = runs.stop - runs.first
                     if slicing.starts(have, length).any():
                         return None
                     raise build_too_short_error(have[have > 0], length)
-                places, weights = tree.find(generator.random(count) * tree.total)
+                places, weights = tree.find(generator.random(count) * mass.total)
                 numbers, steps = self._starts.at(places, runs)
                 lengths = np.minimum(length, runs.stop[numbers] - steps)
                 ids = runs.rows(numbers, steps, lengths)
-        found = slicing.selection(ids, lengths, length=length, asked=batch_size)
+        found = slicing.selection(ids, lengths, length=length, asked=batch_size, mass=mass)
         found.info[("priority_weight",)] = np.repeat(self._undo_bias(weights / smallest), lengths)
         return found
+
+    def _find_starts(self, storage: ReadView, runs: Runs, length: int) -> SumTree:
+        """Return the tree of the rows at which a slice can begin."""
+        for _ in range(_TRIES):
+            window = runs.look()
+            tree = self._follow(storage, runs, length - self.slicing.slack(length)[1])
+            # Loading compiled loops takes so long that all rows may have been overwritten meanwhile.
+            if math.isfinite(tree.smallest) or self._weights.window.low < window.last:
+                break
+        return tree
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass:
+        """Return the sum of the weights of the rows at which a slice can begin, and the smallest of them.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch.
+
+        Raises:
+            QueryError: The filter cannot be evaluated.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
+        """
+        length, _ = self.slicing.sizes(batch_size)
+
+        def weigh() -> Mass:
+            runs = self._trajectories.of(storage)
+            with runs.lock, self._lock:
+                return self._build_mass(self._find_starts(storage, runs, length), length)
+
+        return self._weigh_filtered(storage, weigh)
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.id_set import NO_IDS
-from expstore.core.values import Selection
+from expstore.core.values import Mass, Selection
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
@@ -74,17 +74,40 @@ class RandomSampler(Sampler):
         window = readable(storage)
         if self.filter is not None:
             return self._draw_filtered(storage, lambda: self._draw_by_mass(storage, batch_size, generator))
+        rows = window.rows
         if window.deleted is not NO_IDS:
-            return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
-        return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
+            return Selection(window.nth(generator.integers(0, rows, batch_size)), mass=Mass(rows, rows))
+        return Selection(
+            generator.integers(window.low + 1, window.last + 1, batch_size), mass=Mass(rows, rows)
+        )
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass:
+        """Return the number of rows, or the sum of the weights of those that match.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch; it does not matter here.
+
+        Raises:
+            QueryError: The filter cannot be evaluated.
+        """
+        return self._weigh_filtered(storage, lambda: self._weigh_rows(storage))
+
+    def _weigh_rows(self, storage: ReadView) -> Mass:
+        if self.filter is None:
+            return Mass(len(storage), len(storage))
+        with self._lock:
+            tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
+            return Mass(tree.total, self._masses.window.rows)
 
     def _draw_by_mass(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
-            if not tree.total > 0:
+            total, window = tree.total, self._masses.window
+            if not total > 0:
                 return None
-            places, _ = tree.find(generator.random(size) * tree.total)
-            return Selection(storage.geometry.ids_in(places, self._masses.window.last))
+            places, _ = tree.find(generator.random(size) * total)
+            return Selection(storage.geometry.ids_in(places, window.last), mass=Mass(total, window.rows))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""

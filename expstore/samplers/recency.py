@@ -6,13 +6,14 @@ Without a filter it keeps no state besides its two attributes. It never reads ro
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Selection, Window
+from expstore.core.values import Array, IntArray, Mass, Selection, Window
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
@@ -27,6 +28,13 @@ _LN2 = math.log(2.0)
 _SCALED = 100
 #: Below this sum of weights, weights are computed relative to the newest matching row.
 _FAINT = 1e-200
+
+
+def _sum_weights(rows: int, half_life: float | None) -> float:
+    """Return the sum of the weights of the newest rows, of which the newest has weight 1."""
+    if half_life is None:
+        return rows
+    return math.expm1(-rows * _LN2 / half_life) / math.expm1(-_LN2 / half_life)
 
 
 class RecencySampler(Sampler):
@@ -125,6 +133,7 @@ class RecencySampler(Sampler):
             return self._draw_filtered(storage, lambda: self._draw_by_weight(storage, batch_size, generator))
         rows = window.rows
         taking_part = rows if newest is None else min(rows, newest)
+        mass = Mass(_sum_weights(taking_part, half_life), rows)
         if half_life is None:
             ages = generator.integers(0, taking_part, batch_size)
         else:
@@ -133,8 +142,39 @@ class RecencySampler(Sampler):
             ages = (np.log1p(-within * generator.random(batch_size)) / rate).astype(np.int64)
             np.minimum(ages, taking_part - 1, out=ages)  # rounding errors
         if window.deleted:
-            return Selection(window.nth(rows - 1 - ages))
-        return Selection(window.last - ages)
+            return Selection(window.nth(rows - 1 - ages), mass=mass)
+        return Selection(window.last - ages, mass=mass)
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass:
+        """Return the sum of the weights of all rows, where the newest row of the storage has weight 1.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch; it does not matter here.
+
+        Raises:
+            QueryError: The filter cannot be evaluated.
+        """
+        return self._weigh_filtered(storage, lambda: self._weigh_rows(storage))
+
+    def _weigh_rows(self, storage: ReadView) -> Mass:
+        if self.filter is None:
+            rows = storage.window.rows
+            taking_part = rows if self._newest is None else min(rows, self._newest)
+            return Mass(_sum_weights(taking_part, self._half_life), rows)
+        with self._lock:
+            tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places), self._narrow)
+            if tree.total > _FAINT:
+                return self._build_mass(tree.total, self._scale[1])
+            _, masses, newest = self._find_faint(storage, self._weights.window)
+            return self._build_mass(float(masses.sum()), newest)
+
+    def _build_mass(self, total: float, unit: int) -> Mass:
+        """Return a sum of weights as if the newest row had weight 1; in it, the row with id `unit` has 1."""
+        window = self._weights.window
+        if self._half_life is not None and total > 0:  # never 0: some row can be drawn
+            total = max(total * 2.0 ** ((unit - window.last) / self._half_life), sys.float_info.min)
+        return Mass(total, window.rows)
 
     # -- with a filter: weights whose ratios do not change while rows grow older ---------------------
 
@@ -143,25 +183,34 @@ class RecencySampler(Sampler):
     ) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places), self._narrow)
-            if tree.total > _FAINT:
-                places, _ = tree.find(generator.random(size) * tree.total)
-                return Selection(storage.geometry.ids_in(places, self._weights.window.last))
+            total = tree.total
+            if total > _FAINT:
+                places, _ = tree.find(generator.random(size) * total)
+                ids = storage.geometry.ids_in(places, self._weights.window.last)
+                return Selection(ids, mass=self._build_mass(total, self._scale[1]))
             return self._draw_by_faint_weight(storage, self._weights.window, size, generator)
 
     def _draw_by_faint_weight(
         self, storage: ReadView, window: Window, size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Draw rows whose weights in the tree are too small to sum up, because all matching rows are old."""
+        ids, masses, newest = self._find_faint(storage, window)
+        if not ids.size:
+            return None
+        sums = np.cumsum(masses)
+        under = np.minimum(generator.random(size) * sums[-1], np.nextafter(sums[-1], 0.0))
+        chosen = ids[np.searchsorted(sums, under, side="right")]
+        return Selection(chosen, mass=self._build_mass(float(sums[-1]), newest))
+
+    def _find_faint(self, storage: ReadView, window: Window) -> tuple[IntArray, Array, int]:
+        """Return the matching rows, their weights relative to the newest of them, and its id."""
         ids = window.ids()
         masses = np.zeros(0) if self.filter is None else self.filter.masses_of(storage, ids)
         ids, masses = ids[masses > 0], masses[masses > 0]
-        if not ids.size:
-            return None
+        newest = int(ids[-1]) if ids.size else 0
         if self._half_life is not None:
-            masses = masses * np.exp2((ids - ids[-1]) / self._half_life)
-        sums = np.cumsum(masses)
-        under = np.minimum(generator.random(size) * sums[-1], np.nextafter(sums[-1], 0.0))
-        return Selection(ids[np.searchsorted(sums, under, side="right")])
+            masses = masses * np.exp2((ids - newest) / self._half_life)
+        return ids, masses, newest
 
     def _narrow(self, window: Window) -> Window:
         """Return the window of the newest rows, and choose the id that weighs 1."""

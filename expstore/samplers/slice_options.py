@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.core.values import IntArray, Key, Mark, Selection, to_key
+from expstore.core.values import IntArray, Key, Mark, Mass, Selection, to_key
 from expstore.errors import NotReadyError, StateError
 
 if TYPE_CHECKING:
@@ -195,7 +195,14 @@ class Slicing:
         return np.maximum(begins, 0), lengths
 
     def selection(
-        self, ids: IntArray, lengths: IntArray, *, length: int, asked: int, padded: bool = False
+        self,
+        ids: IntArray,
+        lengths: IntArray,
+        *,
+        length: int,
+        asked: int,
+        padded: bool = False,
+        mass: Mass | None = None,
     ) -> Selection:
         """Return the rows of slices as a selection.
 
@@ -205,6 +212,7 @@ class Slicing:
             length: Number of rows of a whole slice.
             asked: Number of rows that the user requested.
             padded: Whether to pad short slices.
+            mass: What the slices were drawn from.
         """
         mask, ends = None, np.cumsum(lengths)
         if padded:
@@ -214,7 +222,8 @@ class Slicing:
             mask = (steps < lengths[:, None]).reshape(-1)
             ends = np.arange(lengths.size) * length + lengths
         begins = ends - lengths
-        return Selection(ids, marks=tuple(self._marks(ids.size, begins, ends - 1, mask)), asked=asked)
+        marks = tuple(self._marks(ids.size, begins, ends - 1, mask))
+        return Selection(ids, marks=marks, asked=asked, mass=mass)
 
     def _marks(
         self, rows: int, begins: IntArray, lasts: IntArray, mask: NDArray[np.bool_] | None

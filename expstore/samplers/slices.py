@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from expstore.core.torchrl_keywords import SLICES, check_keywords
-from expstore.core.values import Array, IntArray, Selection
+from expstore.core.values import Array, IntArray, Mass, Selection
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
@@ -30,6 +30,7 @@ from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
 
 if TYPE_CHECKING:
+    from expstore.kernels.sum_tree import SumTree
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
@@ -162,19 +163,23 @@ class SliceSampler(SlicingNames, Sampler):
         if self.filter is not None:
             return self._draw_filtered(storage, lambda: self._choose_filtered(storage, batch_size, generator))
         length, count = self.slicing.sizes(batch_size)
-        ids, lengths, padded = self._choose_rows(storage, length, count, generator)
-        return self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+        ids, lengths, padded, total = self._choose_rows(storage, length, count, generator)
+        mass = Mass(total, len(storage), unit=length)
+        return self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded, mass=mass)
 
     def _choose_rows(
         self, storage: ReadView, length: int, count: int, generator: np.random.Generator
-    ) -> tuple[IntArray, IntArray, bool]:
-        """Choose slices; return the ids of their rows, the rows of each, and whether to pad short slices."""
+    ) -> tuple[IntArray, IntArray, bool, int]:
+        """Choose slices.
+
+        Returns:
+            The ids of their rows, the rows of each slice, whether to pad short slices, and the sum of the
+            weights of all trajectories.
+        """
         slicing = self.slicing
-        slicing.slack(length)
         runs = self._trajectories.of(storage)
         with runs.lock:
-            runs.look()
-            tree = self._weights.catch_up(runs, length, lambda have: self._weigh(have, length))
+            tree = self._find_runs(runs, length)
             total = int(tree.total)
             if not total:
                 raise build_too_short_error(_lengths(runs), length)
@@ -183,7 +188,13 @@ class SliceSampler(SlicingNames, Sampler):
             begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(count))
             ids = runs.rows(chosen, first + begins, lengths)
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
-        return ids, lengths, padded
+        return ids, lengths, padded, total
+
+    def _find_runs(self, runs: Runs, length: int) -> SumTree:
+        """Return the tree of the trajectories, up to date."""
+        self.slicing.slack(length)
+        runs.look()
+        return self._weights.catch_up(runs, length, lambda have: self._weigh(have, length))
 
     def _choose_filtered(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
@@ -199,15 +210,41 @@ class SliceSampler(SlicingNames, Sampler):
             if candidates is None:
                 return None
             tree = candidates.catch_up(storage, runs, slicing, length)
-            if not tree.total > 0:
+            total = tree.total
+            if not total > 0:
                 return None
-            chosen, _ = tree.find(generator.random(count) * tree.total)
+            chosen, _ = tree.find(generator.random(count) * total)
             begins, lengths = candidates.place(
                 storage, runs, slicing, length, chosen=chosen, shares=generator.random((2, count))
             )
             ids = runs.rows(chosen, runs.first[chosen] + begins, lengths)
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
-        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
+        mass = Mass(total, len(storage), unit=length)
+        return slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded, mass=mass)
+
+    def mass(self, storage: ReadView, batch_size: int) -> Mass:
+        """Return the number of trajectories, or of starts of slices, or the sum of the weights of starts.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch.
+
+        Raises:
+            QueryError: The filter cannot be evaluated.
+            StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
+        """
+        length, _ = self.slicing.sizes(batch_size)
+
+        def weigh() -> Mass:
+            runs, candidates = self._trajectories.of(storage), self._candidates
+            with runs.lock:
+                if candidates is None:
+                    return Mass(int(self._find_runs(runs, length).total), len(storage), unit=length)
+                runs.look()
+                tree = candidates.catch_up(storage, runs, self.slicing, length)
+                return Mass(tree.total, len(storage), unit=length)
+
+        return self._weigh_filtered(storage, weigh)
 
     def _weigh(self, have: IntArray, length: int) -> Array:
         starts = self.slicing.starts(have, length)

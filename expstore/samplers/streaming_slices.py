@@ -157,7 +157,7 @@ class StreamingSliceSampler(SliceSampler):
         length, count = self.slicing.sizes(batch_size)
         ids, lengths, padded = fresh.reshape(-1), np.full(len(fresh), length), False
         if len(fresh) < count:
-            more, others, padded = self._choose_rows(storage, length, count - len(fresh), generator)
+            more, others, padded, _ = self._choose_rows(storage, length, count - len(fresh), generator)
             ids, lengths = np.concatenate([ids, more]), np.concatenate([lengths, others])
         found = self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
         return replace(found, progress=progress)

@@ -68,6 +68,9 @@ def explain_refusal(
     near = nearest(name, [column for names in known.values() for column in names])
     lists = [f"{table} has {', '.join(list_nearest_first(name, names))}" for table, names in known.items()]
     hint = (f"did you mean {near}? " if near else "") + "; ".join(lists)
+    if name == missing["name"] and any(name in names for names in known.values()):  # quoted, so one name
+        quoted = ".".join(f'"{part}"' for part in name.split("."))
+        hint, name = f"write {name} without quotation marks, or {quoted}", f'"{name}"'
     return QueryError(
         f"{' and '.join(known)} {'has' if len(known) == 1 else 'have'} no column {name}", hint=hint
     )

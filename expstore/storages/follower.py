@@ -124,6 +124,7 @@ class Origin:
         path: The store's folder.
         seed: The reader's own seed; None: the store's.
         reason: Why the store cannot be written to here, for error messages.
+        advice: What to do instead.
         forked: Whether the process is a fork, in which libraries that use threads do not work.
         copied: Whether the storage is one of several copies, which must not repeat each other's draws.
     """
@@ -131,6 +132,7 @@ class Origin:
     path: Path
     seed: int | None = None
     reason: str = "is open for reading only"
+    advice: str = "write with the buffer that has it open with mode='a'"
     forked: bool = False
     copied: bool = False
 
@@ -157,10 +159,12 @@ class Origin:
     def to_shared(self) -> Origin:
         """Return the origin of a copy that writes through the process that has the store open."""
         reason = (
-            "is written by another process: here rows are appended, priorities set, and episodes annotated, "
-            "ended and resumed through it, and nothing else is changed"
+            "is written by another process: through it this copy of a shared buffer can append rows, set "
+            "priorities, annotate, end and resume episodes, delete all rows and create versions, and nothing "
+            "else"
         )
-        return dataclasses.replace(self, reason=reason)
+        advice = "do it in the process that opened the store"
+        return dataclasses.replace(self, reason=reason, advice=advice)
 
     def follow(self) -> FollowerStorage:
         """Open the rows for reading."""
@@ -601,7 +605,7 @@ class FollowerStorage(ReadView):
             raise build_closed_error()
         raise StateError(
             f"{self.path} {self._origin.reason}",
-            hint="write with the buffer that has it open with mode='a'",
+            hint=self._origin.advice,
         )
 
     # -- closing -----------------------------------------------------------------------------------

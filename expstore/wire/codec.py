@@ -31,9 +31,10 @@ from expstore.data.leaves import leaves_of, to_columns
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.arrow_types import to_type, type_text
 from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
-from expstore.wire.frames import HEAD_BYTES, Frame, FrameForm, frame_of
+from expstore.wire.frames import HEAD_BYTES, Frame, FrameForm, frame_of, message_of
 
 __all__ = [
+    "NOTE",
     "Codec",
     "Coded",
     "Decoder",
@@ -42,13 +43,18 @@ __all__ = [
     "columns_of",
     "join_columns",
     "meaning_of",
+    "note_of",
     "plain_columns",
     "wishes_of",
     "with_wishes",
+    "write_note",
 ]
 
 _ABOUT = b"expstore"
 _WISHES = b"expstore.wishes"
+#: The key of a note in the metadata of a message, and its length: longer than any that is sent.
+NOTE = b"expstore.draw"
+_NOTE_BYTES = 256
 _FORMAT = 1
 #: The Arrow type for one value of a dtype.
 _ARROW: dict[str, Any] = {
@@ -309,22 +315,30 @@ class _Kind:
     def __init__(self, schema: Schema, data: TensorDictBase) -> None:
         self.codec = Codec(schema)
         self.arrow_schema = self.codec.arrow_schema(data.batch_size, _names_of(data))
-        self._form: FrameForm | None = None
-        self._buffers = self.codec.buffers(self.arrow_schema)
+        self._templates: dict[bool, FrameForm | None] = {}  # of messages without and with a note
 
-    def message(self, columns: Sequence[Any]) -> Any:
-        """Return the bytes of the message for these rows."""
-        if self._form is not None:
-            return self._form.write(columns)
-        data = self.codec.encode(columns, self.arrow_schema).serialize()
-        buffers, self._buffers = self._buffers, None
+    def message(self, columns: Sequence[Any], note: bytes | None) -> Any:
+        """Return the bytes of the message for these rows, with a note of fixed length in its metadata."""
+        form = self._templates.get(note is not None)
+        if form is not None:
+            return form.write(columns, note)
+        notes = None if note is None else {NOTE: note}
+        data = message_of(self.codec.encode(columns, self.arrow_schema), notes)
+        if (note is not None) not in self._templates:
+            self._templates[note is not None] = self._make_form(data, columns, note)
+        return data
+
+    def _make_form(self, data: Any, columns: Sequence[Any], note: bytes | None) -> FrameForm | None:
+        """Return a form that writes such messages; None if there is none."""
+        buffers = self.codec.buffers(self.arrow_schema)
         if buffers is not None:
             memory, (head,) = np.frombuffer(data, np.uint8), struct.unpack_from("<i", data, 4)
-            form = FrameForm(frame_of(self.arrow_schema, memory, HEAD_BYTES + head), buffers)
+            form = FrameForm(frame_of(self.arrow_schema, memory, HEAD_BYTES + head), buffers, note)
             with contextlib.suppress(ValueError):
-                if np.array_equal(form.write(columns), memory):  # not true for bfloat16, sent as float32
-                    self._form = form
-        return data
+                # The bytes differ for bfloat16, which is sent as float32.
+                if np.array_equal(form.write(columns, note), memory):
+                    return form
+        return None
 
 
 class Encoder:
@@ -353,17 +367,18 @@ class Encoder:
         kind, columns = self._take_columns(data)
         return kind.codec.encode(columns, kind.arrow_schema)
 
-    def message(self, data: TensorDictBase) -> Message:
+    def message(self, data: TensorDictBase, note: bytes | None = None) -> Message:
         """Return rows as the bytes of the record batch that `encode` returns, but faster.
 
         Args:
             data: Rows; on any device.
+            note: The result of `write_note`, which is sent with the batch; None to send none.
 
         Raises:
             SchemaError: An entry cannot be sent.
         """
         kind, columns = self._take_columns(data)
-        return Message(kind.arrow_schema, kind.message(columns))
+        return Message(kind.arrow_schema, kind.message(columns, note))
 
     def _take_columns(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
         """Return the kind of a batch, and its columns."""
@@ -408,6 +423,30 @@ def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
         wishes: Options by name; the values must be representable as JSON.
     """
     return batch.replace_schema_metadata({**(batch.schema.metadata or {}), _WISHES: json.dumps(wishes)})
+
+
+def write_note(facts: Mapping[str, Any]) -> bytes:
+    """Return facts about a batch as a note that is sent with it, always of the same length.
+
+    Args:
+        facts: Numbers, texts and None by name.
+    """
+    return json.dumps(facts, separators=(",", ":")).encode().ljust(_NOTE_BYTES)
+
+
+def note_of(frame: Frame) -> dict[str, Any]:
+    """Return the facts in the note that was sent with a batch; empty if there is none.
+
+    Raises:
+        SchemaError: The note is not a JSON object.
+    """
+    try:
+        found = json.loads(frame.notes.get(NOTE, b"{}"))
+        if isinstance(found, dict):
+            return found
+    except (ValueError, struct.error):
+        pass
+    raise SchemaError("the metadata of the batch cannot be read")
 
 
 def wishes_of(arrow_schema: Any) -> dict[str, Any]:
@@ -463,10 +502,19 @@ class Decoder:
             SchemaError: The columns are not rows that can be read.
         """
         known = self._find_known(frame.schema)
-        if known.buffers is None or not frame.plain:
-            return self.decode(frame.batch(), frame.memory if frame.plain else None)
-        columns = known.codec.read(frame, known.buffers)
-        return known.codec.build(columns, known.told.batch_size, known.told.names)
+        codec, columns = self.read_columns(frame)
+        return codec.build(columns, known.told.batch_size, known.told.names)
+
+    def read_columns(self, frame: Frame) -> tuple[Codec, list[Any]]:
+        """Return the codec of a batch received in a stream, and its columns as views of its memory.
+
+        Raises:
+            SchemaError: The columns are not rows that can be read.
+        """
+        known = self._find_known(frame.schema)
+        if known.buffers is not None and frame.plain:
+            return known.codec, list(known.codec.read(frame, known.buffers))
+        return known.codec, known.codec.decode(frame.batch(), frame.memory if frame.plain else None)
 
     def _find_known(self, schema: Any) -> _Known:
         for known in self._last:

@@ -8,7 +8,7 @@ batches that differ only in their values have the same metadata. This module nev
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,16 @@ import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
 
-__all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "size_of_body"]
+__all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "message_of", "size_of_body"]
 
 #: Bytes before a message's metadata: a marker, and the length of the metadata.
 HEAD_BYTES = 8
-# Fields of the tables Message and RecordBatch, by number.
-_HEADER, _BODY_SIZE = 2, 3
+#: Bytes of the end mark of a stream.
+_END_BYTES = 8
+# Fields of the tables Message, RecordBatch and KeyValue, by number.
+_HEADER, _BODY_SIZE, _NOTES = 2, 3, 4
 _LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3
+_KEY, _VALUE = 0, 1
 
 
 class Frame(NamedTuple):
@@ -44,6 +47,18 @@ class Frame(NamedTuple):
     bounds: IntArray
     plain: bool
 
+    @property
+    def notes(self) -> dict[bytes, bytes]:
+        """The metadata of the message itself, which differs from batch to batch."""
+        metadata = self.memory.data[HEAD_BYTES : self.body]
+        at = _field(metadata, _root(metadata), _NOTES)
+        if not at:
+            return {}
+        at += struct.unpack_from("<I", metadata, at)[0]
+        places = range(at + 4, at + 4 + 4 * struct.unpack_from("<I", metadata, at)[0], 4)
+        tables = [place + struct.unpack_from("<I", metadata, place)[0] for place in places]
+        return {_text(metadata, table, _KEY): _text(metadata, table, _VALUE) for table in tables}
+
     def batch(self) -> Any:
         """Return the frame as an Arrow record batch in the same memory."""
         message = pa.ipc.read_message(pa.BufferReader(pa.py_buffer(self.memory)))
@@ -58,9 +73,13 @@ class FrameForm:
     Args:
         frame: One of these batches; `plain` must be True.
         buffers: For each column, the buffer with its values. All other buffers must be empty.
+        note: A text in the metadata that differs from batch to batch, always of this length; None if there is
+            none.
     """
 
-    def __init__(self, frame: Frame, buffers: Sequence[int]) -> None:
+    def __init__(self, frame: Frame, buffers: Sequence[int], note: bytes | None = None) -> None:
+        at = 0 if note is None else frame.memory[: frame.body].tobytes().index(note)
+        self._note = None if note is None else slice(at, at + len(note))
         begins, sizes = frame.body + frame.bounds[buffers, 0], frame.bounds[buffers, 1]
         self._head = frame.memory[: frame.body].copy()
         self._size = frame.memory.size
@@ -69,14 +88,17 @@ class FrameForm:
         nexts = [*(begin for begin, _ in sorted(self._places)), self._size]
         self._padding = [(end, begin) for end, begin in zip(ends, nexts, strict=True) if end < begin]
 
-    def write(self, columns: Sequence[Array]) -> Array:
+    def write(self, columns: Sequence[Array], note: bytes | None = None) -> Array:
         """Return the message of a batch. Shape `(bytes,)`, uint8.
 
         Args:
             columns: The values in Arrow's layout, except booleans, one byte each. Shapes `(n, *row shape)`.
+            note: The text in the metadata of this batch; None if the form has none.
         """
         message = np.empty(self._size, np.uint8)
         message[: self._head.size] = self._head
+        if self._note is not None and note is not None:
+            message[self._note] = np.frombuffer(note, np.uint8)
         for end, begin in self._padding:
             message[end:begin] = 0  # do not send old memory contents
         for (begin, end), column in zip(self._places, columns, strict=True):
@@ -85,6 +107,26 @@ class FrameForm:
             else:
                 message[begin:end].view(column.dtype).reshape(column.shape)[...] = column
         return message
+
+
+def message_of(
+    batch: Any, notes: Mapping[bytes, bytes] | None = None, *, compression: str | None = None
+) -> Any:
+    """Return a record batch as a message. A pyarrow Buffer.
+
+    Args:
+        batch: The batch.
+        notes: Metadata of the message.
+        compression: Compression of the buffers: "lz4", "zstd" or None.
+    """
+    if notes is None and compression is None:
+        return batch.serialize()
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch, custom_metadata=notes)
+    whole, head = sink.getvalue(), len(batch.schema.serialize())
+    return whole.slice(head, len(whole) - head - _END_BYTES)
 
 
 def frame_of(schema: Any, memory: Array, body: int) -> Frame:
@@ -136,6 +178,15 @@ def _field(metadata: Any, table: int, number: int) -> int:
     slot = 4 + 2 * number
     step = struct.unpack_from("<H", metadata, fields + slot)[0] if slot < size else 0
     return table + int(step) if step else 0
+
+
+def _text(metadata: Any, table: int, number: int) -> bytes:
+    """Return a table's field that is a string."""
+    at = _field(metadata, table, number)
+    if not at:
+        return b""
+    at += struct.unpack_from("<I", metadata, at)[0]
+    return bytes(metadata[at + 4 : at + 4 + struct.unpack_from("<I", metadata, at)[0]])
 
 
 def _pairs(metadata: Any, at: int) -> IntArray:

@@ -10,14 +10,14 @@ buffers, and trusts lengths. So the end mark, the message types and the buffers 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from expstore.errors import SchemaError
-from expstore.wire.frames import HEAD_BYTES, Frame, frame_of, is_packed, size_of_body
+from expstore.wire.frames import HEAD_BYTES, Frame, frame_of, is_packed, message_of, size_of_body
 
 __all__ = [
     "END",
@@ -62,19 +62,23 @@ class StreamWriter:
     """
 
     def __init__(self, compression: str | None = None) -> None:
-        self._options = pa.ipc.IpcWriteOptions(compression=compression)
+        self._compression = compression
         self._schema: Any = None
         self._parts: list[Any] = []
         self.pending = 0
 
-    def write(self, batch: Any) -> None:
+    def write(self, batch: Any, notes: Mapping[bytes, bytes] | None = None) -> None:
         """Append a record batch.
+
+        Args:
+            batch: The batch.
+            notes: Metadata of its message.
 
         Raises:
             SchemaError: Its schema differs from that of the first batch (kind "changed").
         """
         self._begin(batch.schema)
-        self._add(batch.serialize() if self._options.compression is None else self._pack(batch))
+        self._add(message_of(batch, notes, compression=self._compression))
 
     def write_message(self, schema: Any, message: Any) -> None:
         """Append a record batch that is serialized already; its buffers are not compressed.
@@ -96,11 +100,6 @@ class StreamWriter:
         elif schema is not self._schema and not schema.equals(self._schema):
             raise SchemaError("the fields have changed since the stream began", kind="changed",
                               hint="open a new stream")  # fmt: skip
-
-    def _pack(self, batch: Any) -> Any:
-        whole = write_stream(batch, compression=self._options.compression)
-        head = len(batch.schema.serialize())
-        return whole.slice(head, len(whole) - head - len(END))
 
     def end(self) -> None:
         """Append the end mark."""

@@ -29,7 +29,8 @@ def test_rows_go_in_and_come_out(client: httpx.Client, tmp_path: Path) -> None:
     assert client.put("/v1/stores/run", json={"capacity": 100, "seed": 3}).json() == {"name": "run"}
     data = batch_of(30)
     answer = client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW)
-    assert answer.json() == {"first_id": 1, "count": 30, "generation": 1}, answer.text
+    told = {"first_id": 1, "count": 30, "generation": 1, "largest_priority": 1.0}
+    assert answer.json() == told, answer.text
     read = rows_of(client.post("/v1/stores/run/rows", json={"ids": [3, 1, 30]}, headers=ACCEPT_ARROW).content)
     assert read["id"].tolist() == [3, 1, 30]
     assert (read.exclude("id", "index") == data[[2, 0, 29]]).all()

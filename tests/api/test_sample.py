@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from tensordict import TensorDict
 import expstore
 from expstore.api import Settings
 from expstore.samplers import PrioritizedSampler, SliceSampler
-from expstore.wire.codec import Codec, meaning_of
+from expstore.wire.codec import Codec, meaning_of, note_of
+from expstore.wire.stream import frames_in
 from tests.support.arrow_bodies import ACCEPT_ARROW, batch_of, post_rows, rows_of
 from tests.support.servers import Serving
 
@@ -97,6 +99,47 @@ def test_a_seed_draws_the_same_everywhere(
             mine = rb.sample(32)
             assert set(mine.keys(True, True)) == set(batch.keys(True, True))
             assert (mine == batch).all()
+
+
+def test_batches_say_what_they_were_drawn_from(client: httpx.Client) -> None:
+    """In the metadata of each message of a stream, in single answers, in JSON, and without drawing."""
+    post_rows(client, 40).raise_for_status()
+    values = [float(number % 7 + 1) for number in range(1, 41)]
+    client.post(f"{RUN}/priorities", json={"ids": [*range(1, 41)], "priorities": values})
+    total = sum((np.float64(value) + 1e-8) ** 0.6 for value in values)
+    cases: list[tuple[dict[str, Any], float, float | None, int]] = [
+        ({"sampler": None}, 40, None, 1),
+        ({"sampler": {"kind": "uniform"}, "where": "action < 10"}, 10, None, 1),
+        ({"sampler": "prioritized"}, total, 0.4, 1),
+        ({"sampler": {"kind": "slices", "slice_len": 4}}, 4, None, 4),
+        ({"sampler": {"kind": "slices", "slice_len": 4, "by": "start"}, "where": "action < 3"}, 3, None, 4),
+        ({"sampler": {"kind": "recency", "half_life": 2}}, (1 - 0.5**20) / (1 - 0.5**0.5), None, 1),
+    ]
+    for asked, mass, beta, unit in cases:
+        told = client.post(f"{RUN}/mass", json=asked | {"batch_size": 8}).raise_for_status().json()
+        assert told["mass"] == pytest.approx(mass, rel=1e-12)
+        assert (told["beta"], told["unit"], told["rows"], told["largest_priority"]) == (beta, unit, 40, 7.0)
+        assert told["smallest"] == pytest.approx(1.0)
+        body = asked | {"batch_size": 8, "seed": 1, "draw": 0, "batches": 2}
+        single = client.post(f"{RUN}/sample", json={name: body[name] for name in body if name != "batches"})
+        assert single.json()["drawn_from"] == told
+        for accept in (ACCEPT_ARROW, {"Accept": f"{ACCEPT_ARROW['Accept']};compression=zstd"}):
+            answer = client.post(f"{RUN}/sample/stream", json=body, headers=accept).raise_for_status()
+            with pa.ipc.open_stream(answer.content) as reader:
+                notes = [reader.read_next_batch_with_custom_metadata().custom_metadata for _ in range(2)]
+            assert [json.loads(note[b"expstore.draw"]) for note in notes] == [told] * 2
+            frames = frames_in(bytearray(answer.content))
+            assert [note_of(frame) for frame in frames] == [told] * 2
+    client.put(f"{RUN}/samplers/pass", json={"sampler": {"kind": "without_replacement"}})
+    assert client.post(f"{RUN}/mass", json={"sampler": "pass"}).json()["mass"] is None
+    assert client.post(f"{RUN}/sample", json={"sampler": "pass"}).json()["drawn_from"]["mass"] is None
+
+
+def test_another_store_is_refused(client: httpx.Client) -> None:
+    uuid = client.get(RUN).json()["uuid"]
+    assert client.get(RUN, headers={"X-Store": uuid}).status_code == 200
+    refused = client.get(RUN, headers={"X-Store": "f" * 32})
+    assert (refused.status_code, refused.json()["error"]["kind"]) == (409, "other_store")
 
 
 def test_samplers_with_names_are_shared(client: httpx.Client) -> None:

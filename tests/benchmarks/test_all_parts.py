@@ -226,11 +226,17 @@ def test_slices_are_measured(run: dict[str, Any]) -> None:
     assert many < 3
 
 
+SB3_SIDES = (("add", 1), ("add", 16), ("add", 64), ("learn", 1), ("learn", 4), ("learn", 16))
+
+
 def test_recording_is_measured(run: dict[str, Any]) -> None:
     found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["recording"].items()}
     ours = {"record-1", "record-16", "add-dict", "add-tensordict"}
     kinds = {"cartpole", "locomotion", "pixels"}
     assert {f"{kind}-{side}" for kind in kinds for side in ours} <= found.keys()
+    beside = [found.pop(f"sb3-{act}-{steps}") for act, steps in SB3_SIDES if f"sb3-{act}-{steps}" in found]
+    assert len(beside) in (0, len(SB3_SIDES))  # stable-baselines3 may be missing
+    assert all(min(data.values()) > 0 for data in beside)
     wrapper = found.pop("gymnasium-record")
     assert min(wrapper["plain"]) > 0
     assert min(wrapper["recorded"]) > 0

@@ -17,6 +17,7 @@ import torch
 import expstore
 from tests.support.counting_env import Make
 from tests.support.servers import Serving
+from tests.support.waits import wait_for_workers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
@@ -88,13 +89,15 @@ def rb(store_path: Path) -> Iterator[Any]:
         yield opened
 
 
-def run(kind: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+def run(kind: Callable[..., Any], *arguments: Any, replay_buffer: Any, **keywords: Any) -> None:
     """Collect to the end."""
-    collector = kind(*arguments, **keywords)
+    collector = kind(*arguments, replay_buffer=replay_buffer, **keywords)
     try:
         assert all(batch is None for batch in collector)
     finally:
         collector.shutdown()
+    if isinstance(replay_buffer, expstore.ReplayBuffer):
+        wait_for_workers(replay_buffer)
 
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -186,6 +189,7 @@ def test_collecting_in_the_background(rb: Any, kind: str) -> None:
         assert collector.getattr_rb("write_count") >= 400
     finally:
         collector.async_shutdown()
+    wait_for_workers(rb)
     check(rb, environments=2)
 
 

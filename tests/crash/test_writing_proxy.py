@@ -13,7 +13,6 @@ import re
 import signal
 import struct
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from expstore.disk.shared_memory import SharedMemory
 from expstore.errors import RemoteError
 from expstore.maintenance.verify import verify
 from expstore.wire.slots import Slot
+from tests.support.waits import wait_until
 
 #: What a worker, and what the owner, does to the memory and the sockets that they share.
 WORKER_ACTS = ((Slot, "_put"), (MessageSocket, "send"), (MessageSocket, "receive"), (SharedMemory, "create"))
@@ -129,12 +129,6 @@ def wait(pid: int) -> int:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), f"the child failed: {code}"
     return code
-
-
-def wait_until(check: Callable[[], bool]) -> None:
-    """Wait for what another thread does; the test's own limit ends it."""
-    while not check():
-        threading.Event().wait(0.005)
 
 
 def check_shm(*pids: int) -> None:

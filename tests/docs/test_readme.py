@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import expstore
+from expstore.sql.result import Result
 from tests.support.commands import Cli
 from tests.support.paths import ROOT
 from tests.support.servers import serving
@@ -30,8 +31,8 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
-    "README", "benchmarks", "cleanrl", "datasets", "development", "disk", "errors", "format", "http", "numpy",
-    "page", "storages", "torchrl_names", "trackers",
+    "README", "benchmarks", "cleanrl", "cluster", "datasets", "development", "disk", "errors", "format",
+    "http", "numpy", "object_storage", "page", "storages", "torchrl_names", "trackers",
 )  # fmt: skip
 
 
@@ -107,6 +108,27 @@ def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.Monke
         execute(remote.replace(SERVER, facts["listening"]), names)
     with expstore.open("runs/demo.exp", mode="r") as rb:
         assert len(rb) == 1000
+
+
+def test_the_shards_of_their_page_are_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores of one server in place of two machines."""
+    page = read_page("cluster")
+    (block,) = blocks(page, "python")
+    (command,) = blocks(page, "sh")
+    assert command.startswith("expstore serve runs")
+    monkeypatch.chdir(tmp_path)
+    Path("token").write_text("that-nobody-guesses\n")
+    names: dict[str, object] = {}
+    execute(blocks(README, "python")[0], names)
+    for name in ("a", "b"):
+        expstore.open(f"runs/{name}.exp", mode="x").close()
+    with serving("runs", "--token-file", "token") as (_, facts):
+        for name in ("a", "b"):
+            block = block.replace(f"http://{name}:8420/demo", f"{facts['listening']}/{name}")
+        execute(block, names)
+    counts = names["counts"]
+    assert isinstance(counts, Result)
+    assert counts.fetchone() == (4000,)
 
 
 @pytest.mark.parametrize("name", ["exchange", "notebooks", "sql"])

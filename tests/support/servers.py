@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -88,3 +90,26 @@ def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[st
         line = child.stdout.readline()
         assert line, child.stderr and child.stderr.read()
         yield child, json.loads(line)
+
+
+class KillableServer:
+    """`expstore serve`, which can be killed and comes back on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", str(self.port)]
+        self.begin()
+
+    def begin(self) -> None:
+        self._child = warm_processes.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    @property
+    def most_memory(self) -> int:
+        """Return the most memory that it had, in KiB."""
+        text = Path(f"/proc/{self._child.pid}/status").read_text()
+        return int(text.split("VmHWM:")[1].split()[0])

@@ -36,6 +36,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "matplotlib": {"integrations"},
     "numba": {"kernels"},
     "numcodecs": {"kernels", "storages.format"},
+    "obstore": {"cold"},
     "pandas": {"sql"},
     "polars": {"sql"},
     "prometheus_client": {"api"},
@@ -61,7 +62,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
 }
 
 #: Extras of pyproject.toml that the library itself does not import.
-DEVELOPERS = {"bench", "dev"}
+DEVELOPERS = {"bench", "dev", "docs"}
 
 #: Importing one of these takes seconds.
 SLOW_LIBRARIES = {"gymnasium", "tensordict", "torch", "torchrl"}
@@ -69,6 +70,7 @@ SLOW_LIBRARIES = {"gymnasium", "tensordict", "torch", "torchrl"}
 #: Packages that import no slow library while they are imported, so that the command line and SQL start fast.
 FAST_PACKAGES = {
     "cli",
+    "cold",
     "core",
     "disk",
     "episodes",

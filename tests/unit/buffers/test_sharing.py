@@ -12,6 +12,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import SampleToInsertRatio, SchemaError, StateError, TensorDictReplayBuffer
-from expstore.buffers import writing_proxy
+from expstore.buffers import snapshots, writing_proxy
 from expstore.disk.message_socket import MessageSocket
-from expstore.errors import NotReadyError, PriorityError, RemoteError
+from expstore.errors import NotReadyError, PriorityError, RemoteError, SnapshotError
 from expstore.wire.slots import Slot
 from tests.support.batches import numbered_rows, transitions
 from tests.support.forks import collect_from_child
 from tests.support.recorded_envs import drive, make_counting, model_of_lane, stored_rows
+from tests.support.waits import wait_until
 
 
 def copy_of(rb: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
@@ -47,12 +49,6 @@ def rb(store_path: Path) -> Iterator[TensorDictReplayBuffer]:
 def worker(rb: TensorDictReplayBuffer) -> Iterator[TensorDictReplayBuffer]:
     with copy_of(rb) as opened:
         yield opened
-
-
-def wait_until(check: Callable[[], bool]) -> None:
-    """Wait for what another thread or process does; the test's own limit ends it."""
-    while not check():
-        threading.Event().wait(0.005)
 
 
 def statuses(rb: TensorDictReplayBuffer) -> list[str]:
@@ -308,18 +304,117 @@ def test_errors_are_raised_in_the_worker(rb: TensorDictReplayBuffer, worker: Ten
     assert len(rb) == 3
 
 
-def test_what_else_changes_the_store_is_refused(
-    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer
+#: What a worker cannot do.
+REFUSED: dict[str, Callable[[TensorDictReplayBuffer], Any]] = {
+    "set_": lambda worker: worker.set_("number", 0),
+    "set_at_": lambda worker: worker.set_at_("number", 0, 1),
+    "update_": lambda worker: worker.update_({"number": torch.zeros(3, dtype=torch.int64)}),
+    "[]=": lambda worker: worker.__setitem__(0, numbered_rows(1)[0]),
+    "update_if_present": lambda worker: worker.update_if_present(id=[1], patch={"number": [1]}),
+    "columns.add": lambda worker: worker.columns.add("extra", fill=1.0, dtype="float32"),
+    "columns.drop": lambda worker: worker.columns.drop("number"),
+    "loads": lambda worker: worker.loads("nowhere"),
+    "load_state_dict": lambda worker: worker.load_state_dict(worker.state_dict()),
+    "set_specs": lambda worker: worker.set_specs(None),
+    "episodes.end": lambda worker: worker.episodes.end(session="another"),
+    "episodes.delete": lambda worker: worker.episodes.delete("true"),
+    "retention.set": lambda worker: worker.retention.set({"age": "7d"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_else_changes_the_store_is_refused_with_advice(
+    rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer, name: str
 ) -> None:
     worker.extend(numbered_rows(3))
-    for act in (
-        worker.empty,
-        lambda: worker.set_("number", 0),
-        lambda: worker.update_if_present(id=[1], patch={"number": [1]}),
-        lambda: worker.dumps("nowhere"),
-    ):
-        with pytest.raises(StateError, match="written by another process"):
-            act()
+    with pytest.raises(StateError, match="in the process that opened") as caught:
+        REFUSED[name](worker)
+    if not name.startswith(("episodes.delete", "retention")):
+        assert "through it this copy of a shared buffer can append rows" in str(caught.value)
+    assert rb[:]["number"].tolist() == [0, 1, 2]
+    assert worker.extend(numbered_rows(1)).tolist() == [3]
+
+
+def test_a_child_of_a_child_is_refused_alike(rb: TensorDictReplayBuffer) -> None:
+    def refused(tell: Callable[[Any], None]) -> None:
+        try:
+            rb.set_("number", 0)
+        except StateError as exc:
+            tell(str(exc))
+
+    def work(tell: Callable[[Any], None]) -> None:
+        rb.extend(numbered_rows(2))
+        tell(collect_from_child(refused))
+        refused(tell)
+
+    (of_child,), of_parent = collect_from_child(work)
+    assert "in the process that opened" in of_parent
+    assert of_child == of_parent
+
+
+def test_a_worker_deletes_all_rows(rb: TensorDictReplayBuffer, worker: TensorDictReplayBuffer) -> None:
+    worker.extend(numbered_rows(3))
+    worker.empty()
+    assert (len(rb), len(worker), rb.write_count) == (0, 0, 3)
+    assert worker.extend(numbered_rows(2, 10)).tolist() == [0, 1]
+    assert rb[:]["number"].tolist() == [10, 11]
+    with pytest.raises(ValueError, match="empty_write_count=True"):
+        worker.empty(True)
+
+
+def test_a_worker_creates_versions(
+    rb: TensorDictReplayBuffer,
+    worker: TensorDictReplayBuffer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker.extend(numbered_rows(3))
+    monkeypatch.chdir(tmp_path)
+    first = worker.dumps("backup", keep=1)
+    assert (first.number, first.rows, first.path) == (1, 3, tmp_path / "backup" / "v0001")
+    worker.extend(numbered_rows(2, 3))
+    second = worker.save(Path("backup"), keep=1)
+    assert second == replace(rb.snapshots.list(tmp_path / "backup")[-1], disk_bytes=0)
+    assert [version.number for version in worker.snapshots.list("backup")] == [2]
+    with expstore.open("backup", mode="r") as found:
+        assert found[:]["number"].tolist() == [0, 1, 2, 3, 4]
+    assert worker.snapshots.tag("five").tag == "five"
+    assert [version.tag for version in rb.snapshots.list()] == ["five"]
+    with pytest.raises(SnapshotError, match="already has a snapshot 'five'"):
+        worker.snapshots.tag("five")
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        worker.dumps("backup", keep=0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(SnapshotError):
+        worker.dumps("other")
+
+
+def test_a_version_that_a_worker_creates_holds_up_no_other_one(
+    rb: TensorDictReplayBuffer,
+    worker: TensorDictReplayBuffer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker.extend(numbered_rows(3))
+    entered, go = threading.Event(), threading.Event()
+    dump = snapshots.dump
+
+    def wait_and_dump(*args: Any, **keywords: Any) -> Any:
+        entered.set()
+        assert go.wait(60)
+        return dump(*args, **keywords)
+
+    monkeypatch.setattr(snapshots, "dump", wait_and_dump)
+    with copy_of(rb) as other:
+        dumping = threading.Thread(target=worker.dumps, args=(tmp_path / "backup",))
+        dumping.start()
+        assert entered.wait(60)
+        assert other.extend(numbered_rows(1, 3)).tolist() == [3]
+        go.set()
+        dumping.join()
+    with expstore.open(tmp_path / "backup", mode="r") as found:
+        assert len(found) == 4
 
 
 def test_only_stores_on_disk_that_are_open_for_writing_are_shared(store_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from expstore import Collector
 from expstore.collectors.policies import load_policy
 from expstore.errors import NotFoundError, SchemaError, StateError
 from tests.support.paths import ROOT
+from tests.support.waits import wait_until
 
 WAIT = 60.0
 
@@ -85,6 +87,12 @@ class Weighted(nn.Module):
 
 def choose_two(observation: Any) -> Any:
     return np.full(len(observation), 2)
+
+
+def choose_any(observation: Any) -> Any:
+    """Choose by the global generators, as policies do that explore."""
+    actions = torch.randint(2, (len(observation),)) + np.random.randint(2) + random.randrange(2)
+    return actions
 
 
 def check_rows(rb: Any) -> int:
@@ -221,10 +229,53 @@ def test_a_worker_whose_environment_fails_is_replaced(store_path: Path) -> None:
         assert rb.sql("SELECT DISTINCT action FROM transitions").fetchall() == [(2,)]
 
 
+def test_workers_explore_differently_and_again_alike(tmp_path: Path) -> None:
+    runs = []
+    for run in ("one", "two"):
+        with (
+            expstore.open(tmp_path / f"{run}.exp") as rb,
+            Collector(Numbered, choose_any, rb, workers=2, steps_per_lane=16, seed=4) as collector,
+        ):
+            actions: dict[str, list[int]] = {}
+            while len(actions) < 2:
+                collector.collect(16)
+                query = (
+                    "SELECT e.source, list(t.action ORDER BY t._id) FROM transitions t "
+                    "JOIN episodes e ON t._episode = e.episode_id GROUP BY 1 ORDER BY 1"
+                )
+                actions = dict(rb.sql(query).fetchall())
+        runs.append([found[:8] for found in actions.values()])
+    assert runs[0][0] != runs[0][1]
+    assert runs[0] == runs[1]
+
+
+def test_workers_that_wait_for_the_limiter_stop_and_end(store_path: Path) -> None:
+    limiter = expstore.SampleToInsertRatio(1.0, min_size_to_sample=8, error_buffer=24.0)
+    with expstore.open(store_path, batches={"rate_limiter": limiter}, batch_size=8) as rb:
+        with Collector(Numbered, None, rb, workers=1, steps_per_lane=8, seed=0) as collector:
+            workers = collector._workers
+            assert workers is not None
+            process = workers._workers[0].process
+
+            collector.start()
+            wait_until(lambda: limiter._changed._waiters)
+            collector.stop()
+            rows = rb.write_count
+            assert rows == collector.stats()["rows"] > 8 + 24
+            collector.start()
+            wait_until(lambda: limiter._changed._waiters)
+        assert process.exitcode == 0, "it was not killed"
+        assert rb.write_count > rows
+        assert not limiter.can_insert(1), "the limit is back"
+        check_rows(rb)
+
+
 def test_a_worker_that_fails_at_once_ends_the_collection(store_path: Path) -> None:
-    with Collector(Broken, None, store_path, workers=1) as collector:
+    with Collector(Broken, Weighted(), store_path, workers=1) as collector:
         with pytest.raises(StateError, match=r"(?s)worker 0: Traceback.*no such simulator"):
             collector.collect(10)
+        with pytest.raises(StateError, match="no such simulator"):
+            collector.update_policy()
         with pytest.raises(StateError, match="no such simulator"):
             collector.start()
     with pytest.raises(StateError, match="closed|no such simulator"):
@@ -352,6 +403,22 @@ def test_a_module_in_this_process_has_versions(store_path: Path) -> None:
     assert found == [(0, 0)] * 4 + [(1, 1)] * 4
 
 
+def test_what_a_collector_has_done_in_this_process(store_path: Path) -> None:
+    with Collector(Numbered, Weighted(), store_path, lanes=2, steps_per_lane=4, seed=0) as collector:
+        nothing = {"rows": 0, "episodes": 0, "mean_return": None, "restarts": 0, "policy_version": 0}
+        assert collector.stats() == nothing
+        stored = collector.collect(50)
+        collector.update_policy()
+        stats = collector.stats()
+    with expstore.open(store_path, mode="r") as rb:
+        query = "SELECT count(*), avg(\"return\") FROM episodes WHERE status = 'terminated'"
+        ((episodes, mean),) = rb.sql(query).fetchall()
+    assert stats == {
+        "rows": stored, "episodes": episodes, "mean_return": mean, "restarts": 0, "policy_version": 1
+    }  # fmt: skip
+    assert episodes > 5
+
+
 def test_policies_are_found_by_name() -> None:
     assert load_policy("tests.unit.collectors.test_collector:choose_two") is choose_two
     with Collector(Numbered, f"{__name__}:choose_two", expstore.ReplayBuffer()) as collector:
@@ -400,7 +467,7 @@ def test_rows_in_memory_cannot_be_collected_by_workers() -> None:
 
 def test_what_needs_workers_or_a_module_says_so() -> None:
     with Collector(Numbered, choose_two, expstore.ReplayBuffer()) as collector:
-        for act in (collector.start, collector.stop, collector.stats):
+        for act in (collector.start, collector.stop):
             with pytest.raises(StateError, match="has no workers"):
                 act()
         with pytest.raises(StateError, match=r"only a torch\.nn\.Module"):

@@ -35,6 +35,7 @@ from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
 from tests.support import warm_processes
 from tests.support.batches import memory_buffer, numbered_rows
+from tests.support.waits import wait_until
 
 MakeBatch = Callable[..., TensorDict]
 
@@ -247,6 +248,23 @@ def test_side_by_side_the_error_stays_within_its_bounds(store_path: Path) -> Non
     assert max(errors) <= 150 + 120
 
 
+def test_all_inserts_are_allowed_for_a_while() -> None:
+    limiter = SampleToInsertRatio(1.0, min_size_to_sample=2, error_buffer=4.0)
+    rb = memory_buffer(100, batch_size=2, rate_limiter=limiter)
+    rb.extend(rows(6))
+    waiting = threading.Thread(target=rb.extend, args=(rows(5),))
+    waiting.start()
+    wait_until(lambda: limiter._changed._waiters)
+    with limiter.allow_inserts(), limiter.allow_inserts():
+        waiting.join()
+        rb.extend(rows(1))
+        with limiter.allow_inserts():
+            pass
+        assert limiter.can_insert(1)
+    assert limiter.describe()["inserted"] == 12
+    assert not limiter.can_insert(1)
+
+
 def test_closing_wakes_waiting_threads(store_path: Path) -> None:
     rb = expstore.open(
         store_path, batch_size=4, batches=expstore.Batches(rate_limiter=SampleToInsertRatio(1.0, 8, 8))
@@ -280,13 +298,13 @@ import expstore
 from expstore.core.rate_limiters import MinSize
 
 rb = expstore.open(sys.argv[1], batch_size=4, batches={"rate_limiter": MinSize(10)})
-wait = rb._sampling._limiter._changed.wait
+wait = rb._sampling.limiter._changed.wait
 
 def waiting(seconds):
     os.kill(os.getpid(), signal.SIGINT)
     return wait(seconds)
 
-rb._sampling._limiter._changed.wait = waiting
+rb._sampling.limiter._changed.wait = waiting
 try:
     rb.sample()
 except KeyboardInterrupt:

@@ -51,6 +51,17 @@ def test_values_that_need_checks_are_refused(dtype: str, value: Any) -> None:
     assert not compile_put([Cells.of(np.zeros(2, dtype), takes_numbers=True)])(0, value)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_array_of_one_value_may_have_any_shape(dtype: str) -> None:
+    rows = np.zeros(3, dtype)
+    put = compile_put([Cells.of(rows, takes_numbers=True, any_shape=True)])
+    for row, shape in enumerate([(), (1,), (1, 1)]):
+        assert put(row, np.ones(shape, dtype))
+    assert rows.tolist() == np.ones(3, dtype).tolist()
+    for wrong in (np.ones(2, dtype), np.ones(0, dtype), np.ones(1, ">i2")):
+        assert not put(0, wrong)
+
+
 def test_arrays_have_just_the_dtype_and_shape() -> None:
     rows = np.zeros((2, 2, 3), np.float32)
     put = compile_put([Cells.of(rows, takes_numbers=False)])

@@ -215,7 +215,7 @@ def test_large_frames_are_reduced(tmp_path: Path) -> None:
         figure = plot.episode(rb, 1)
     (strip,) = (image for ax in figure.axes for image in ax.images)
     array: Any = strip.get_array()
-    assert array.shape[0] == 134
+    assert array.shape[0] == 133
 
 
 def test_fields_are_chosen_by_name(rb: Any) -> None:

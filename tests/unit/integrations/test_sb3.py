@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -119,19 +120,24 @@ def test_rows_are_those_of_stable_baselines3(
     ours.close()
 
 
-@pytest.mark.parametrize("n_envs", [1, 2])
-def test_a_full_buffer_replaces_the_oldest_steps(store_path: Path, n_envs: int) -> None:
-    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], size=10, n_envs=n_envs)
-    for step in steps_of(VECTOR, ACTIONS["discrete"], n_envs, 13):
+@pytest.mark.parametrize(("kind", "n_envs"), [("vector", 1), ("vector", 2), ("dict", 1)])
+def test_a_full_buffer_replaces_the_oldest_steps(store_path: Path, kind: str, n_envs: int) -> None:
+    ours, theirs = pair(store_path, OBSERVATIONS[kind], ACTIONS["discrete"], size=10, n_envs=n_envs)
+    for step in steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], n_envs, 13):
         ours.add(*step)
         theirs.add(*step)
         assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
     assert set(ours.sample(200).rewards.flatten().tolist()) == set(theirs.rewards.flatten().tolist())
     ours.reset()
     theirs.reset()
-    assert (ours.size(), ours.full) == (theirs.size(), theirs.full) == (0, False)
+    assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full) == (0, 0, False)
     with pytest.raises(expstore.NotReadyError, match="no rows"):
         ours.sample(1)
+    for step in steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], n_envs, 3):
+        ours.add(*step)
+        theirs.add(*step)
+        assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
+    assert set(ours.sample(100).rewards.flatten().tolist()) == {0.0, 1.0, 2.0}
     ours.close()
 
 
@@ -142,9 +148,10 @@ def test_a_size_that_the_environments_do_not_divide_is_rounded_down(store_path: 
     ours.close()
 
 
-def test_extend_adds_step_by_step(store_path: Path) -> None:
-    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"])
-    steps = [*steps_of(VECTOR, ACTIONS["discrete"], 1, 5)]
+@pytest.mark.parametrize("kind", ["vector", "dict"])
+def test_extend_adds_step_by_step(store_path: Path, kind: str) -> None:
+    ours, theirs = pair(store_path, OBSERVATIONS[kind], ACTIONS["discrete"])
+    steps = [*steps_of(OBSERVATIONS[kind], ACTIONS["discrete"], 1, 5)]
     ours.extend(*zip(*steps, strict=True))
     theirs.extend(*zip(*steps, strict=True))
     assert_same(ours._get_samples(np.arange(5)), theirs._get_samples(np.arange(5)))
@@ -185,6 +192,23 @@ def test_observations_and_rewards_are_normalized_when_sampled(store_path: Path, 
         theirs.add(*step)
     assert_same(ours._get_samples(np.arange(6), env), theirs._get_samples(np.arange(6), env))
     assert ours.sample(4, env).rewards.dtype == torch.float32
+    ours.close()
+
+
+@pytest.mark.parametrize("kind", ["vector", "dict", "goals"])
+def test_every_public_name_of_stable_baselines3_is_there_or_explained(store_path: Path, kind: str) -> None:
+    if kind == "goals":
+        ours, theirs, _ = her_pair(store_path)
+    else:
+        ours, theirs = pair(store_path, OBSERVATIONS[kind], ACTIONS["discrete"])
+    names = [name for name in dir(theirs) if not name.startswith("_")]
+    missing = [name for name in names if not hasattr(ours, name)]
+    for name in missing:
+        with pytest.raises(AttributeError, match=r"; (rb.* has them|infos are not stored)$"):
+            getattr(ours, name)
+    for name in set(names) - {*missing, "env"}:
+        found, wanted = getattr(ours, name), getattr(theirs, name)
+        assert callable(found) if callable(wanted) else found == wanted, name
     ours.close()
 
 
@@ -251,18 +275,37 @@ def test_pickling_keeps_the_store_and_not_its_rows(store_path: Path) -> None:
         ours.add(*step)
     saved = pickle.dumps(ours)
     assert len(saved) < 3000
-    shared = pickle.loads(saved)
-    assert shared.size() == 7
-    assert shared.rb is ours.rb
     ours.close()
-    for closed in (ours, shared):
-        with pytest.raises(expstore.StateError, match="is closed"):
-            closed.size()
+    with pytest.raises(expstore.StateError, match="is closed"):
+        ours.size()
     copy = pickle.loads(saved)
     assert (copy.size(), copy.pos, copy.buffer_size) == (7, 7, 40)
     for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 3):
         copy.add(*step)
     assert copy.size() == 10
+    copy.close()
+
+
+def test_a_copy_waits_until_the_other_buffer_is_closed(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 7):
+        ours.add(*step)
+    copy = pickle.loads(pickle.dumps(ours))
+    with pytest.raises(expstore.LockedError, match=r"use that buffer, or close\(\) it first"):
+        copy.size()
+    assert ours.size() == 7
+    ours.close()
+    assert copy.size() == 7
+    copy.close()
+
+
+def test_a_buffer_that_was_dropped_is_closed(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.itself = ours  # a cycle, as those that `learn` leaves
+    copy = pickle.loads(pickle.dumps(ours))
+    del ours
+    with pytest.warns(ResourceWarning, match="was forgotten without close"):
+        assert copy.size() == 0
     copy.close()
 
 
@@ -296,7 +339,8 @@ def test_a_model_saves_and_loads_its_replay_buffer(store_path: Path, tmp_path: P
     model.save_replay_buffer(tmp_path / "buffer.pkl")
     model.load_replay_buffer(tmp_path / "buffer.pkl")
     assert model.replay_buffer is not None
-    assert model.replay_buffer.size() == 100
+    with pytest.warns(ResourceWarning, match="was forgotten without close"):
+        assert model.replay_buffer.size() == 100
     model.learn(52, reset_num_timesteps=False)
     assert model.replay_buffer.size() == 152
     assert "cut" in {status for status, _ in lengths(model.replay_buffer.rb)}
@@ -332,26 +376,97 @@ def test_sac_learns_with_several_environments(store_path: Path) -> None:
 # -- hindsight goals -----------------------------------------------------------------------------------
 
 
+def her_env(n_envs: int = 1) -> DummyVecEnv:
+    return DummyVecEnv([lambda: BitFlippingEnv(n_bits=4, continuous=True, max_steps=4)] * n_envs)
+
+
 def her_buffer(path: Path, **options: Any) -> tuple[Any, Any]:
-    env = DummyVecEnv([lambda: BitFlippingEnv(n_bits=4, continuous=True, max_steps=4)])
+    env = her_env(options.get("n_envs", 1))
     made = sb3.HerReplayBuffer(
         200, env.observation_space, env.action_space, env, "cpu", path=path, seed=3, **options
     )
     return made, env
 
 
-def fill(buffer: Any, env: Any, steps: int) -> None:
+def her_pair(path: Path, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a buffer over a store, stable-baselines3's, and their environment."""
+    ours, env = her_buffer(path, **options)
+    return ours, HerReplayBuffer(200, env.observation_space, env.action_space, env, "cpu", **options), env
+
+
+def fill(buffer: Any, env: Any, steps: int, *, whole: bool = False) -> None:
+    """Add steps with random actions; `whole`: and more until the last episode has ended."""
     rng = np.random.default_rng(0)
     env.seed(0)
-    seen = env.reset()
-    for _ in range(steps):
-        action = rng.uniform(-1, 1, (1, 4)).astype(np.float32)
+    seen, done = env.reset(), np.zeros(env.num_envs, np.bool_)
+    for number in itertools.count():
+        if number >= steps and (done.all() or not whole):
+            break
+        action = rng.uniform(-1, 1, (env.num_envs, 4)).astype(np.float32)
         after, reward, done, infos = env.step(action)
-        final = {k: v.copy() for k, v in after.items()}
-        if done[0]:
-            final = {k: v[None] for k, v in infos[0]["terminal_observation"].items()}
+        final = {key: value.copy() for key, value in after.items()}
+        for lane in np.flatnonzero(done):
+            for key, value in infos[lane]["terminal_observation"].items():
+                final[key][lane] = value
         buffer.add(seen, final, action, reward, done, infos)
         seen = after
+
+
+def row_set(samples: Any, count: int) -> set[bytes]:
+    """Return the first rows of a batch, each as bytes: all fields but the weights of stable-baselines3."""
+    parts = [*samples.observations.values(), samples.actions, *samples.next_observations.values()]
+    arrays = [part.numpy() for part in (*parts, samples.dones, samples.rewards)]
+    return {b"|".join(array[number].tobytes() for array in arrays) for number in range(count)}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+def test_rows_with_new_goals_are_those_of_stable_baselines3(
+    store_path: Path, strategy: str, normalized: bool
+) -> None:
+    """All rows and goals that can be drawn are drawn: both sides draw thousands of times, from 24 steps."""
+    ours, theirs, env = her_pair(store_path, goal_selection_strategy=strategy, n_sampled_goal=3)
+    fill(ours, env, 24, whole=True)
+    fill(theirs, env, 24, whole=True)
+    scale = VecNormalize(env, norm_obs=False) if normalized else None
+    if scale is not None:
+        scale.ret_rms.var = np.array(4.0)
+    np.random.seed(0)
+    mine, other = ours.sample(8000, scale), theirs.sample(8000, scale)
+    # Rows with new goals come first here, and last there.
+    new, old = 6000, 2000
+    parts = [tuple(mine), tuple(other)]
+    backwards = type(other)(*(reverse(part) for part in parts[1]))
+    assert row_set(mine, new) == row_set(backwards, new)
+    assert row_set(type(mine)(*(reverse(part) for part in parts[0])), old) == row_set(other, old)
+    ours.close()
+
+
+def reverse(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {key: value.flip(0) for key, value in part.items()}
+    return None if part is None else part.flip(0)
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_stored_rows_of_goal_environments_are_those_of_stable_baselines3(
+    store_path: Path, n_envs: int
+) -> None:
+    ours, theirs, env = her_pair(store_path, n_envs=n_envs)
+    fill(ours, env, 13)
+    fill(theirs, env, 13)
+    assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
+    numbers = np.array([0, 3, 7, 12, 12, 2])
+    np.random.seed(4)
+    wanted = theirs._get_samples(numbers)
+    np.random.seed(4)
+    assert_same(ours._get_samples(numbers), wanted)
+    for name in ("her_ratio", "n_sampled_goal", "goal_selection_strategy", "copy_info_dict"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    ours.reset()
+    theirs.reset()
+    assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full) == (0, 0, False)
+    ours.close()
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
@@ -384,21 +499,6 @@ def test_new_goals_were_achieved_in_the_same_episode(store_path: Path, strategy:
     ours.close()
 
 
-def test_samples_have_the_form_of_stable_baselines3(store_path: Path) -> None:
-    ours, env = her_buffer(store_path)
-    theirs = HerReplayBuffer(200, env.observation_space, env.action_space, env, "cpu")
-    fill(ours, env, 24)
-    fill(theirs, env, 24)
-    assert ours.her_ratio == theirs.her_ratio
-    mine, other = ours.sample(10), theirs.sample(10)
-    assert type(mine) is type(other)
-    for name, one in zip(other._fields, other, strict=True):
-        same = getattr(mine, name)
-        pairs = [(same[key], one[key]) for key in one] if isinstance(one, dict) else [(same, one)]
-        assert all((a.dtype, a.shape) == (b.dtype, b.shape) for a, b in pairs if b is not None), name
-    ours.close()
-
-
 def test_the_environment_is_set_anew_after_unpickling(store_path: Path) -> None:
     ours, env = her_buffer(store_path)
     fill(ours, env, 8)
@@ -416,14 +516,18 @@ def test_the_environment_is_set_anew_after_unpickling(store_path: Path) -> None:
 
 
 def test_the_last_trajectory_can_be_cut(store_path: Path) -> None:
-    ours, env = her_buffer(store_path)
-    fill(ours, env, 8)
-    seen = env.reset()
-    ours.add(seen, seen, np.zeros((1, 4), np.float32), np.zeros(1), np.zeros(1, bool), [{}])
+    ours, theirs, env = her_pair(store_path)
+    for buffer in (ours, theirs):
+        fill(buffer, env, 8)
+        seen = env.reset()
+        buffer.add(seen, seen, np.zeros((1, 4), np.float32), np.zeros(1), np.zeros(1, bool), [{}])
     before = [status for status, _ in lengths(ours.rb)]
     assert before[-1] == "open"
     ours.truncate_last_trajectory()
+    with pytest.warns(UserWarning, match="will be truncated"):
+        theirs.truncate_last_trajectory()
     assert [status for status, _ in lengths(ours.rb)] == [*before[:-1], "cut"]
+    assert_same(ours._get_samples(np.arange(9)), theirs._get_samples(np.arange(9)))
     ours.close()
 
 
@@ -439,7 +543,8 @@ def test_sac_learns_with_hindsight_goals(store_path: Path, tmp_path: Path) -> No
     first.learn(60)
     first.save_replay_buffer(tmp_path / "buffer.pkl")
     first.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=True)
-    first.learn(30, reset_num_timesteps=False)
+    with pytest.warns(ResourceWarning, match="was forgotten without close"):
+        first.learn(30, reset_num_timesteps=False)
     assert first.replay_buffer.size() == 90
     first.replay_buffer.close()
 
@@ -518,7 +623,7 @@ def test_wrong_arguments_make_no_store(
 
 def test_arrays_that_a_store_does_not_have_are_named(store_path: Path) -> None:
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
-    with pytest.raises(AttributeError, match=re.escape("the store has it as rb[:]['next', 'reward']")):
+    with pytest.raises(AttributeError, match=re.escape("rb[:]['next', 'reward'] has them")):
         ours.rewards  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'spam'"):
         ours.spam  # noqa: B018

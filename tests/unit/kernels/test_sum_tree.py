@@ -98,3 +98,4 @@ def test_a_draw_finds_the_places_at_shares_of_the_sum(size: int) -> None:
     assert drawn is not None
     np.testing.assert_array_equal(drawn[0], places)
     np.testing.assert_array_equal(drawn[1], weights / tree.smallest)
+    np.testing.assert_allclose(drawn[2], (tree.total, tree.smallest), rtol=1e-15)

@@ -7,9 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,9 +34,8 @@ from expstore.errors import (
     StateError,
 )
 from expstore.remote.transport import Address
-from tests.support import warm_processes
 from tests.support.arrow_bodies import batch_of
-from tests.support.servers import Serving
+from tests.support.servers import KillableServer, Serving
 from tests.support.tcp_proxy import Proxy
 
 pytestmark = pytest.mark.index
@@ -684,30 +680,7 @@ def test_tokens(tmp_path: Path) -> None:
             connect(server, "run", token="two\nlines")
 
 
-class _Process:
-    """`expstore serve`, which can be killed and comes back on the same port."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._command = [sys.executable, "-m", "expstore", "serve", str(folder), "--port", str(self.port)]
-        self.begin()
-
-    def begin(self) -> None:
-        self._child = warm_processes.Popen(self._command, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-
-    @property
-    def most_memory(self) -> int:
-        """Return the most memory that it had, in KiB."""
-        text = Path(f"/proc/{self._child.pid}/status").read_text()
-        return int(text.split("VmHWM:")[1].split()[0])
-
-
-def _write(server: _Process, number: int, until: float, written: dict[int, int]) -> None:
+def _write(server: KillableServer, number: int, until: float, written: dict[int, int]) -> None:
     with connect(server, "run", timeout=60, retries=Retries(seconds=100, seed=number)) as rb:
         for cycle in itertools.count():
             data = batch_of(20, (number << 32) + cycle * 20)
@@ -718,7 +691,7 @@ def _write(server: _Process, number: int, until: float, written: dict[int, int])
                 return
 
 
-def _sample(server: _Process, number: int, until: float) -> None:
+def _sample(server: KillableServer, number: int, until: float) -> None:
     options: dict[str, Any] = {"timeout": 60, "wait": 30.0, "retries": Retries(seconds=100, seed=number)}
     with connect(server, "run", batch_size=32, **options) as rb:
         while time.monotonic() < until:
@@ -728,7 +701,7 @@ def _sample(server: _Process, number: int, until: float) -> None:
 
 def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
     expstore.open(folder / "run.exp", mode="x", seed=1).close()
-    server = _Process(folder)
+    server = KillableServer(folder)
     try:
         connect(server, "run").close()  # it answers
         until, written = time.monotonic() + seconds, [dict[int, int]() for _ in range(clients // 2)]

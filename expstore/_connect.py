@@ -1,0 +1,152 @@
+"""`expstore.connect`: use one served store, or several as shards, as a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
+from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.transport import Address, Connection, Retries
+
+__all__ = ["connect"]
+
+
+@overload
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    timeout: float = 30.0,
+    retries: Retries | None = None,
+    batch_size: int | None = None,
+    sampler: str | Mapping[str, Any] | None = None,
+    where: str | None = None,
+    seed: int | None = None,
+    draw: int = 0,
+    wait: float | None = None,
+    device: torch.device | str | None = None,
+    prefetch: int | None = None,
+    priority_key: str = "td_error",
+    as_numpy: bool = False,
+) -> RemoteReplayBuffer: ...
+
+
+@overload
+def connect(
+    url: list[str] | tuple[str, ...],
+    *,
+    token: str | None = None,
+    timeout: float = 30.0,
+    retries: Retries | None = None,
+    batch_size: int | None = None,
+    sampler: str | Mapping[str, Any] | None = None,
+    where: str | None = None,
+    seed: int | None = None,
+    draw: int = 0,
+    wait: float | None = None,
+    device: torch.device | str | None = None,
+    priority_key: str = "td_error",
+    as_numpy: bool = False,
+    ahead: int | None = None,
+    down: Down | None = None,
+    by: By | None = None,
+    p: Sequence[float] | None = None,
+) -> ShardedReplayBuffer: ...
+
+
+def connect(
+    url: str | list[str] | tuple[str, ...],
+    *,
+    token: str | None = None,
+    timeout: float = 30.0,
+    retries: Retries | None = None,
+    batch_size: int | None = None,
+    sampler: str | Mapping[str, Any] | None = None,
+    where: str | None = None,
+    seed: int | None = None,
+    draw: int = 0,
+    wait: float | None = None,
+    device: torch.device | str | None = None,
+    prefetch: int | None = None,
+    priority_key: str = "td_error",
+    as_numpy: bool = False,
+    ahead: int | None = None,
+    down: Down | None = None,
+    by: By | None = None,
+    p: Sequence[float] | None = None,
+) -> RemoteReplayBuffer | ShardedReplayBuffer:
+    """Connect to a store that `expstore serve` serves, or to several stores as the shards of one buffer.
+
+    Args:
+        url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
+            their positions in the list.
+        token: The access token; None to send none.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
+            minute.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
+            "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by
+            default. `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
+        where: SQL condition, without functions, of the rows to draw.
+        seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same.
+            None: the store's own next draw, which is shared by all clients without a seed; for shards, a
+            random seed.
+        draw: Number of the first draw of the seed.
+        wait: For one store, seconds that the server waits for rows if it cannot draw yet; None for 0. For
+            shards, seconds for which requests to a shard that does not answer are repeated; None for those of
+            `retries`, or without limit with `down="wait"`.
+        device: Device of the returned batches.
+        prefetch: Number of batches that an iteration over one store prefetches, in a thread; None for 8.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
+        as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
+            memory, by default.
+        ahead: For shards, number of batches that are drawn together; None for 4.
+        down: For shards, what draws do if a shard does not answer: "raise" an error after `wait` seconds,
+            "wait" for it without limit, or draw from the others at once ("partial"). None for "raise".
+        by: For shards, "mass" to draw as from one store with all rows, or "member" to draw from the shards in
+            fixed shares. None for "mass".
+        p: Share of each shard with `by="member"`; None for equal shares.
+
+    Returns:
+        A buffer; close it, or use it in a `with` block.
+
+    Raises:
+        NotFoundError: The server has no such store.
+        RemoteError: The server does not answer, or does not accept the token; see `status`.
+        ValueError: `url` is not the URL of a store, or an argument is out of range or of no use here.
+
+    Example:
+        >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:
+        ...     for batch in rb:
+        ...         train(batch)
+        >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
+    """
+    shared: dict[str, Any] = {
+        "batch_size": batch_size, "sampler": sampler, "where": where, "seed": seed, "draw": draw,
+        "device": device, "priority_key": priority_key, "as_numpy": as_numpy,
+    }  # fmt: skip
+    sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p}
+    given = {name: value for name, value in sharded.items() if value is not None}
+    if not isinstance(url, str):
+        if prefetch is not None:
+            raise ValueError("prefetch is for one store: pass ahead=, the number of batches drawn together")
+        return ShardedReplayBuffer(
+            list(url), token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
+        )
+    if given:
+        raise ValueError(f"{next(iter(given))}= is for several shards: pass a list of addresses")
+    connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)
+    try:
+        buffer = RemoteReplayBuffer(
+            connection, wait=0.0 if wait is None else wait, prefetch=8 if prefetch is None else prefetch,
+            **shared,
+        )  # fmt: skip
+        connection.request("GET", "")
+    except BaseException:
+        connection.close()
+        raise
+    return buffer

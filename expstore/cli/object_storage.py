@@ -1,0 +1,163 @@
+"""The commands `push`, `pull` and `prune`, and the list of versions on an object storage.
+
+Used by `expstore.cli.app`, which reports errors. None of the commands loads torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from expstore.cli.completion import complete_store
+from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
+from expstore.cli.paths import to_local
+
+if TYPE_CHECKING:
+    from expstore.cold.version_list import RemoteVersion
+
+__all__ = ["PRUNE_NOTES", "PULL_NOTES", "PUSH_NOTES", "list_remote", "prune", "pull", "push"]
+
+_ENVIRONMENT = (
+    "Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and "
+    "AWS_ENDPOINT_URL for other servers than Amazon's."
+)
+PUSH_NOTES = (
+    "What the server has is not sent again, also after an interruption: run the command again. A store that "
+    f"another process writes to cannot be pushed; push a snapshot that it has made. {_ENVIRONMENT}"
+)
+PULL_NOTES = (
+    "Every file is compared with its checksum. The store exists completely or not at all. Twice the size of "
+    f"the version must be free. {_ENVIRONMENT}"
+)
+PRUNE_NOTES = (
+    "Also removes what interrupted pushes have sent more than a day ago. Other programs may push, pull and "
+    f"read meanwhile. {_ENVIRONMENT}"
+)
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="Where the versions are, such as s3://bucket/prefix.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def push(
+    store: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="STORE",
+            help="The folder of a store, or of snapshots.",
+        ),
+    ],
+    url: Url,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="V",
+            help="Number or tag of a snapshot; by default the newest of a folder, and a new one of a store.",
+        ),
+    ] = None,
+    any_store: Annotated[
+        bool, typer.Option("--any-store", help="Push although the address has versions of another store.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Send a version of a store to an object storage such as S3."""
+    from expstore import cold
+
+    sent = cold.push(store, url, version=version, any_store=any_store)
+    if as_json:
+        print_json(_facts(sent))
+    else:
+        typer.echo(
+            f"version {sent.number}{_tag(sent)}: {sent.rows:,} rows, {sent.new_parts} of {sent.files} files, "
+            f"{size_text(sent.new_bytes)} sent to {url}"
+        )
+    return 0
+
+
+def pull(
+    url: Url,
+    store: Annotated[
+        Path,
+        typer.Argument(
+            callback=to_local, metavar="STORE", help="The new store's folder, which must not exist."
+        ),
+    ],
+    version: Annotated[
+        str | None,
+        typer.Option(metavar="V", help="Number or tag of the version; by default the newest."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Create a store from a version on an object storage."""
+    from expstore import cold
+
+    found = cold.pull(url, store, version=version)
+    if as_json:
+        print_json({"path": str(store), "version": _facts(found)})
+    else:
+        typer.echo(f"{store} has the {found.rows:,} rows of version {found.number}{_tag(found)} in {url}")
+    return 0
+
+
+def prune(
+    url: Url,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="How many of the newest versions without a tag remain.")
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="V", help="Number or tag of a version to remove; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Remove versions from an object storage, and what no remaining version needs."""
+    from expstore import cold
+
+    if keep is None and not drop:
+        raise typer.BadParameter("say what to remove: --keep N or --drop V")
+    done = cold.prune(url, keep=keep, drop=drop or ())
+    if as_json:
+        versions = [_facts(version) for version in done.versions]
+        print_json({"versions": versions, "parts": done.parts, "bytes": done.bytes})
+    else:
+        names = ", ".join(f"{version.number}{_tag(version)}" for version in done.versions) or "none"
+        typer.echo(f"versions removed: {names}; {done.parts} files, {size_text(done.bytes)} deleted")
+    return 0
+
+
+def list_remote(url: str, as_json: bool) -> int:
+    """Print the versions on an object storage, oldest first."""
+    from expstore import cold
+
+    found = cold.versions(url)
+    if as_json:
+        print_json({"versions": [_facts(version) for version in found]})
+        return 0
+    rows = [
+        (
+            version.number,
+            version.tag or "",
+            local_text(iso_text(version.time)),
+            f"{version.rows:,}",
+            f"{version.episodes:,}",
+            size_text(version.bytes),
+            size_text(version.new_bytes),
+        )
+        for version in found
+    ]
+    print_table(["version", "tag", "made", "rows", "episodes", "size", "sent"], rows)
+    return 0
+
+
+def _tag(version: RemoteVersion) -> str:
+    return f" ({version.tag})" if version.tag else ""
+
+
+def _facts(version: RemoteVersion) -> dict[str, Any]:
+    return dataclasses.asdict(version) | {"time": iso_text(version.time)}

@@ -1,0 +1,85 @@
+"""The batches that were drawn together and not returned yet, in the order of their numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from expstore.cluster.macro_batches import Drawn
+from expstore.cluster.worker import Worker
+
+__all__ = ["BatchQueue"]
+
+
+class BatchQueue:
+    """Return batches one by one, and draw several at once when they run out, or in a thread before that.
+
+    Batches that are drawn together begin at a multiple of `ahead`: batch k is the same, whichever batch was
+    the first of this process.
+
+    Threads: any number may take batches. Processes: a copy in another process draws batches again that were
+    drawn and not returned.
+
+    Args:
+        fetch: Draws batches, given the number of the first one.
+        ahead: Number of batches that are drawn together.
+        draw: Number of the first batch.
+    """
+
+    def __init__(self, fetch: Callable[[int], list[Drawn]], *, ahead: int, draw: int) -> None:
+        self._fetch, self._ahead = fetch, ahead
+        #: Number of the next batch.
+        self.draw = draw
+        self._start()
+
+    def _start(self) -> None:
+        self._lock, self._worker = threading.Lock(), Worker("expstore-batches")
+        self._ready: deque[Drawn] = deque()
+        self._pending: Future[list[Drawn]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no batches yet."""
+        return {"_fetch": self._fetch, "_ahead": self._ahead, "draw": self.draw}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._start()
+
+    def take(self, *, prefetch: bool) -> Drawn:
+        """Return the next batch.
+
+        Args:
+            prefetch: Whether to draw the batches after those that are ready in a thread.
+
+        Raises:
+            ExpStoreError: The batches cannot be drawn; the next call tries again.
+        """
+        with self._lock:
+            if not self._ready:
+                pending, self._pending = self._pending, None
+                first = self.draw // self._ahead * self._ahead
+                batches = self._fetch(first) if pending is None else pending.result()
+                self._ready.extend(batches[self.draw - first :])
+            found = self._ready.popleft()
+            self.draw += 1
+            if prefetch and self._pending is None and len(self._ready) <= self._ahead // 2:
+                first = self.draw + len(self._ready)
+                self._pending = self._worker.submit(lambda: self._fetch(first))
+            return found
+
+    def reset(self, draw: int) -> None:
+        """Continue with a batch; drop those that are ready."""
+        with self._lock:
+            if self._pending is not None:
+                self._pending.exception()  # one at a time draws
+            self._ready.clear()
+            self._pending, self.draw = None, draw
+
+    def close(self) -> None:
+        """Drop the batches that are ready, and end the thread."""
+        self._ready.clear()
+        self._worker.close()

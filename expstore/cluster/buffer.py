@@ -1,0 +1,938 @@
+"""A replay buffer over several served stores: `expstore.connect` of a list of addresses.
+
+`ShardedReplayBuffer.sample` and `extend` are the two paths. This module keeps no rows except batches that
+were drawn ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any, Literal, NoReturn, Self, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.batch_builder import to_array
+from expstore.cluster.batch_queue import BatchQueue
+from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
+from expstore.cluster.routing import choose_shard
+from expstore.cluster.shard import Shard
+from expstore.cluster.versions import ClusterVersion, read_version, write_version
+from expstore.cluster.worker import run_together
+from expstore.core.values import IntArray, key_name, to_key
+from expstore.data.nested_rows import join_rows, take_rows
+from expstore.data.to_arrays import to_arrays
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, RemoteError, SchemaError, SnapshotError, StateError
+from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.local_only import LocalEpisodes, LocalOnly
+from expstore.remote.transport import Retries
+from expstore.schema.schema import Schema
+from expstore.sql.parts import join_parts, query_parts
+from expstore.sql.result import Result
+from expstore.sql.views import select_episodes
+
+__all__ = ["By", "Down", "ShardedReplayBuffer"]
+
+#: What a draw does if a shard does not answer, and how rows of a batch are divided among shards.
+Down = Literal["raise", "wait", "partial"]
+By = Literal["mass", "member"]
+_Found = TypeVar("_Found")
+#: Entries of samples that are not fields.
+_OWN = ("index", "id", "index_generation", "priority_weight")
+#: The kinds of samplers that may be given by name only.
+_KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
+#: Sequences of draws: of batches of the buffer's size, and of other sizes.
+_MAIN, _OTHER = 0, 1
+
+
+class ShardedReplayBuffer(LocalOnly):
+    """A replay buffer over several served stores, its shards, each of which holds different rows.
+
+    Batches are drawn as from one store with all rows. The number of rows that each shard draws is multinomial
+    in the masses of the shards: their numbers of rows, the sums of their priorities, or what else the sampler
+    draws by. `priority_weight` follows from the probability with which each row was drawn, also while others
+    write: masses are those of the shards' last answers. The rows of a shard are adjacent in a batch.
+
+    `ahead` batches are drawn together, by one request for each shard. A larger number takes less time per
+    batch; priorities take effect later. Up to two times as many batches are in memory.
+
+    Rows are identified by pairs: the number of the shard and the id there. `id` of batches, the results of
+    `extend`, and the arguments of `by_id` and `update_priority` have shape `(n, 2)`.
+
+    Rows of a source go to one shard, chosen by a hash of the source's name, so all clients with the same
+    shards agree without a coordinator. An episode is never divided. Rows without a source go to the shard
+    that the id of this buffer selects. New rows get the largest priority of all shards, as far as this
+    buffer knows it: from answers, at most about 5 seconds old.
+
+    Threads: any number may use it. Processes: in a forked child, and in a process that unpickles it, it opens
+    new connections, and continues to count draws where the original was. Crashes: as for one store: rows
+    survive a crash of a server once `extend` has returned. Writes that got no answer are repeated for `wait`
+    seconds and applied once. With `seed`, draw k of shards at rest is the same after restarts of servers and
+    clients, for the same order of shards, `batch_size` and `ahead`.
+
+    Args:
+        urls: Addresses of the shards; their numbers are the positions in this list.
+        token: The access token of all servers; None to send none.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: Pauses between repeated requests, and if `wait` is None, how long they are repeated.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: How batches are chosen: a description or a name, as in `connect`.
+        where: SQL condition of the rows to draw.
+        seed: Seed of the draws; None for a random one.
+        draw: Number of the first draw of the seed.
+        ahead: Number of batches that are drawn together.
+        down: What draws do if a shard does not answer. "raise": raise RemoteError after `wait` seconds.
+            "wait": wait without limit. "partial": draw from the other shards at once; the entry
+            `shards_missing` of batches lists the numbers of the missing shards.
+        wait: Seconds for which requests to a shard that does not answer are repeated. None: as `retries`
+            says, or without limit with `down="wait"`.
+        by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also
+            works for samplers that remember which rows they have drawn.
+        p: Share of each shard with `by="member"`; None for equal shares.
+        device: Device of the returned batches.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
+        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+
+    Raises:
+        RemoteError: A shard does not answer: all must answer when the buffer is made.
+        ValueError: An argument is out of range, or two addresses lead to the same store.
+
+    Example:
+        >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
+        >>> rb.sample()["id"].shape
+        torch.Size([256, 2])
+    """
+
+    #: The field in which `update_priority` finds the priorities of a sample.
+    priority_key = "td_error"
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,
+        timeout: float = 30.0,
+        retries: Retries | None = None,
+        batch_size: int | None = None,
+        sampler: str | Mapping[str, Any] | None = None,
+        where: str | None = None,
+        seed: int | None = None,
+        draw: int = 0,
+        ahead: int = 4,
+        down: Down = "raise",
+        wait: float | None = None,
+        by: By = "mass",
+        p: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        priority_key: str = "td_error",
+        as_numpy: bool = False,
+    ) -> None:
+        self._batch_size = check_batch_size(batch_size)
+        shares = _check_shares(by, p, len(urls))
+        if not isinstance(ahead, int) or ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead!r}")
+        if draw < 0 or (draw and seed is None):
+            raise ValueError(
+                "draw= is the number of a draw of a seed: it must not be negative, and needs seed="
+            )
+        if seed is not None and not 0 <= seed < 1 << 63:
+            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+        retries = _choose_retries(retries or Retries(), down, wait)
+        self._sampler_of = _describe_sampler(sampler)
+        self._where = where
+        self._seed = uuid.uuid4().int >> 65 if seed is None else seed
+        self._device = None if device is None else torch.device(device)
+        self.priority_key, self._as_numpy = priority_key, as_numpy
+        self._client = uuid.uuid4().hex
+        self._resumed: dict[str, Shard] = {}
+        self._iterator: Generator[Any] | None = None
+        options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
+        self._shards = [
+            Shard(
+                number, url, token, timeout=timeout, retries=retries, skips=down == "partial", options=options
+            )
+            for number, url in enumerate(urls)
+        ]
+        self._macro = MacroBatches(
+            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial"
+        )
+        self._drawing = threading.Lock()
+        self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw)
+        self._ahead, self._others = ahead, 0
+        try:
+            self._each(lambda shard: shard.identify())
+            _check_different(self._shards)
+        except BaseException:
+            self.close()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy in another process."""
+        own = ("_drawing", "_iterator")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state that `__getstate__` returned."""
+        self.__dict__.update(state, _iterator=None, _client=uuid.uuid4().hex)
+        self._drawing = threading.Lock()
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any:
+        """Draw a batch.
+
+        Args:
+            batch_size: Number of rows; None for the buffer's. Batches of other sizes are drawn singly.
+            return_info: Whether to return a pair: the batch, and a dict with each row's `index`, `id`, and
+                `priority_weight`, if the sampler has weights; and `draw`, a `ShardDraw` that says from which
+                masses the batch was drawn.
+            include_info: False to leave the entries of rows out of the batch.
+            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None for the
+                buffer's `as_numpy`.
+
+        Returns:
+            A TensorDict, batch size `[batch_size]`; samplers of slices may return fewer rows. With `as_numpy`
+            field name -> array. Shapes `(batch_size, *row shape)`.
+
+        Raises:
+            NotReadyError: No shard has rows that can be drawn, or a server limits how fast rows are sampled.
+            RemoteError: A shard did not answer; with `down="partial"`, none did.
+            StateError: The sampler cannot draw from several stores; the message says what to do.
+        """
+        size = self._require_size(batch_size)
+        if size == self._batch_size:
+            drawn = self._queue.take(prefetch=False)
+        else:
+            with self._drawing:
+                (drawn,) = self._macro.fetch(_OTHER, self._others, 1, size)
+                self._others += 1
+        batch = self._convert(drawn)
+        info = {name: found for name in _OWN if (found := batch.get(name)) is not None}
+        if include_info is False:
+            batch = batch.exclude(*_OWN)
+        batch = self._to_numpy(batch, as_numpy)
+        return (batch, self._to_numpy(info, as_numpy) | {"draw": drawn.draw}) if return_info else batch
+
+    def _fetch(self, first: int) -> list[Drawn]:
+        assert self._batch_size is not None
+        with self._drawing:
+            return self._macro.fetch(_MAIN, first, self._ahead, self._batch_size)
+
+    def _describe(self, size: int) -> dict[str, Any]:
+        """Return the sampler in requests for batches of a size: a shard must know the length of slices."""
+        sampler = self._sampler_of
+        if isinstance(sampler, dict) and sampler.get("num_slices") is not None:
+            count = sampler["num_slices"]
+            if size % count:
+                raise StateError(f"the batch size must be a multiple of num_slices, got {size} and {count}")
+            sampler = sampler | {"num_slices": None, "slice_len": size // count}
+        return {"sampler": sampler, "where": self._where}
+
+    def _convert(self, drawn: Drawn) -> TensorDict:
+        return drawn.rows if self._device is None else drawn.rows.to(self._device)
+
+    def _to_numpy(self, batch: Any, as_numpy: bool | None) -> Any:
+        if not (self._as_numpy if as_numpy is None else as_numpy):
+            return batch
+        if not isinstance(batch, TensorDictBase):
+            return to_arrays(batch)
+        missing = batch.get(MISSING, None)
+        if missing is None:
+            return to_arrays(batch)
+        return to_arrays(batch.exclude(MISSING)) | {MISSING: list(batch[MISSING])}
+
+    def stream(
+        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
+    ) -> Generator[Any]:
+        """Yield batches; a thread draws the next ones meanwhile. They are those that `sample` would return.
+
+        Args:
+            batches: Number of batches; None for an endless stream.
+            batch_size: Rows per batch; None for the buffer's.
+            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
+
+        Raises:
+            NotReadyError: No shard has rows that can be drawn.
+            RemoteError: A shard did not answer.
+        """
+        size = self._require_size(batch_size)
+        if batches is not None and batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches!r}")
+        return self._stream(size, batches, as_numpy)
+
+    def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
+        given = 0
+        while batches is None or given < batches:
+            if size == self._batch_size:
+                drawn = self._queue.take(prefetch=batches is None or batches - given > 1)
+                yield self._to_numpy(self._convert(drawn), as_numpy)
+            else:
+                yield self.sample(size, as_numpy=as_numpy)
+            given += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches without end, as `stream` does.
+
+        Raises:
+            StateError: The buffer has no batch size.
+        """
+        return self.stream()
+
+    def next(self) -> Any:
+        """Return the next batch of one iteration that is shared by all calls."""
+        if self._iterator is None:
+            self._iterator = self.stream()
+        return next(self._iterator)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        return_ids: bool = True,
+        episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> torch.Tensor:
+        """Append a batch of rows to the shard of its source: all of them or none, and once.
+
+        Args:
+            data: The rows, as in `RemoteReplayBuffer.extend`.
+            source: Name of the stream of experience; it selects the shard.
+            return_ids: Must be True: only ids can be returned, not indices.
+            episode_info: Facts to record for every episode that has a row in the batch.
+            update_priority: Whether to use priorities in the data; None means True.
+            validate: "domain": the server also checks the values against the specs of the store.
+
+        Returns:
+            Shard and id of each row; id -1 for rows that were not stored. Shape `(n, 2)`, int64.
+
+        Raises:
+            SchemaError: The batch does not fit the store, or its specs.
+            StateError: The store cannot be written.
+            RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
+                rows were stored.
+        """
+        shard = self._route(source)
+        ids = shard.call(
+            lambda buffer: buffer.extend(
+                data, source=source, return_ids=return_ids, episode_info=episode_info,
+                update_priority=update_priority, validate=validate,
+            )
+        )  # fmt: skip
+        self._raise_priorities(shard, ids, data, update_priority)
+        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+
+    def add(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> tuple[int, int]:
+        """Append one row to the shard of its source; return shard and id, which is -1 if it was not stored.
+
+        Args:
+            data: One row, as in `RemoteReplayBuffer.add`.
+            source: Name of the stream of experience; it selects the shard.
+            episode_info: Facts to record for the row's episode.
+            validate: "domain": the server also checks the values against the specs of the store.
+        """
+        shard = self._route(source)
+        row = shard.call(
+            lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
+        )
+        self._raise_priorities(shard, torch.tensor([row]), data, None)
+        return shard.number, row
+
+    def _route(self, source: str | None) -> Shard:
+        """Return the shard of a source."""
+        resumed = None if source is None else self._resumed.get(source)
+        if resumed is not None:
+            return resumed
+        name = self._client if source is None else source
+        return self._shards[choose_shard(name, {one.number: one.uuid for one in self._shards})]
+
+    def _resume(self, source: str, check: bool) -> tuple[Shard, torch.Tensor]:
+        """Resume the episodes of a source in the shard that has them, to which the source stays bound.
+
+        It is another shard than that of the source's name if the list of shards was another one at that time.
+        """
+        first = self._route(source)
+        for shard in [first, *(one for one in self._shards if one is not first)]:
+            ids = shard.call(lambda buffer: buffer.episodes.resume(source, check=check))
+            if ids.numel():
+                self._resumed[source] = shard
+                return shard, ids
+        return first, ids
+
+    def _raise_priorities(
+        self, shard: Shard, ids: torch.Tensor, data: Any, update_priority: bool | None
+    ) -> None:
+        """Give new rows the largest priority of all shards, unless they have priorities of their own."""
+        shard.largest = shard.buffer.largest_priority
+        for other in self._shards:
+            if other is not shard:
+                other.refresh_largest()
+        largest = max(other.largest for other in self._shards)
+        stored = ids[ids > 0]
+        if largest > shard.largest and stored.numel() and not _has_priorities(data, update_priority):
+            # The rows are stored: if the shard stops now, they keep the largest priority of their own shard.
+            with contextlib.suppress(RemoteError):
+                shard.call(lambda buffer: buffer.update_priority(id=stored, priority=largest))
+                shard.largest = largest
+
+    # -- priorities ------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Set the priorities of rows by shard and id, or of the rows of a sample. Removed rows are skipped.
+
+        Each shard sets the priorities of its rows at once; the shards do so one independently of another.
+
+        Args:
+            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
+                another row by now.
+            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
+                1)`.
+            id: Shard and id of the rows. Shape `(n, 2)`.
+
+        Returns:
+            The number of rows whose priority was set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set in its shard.
+        """
+        if isinstance(index, TensorDictBase) and priority is None and id is None:
+            return self.update_tensordict_priority(index)
+        if index is not None:
+            raise RemoteError(
+                "shards do not set priorities by index, which may belong to another row by now",
+                kind="local_only", hint="pass id=, or the sample itself",
+            )  # fmt: skip
+        if id is None or priority is None:
+            raise TypeError("update_priority takes a priority and an id, or a sample")
+        pairs = self._check_pairs(id)
+        values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
+        if values.size not in (1, len(pairs)):
+            raise SchemaError(
+                f"got {values.size} priorities for {len(pairs)} rows", hint="pass one per row, or one for all"
+            )
+        values = np.broadcast_to(values, (len(pairs),))
+
+        def update(shard: Shard, rows: IntArray) -> int:
+            given = values[rows]
+            count = shard.call(lambda buffer: buffer.update_priority(id=pairs[rows, 1], priority=given))
+            shard.largest = max(shard.largest, float(given.max()))
+            return count
+
+        return sum(self._each_of(pairs, update).values())
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
+
+        Args:
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
+        """
+        key, ids = to_key(self.priority_key), data.get("id")
+        priority = data.get(key)
+        if priority is None:
+            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
+        if ids is None:
+            raise SchemaError("the sample has no entry 'id' with the shards and ids of its rows")
+        return self.update_priority(id=ids, priority=priority)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def by_id(self, ids: Any) -> TensorDict:
+        """Return rows by shard and id, in the order of `ids`.
+
+        Args:
+            ids: Shard and id of the rows. Shape `(n, 2)`.
+
+        Raises:
+            NotFoundError: One of the rows was overwritten or deleted, or never existed.
+        """
+        pairs = self._check_pairs(ids)
+        if not len(pairs):
+            return TensorDict({}, [0])
+        places: list[IntArray] = []
+        parts: list[TensorDict] = []
+
+        def read(shard: Shard, rows: IntArray) -> tuple[IntArray, TensorDict]:
+            return rows, shard.call(lambda buffer: buffer.by_id(pairs[rows, 1]))
+
+        for number, (rows, part) in self._each_of(pairs, read).items():
+            places.append(rows)
+            parts.append(_with_pairs(part, number))
+        return take_rows(join_rows(parts), np.argsort(np.concatenate(places)))
+
+    def trajectory(self, episode: tuple[int, int]) -> TensorDict:
+        """Return the rows of an episode that can still be read, in the order of its steps.
+
+        Args:
+            episode: Number of the shard and id of the episode there, as in `rb.episodes()`.
+
+        Raises:
+            NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
+        """
+        (pair,) = self._check_pairs([episode])
+        shard = self._shards[pair[0]]
+        return _with_pairs(shard.call(lambda buffer: buffer.trajectory(int(pair[1]))), shard.number)
+
+    def sql_each(
+        self,
+        query: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> Result:
+        """Run one read-only SELECT on every shard; return all rows, with the shard's number as `_shard`.
+
+        Args:
+            query: The statement, over the relations of the store's `rb.sql`.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+            limit: The most rows to return of each shard; None for all.
+
+        Raises:
+            QueryError: A shard refuses the query, or without a limit, its result has more rows than a server
+                returns (kind "truncated").
+        """
+        found = self._each(lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit)))
+        return join_parts(dict(enumerate(found)))
+
+    def sql(
+        self,
+        query: str,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        *,
+        each: str,
+        limit: int | None = None,
+    ) -> Result:
+        """Run a SELECT over the results of another one on every shard.
+
+        Args:
+            query: The statement, over the relation `parts`: the result of `sql_each(each)`.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in `query`.
+            each: The statement that every shard runs.
+            limit: The most rows that a shard returns; None for all.
+
+        Raises:
+            QueryError: A query is refused.
+
+        Example:
+            >>> rb.sql("SELECT sum(n) FROM parts", each="SELECT count(*) AS n FROM transitions").fetchone()
+        """
+        return query_parts(query, self.sql_each(each, limit=limit), params)
+
+    @property
+    def episodes(self) -> ShardedEpisodes:
+        """Call it to query episodes; its methods end open episodes or resume those of earlier sessions."""
+        return ShardedEpisodes(self)
+
+    # -- the shards ------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> tuple[RemoteReplayBuffer, ...]:
+        """The buffer over each shard alone."""
+        return tuple(shard.buffer for shard in self._shards)
+
+    @property
+    def shards_missing(self) -> tuple[int, ...]:
+        """Numbers of the shards from which draws do not wait for an answer at present."""
+        return tuple(shard.number for shard in self._shards if shard.is_down)
+
+    def name_sampler(
+        self, name: str, sampler: Mapping[str, Any], *, where: str | None = None, seed: int | None = None
+    ) -> None:
+        """Make every server keep a sampler under a name; see `RemoteReplayBuffer.name_sampler`."""
+        self._each(
+            lambda shard: shard.call(lambda rb: rb.name_sampler(name, sampler, where=where, seed=seed))
+        )
+
+    def forget_sampler(self, name: str) -> None:
+        """Make every server forget a named sampler."""
+        self._each(lambda shard: shard.call(lambda buffer: buffer.forget_sampler(name)))
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """Return the descriptions of the samplers that all servers keep, by name."""
+        first, *others = self._each(lambda shard: shard.call(lambda buffer: buffer.samplers()))
+        return {name: told for name, told in first.items() if all(one.get(name) == told for one in others)}
+
+    def flush(self) -> None:
+        """Sync all shards: rows written before survive a power failure of the servers' machines."""
+        self._each(lambda shard: shard.call(lambda buffer: buffer.flush()))
+
+    def stats(self) -> dict[str, Any]:
+        """Return statistics: `shards`, a list of those of each shard, and sums of some of them."""
+        found = self._each(lambda shard: shard.call(lambda buffer: buffer.stats()))
+        return {"shards": found, "write_count": sum(int(each["write_count"]) for each in found)}
+
+    def __len__(self) -> int:
+        return sum(self._each(lambda shard: shard.call(len)))
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows that were ever written."""
+        return int(self.stats()["write_count"])
+
+    @property
+    def initialized(self) -> bool:
+        """Always True: served stores exist."""
+        return True
+
+    @property
+    def shared(self) -> bool:
+        """Always True: copies in other processes write over connections of their own."""
+        return True
+
+    def share(self, shared: bool = True) -> Self:
+        """Return the buffer: its copies in other processes can write as they are.
+
+        Args:
+            shared: Must be True.
+
+        Raises:
+            RemoteError: It is False.
+        """
+        self._shards[0].buffer.share(shared)
+        return self
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields, of the first shard that has any; None before the first rows."""
+        found = self._each(lambda shard: shard.call(lambda buffer: buffer.schema))
+        return next((schema for schema in found if schema is not None), None)
+
+    @property
+    def meta(self) -> dict[int, dict[str, Any]]:
+        """The user's metadata of each shard, by its number."""
+        return dict(enumerate(self._each(lambda shard: shard.call(lambda buffer: buffer.meta))))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` gets a `batch_size`."""
+        return self._batch_size
+
+    @property
+    def seed(self) -> int:
+        """Seed of the draws."""
+        return self._seed
+
+    @property
+    def draw(self) -> int:
+        """Number of the next draw of the buffer's batch size."""
+        return self._queue.draw
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return where the draws are, for `load_state_dict`. The rows are in the shards."""
+        return {
+            "seed": self._seed, "draw": self._queue.draw, "others": self._others, "ahead": self._ahead,
+            "batch_size": self._batch_size, "shards": [shard.uuid for shard in self._shards],
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Continue with the draw after the last one before `state_dict` was called.
+
+        Args:
+            state_dict: The result of `state_dict` of a buffer with the same seed, shards, batch size and
+                `ahead`.
+
+        Raises:
+            StateError: The state is of a buffer with another seed, other shards, or another batch size.
+        """
+        mine = self.state_dict()
+        if set(state_dict) != set(mine):
+            raise StateError("this is not a state of a buffer over several shards")
+        for name in ("seed", "ahead", "batch_size", "shards"):
+            if state_dict[name] != mine[name]:
+                raise StateError(
+                    f"the state has {name} {state_dict[name]!r}, and this buffer {mine[name]!r}",
+                    hint=f"connect with the same {name}",
+                )
+        self._queue.reset(int(state_dict["draw"]))
+        self._others = int(state_dict["others"])
+
+    @property
+    def snapshots(self) -> NoReturn:
+        """Not available: other versions than those of `dumps` are of one store each."""
+        raise RemoteError(
+            "snapshots is not available for several shards together", kind="local_only",
+            hint="use dumps(path) and loads(path), or the versions of each: rb.shards[0].snapshots",
+        )  # fmt: skip
+
+    def dumps(self, path: str | PathLike[str]) -> ClusterVersion:
+        """Make a version of every shard, and write to a local folder which versions belong together.
+
+        The version of each shard has all rows that were acknowledged before the call, and possibly some that
+        are written meanwhile. The versions are in the folders of the shards, under a new name, until they are
+        removed there. `CLUSTER.json` in the local folder is replaced when all of them are complete.
+
+        Args:
+            path: The local folder; created if it does not exist.
+
+        Raises:
+            RemoteError: A shard did not answer; the local folder is unchanged.
+            StorageError: The file cannot be written.
+        """
+        tag, folder, draws = f"cluster-{uuid.uuid4().hex[:12]}", local_path(path), self.state_dict()
+        versions = self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.tag(tag)))
+        return write_version(folder, tag, draws["shards"], [version.rows for version in versions], draws)
+
+    def loads(self, path: str | PathLike[str]) -> ClusterVersion:
+        """Replace the content of every shard by its version of the last `dumps`, for all users of the stores.
+
+        Each shard is replaced completely or not at all; if the call fails, repeat it. With the seed, batch
+        size and `ahead` of the buffer that made the version, the batches follow that would have followed.
+
+        Args:
+            path: The local folder.
+
+        Raises:
+            SnapshotError: There is no version in the folder, it is of other shards, or a shard lacks it.
+            RemoteError: A shard did not answer.
+        """
+        version, mine = read_version(local_path(path)), self.state_dict()
+        if version.shards != mine["shards"]:
+            raise SnapshotError(
+                f"the version in {path} is of the shards {version.shards}, and these are {mine['shards']}",
+                hint="connect to the same shards in the same order",
+            )
+        self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.restore(version=version.tag)))
+        same = all(version.draws[name] == mine[name] for name in ("seed", "ahead", "batch_size"))
+        self._queue.reset(int((version.draws if same else mine)["draw"]))
+        with self._drawing:
+            self._others = int((version.draws if same else mine)["others"])
+            for shard in self._shards:
+                shard.mass = None
+        return version
+
+    dump = save = dumps
+    load = loads
+
+    def close(self) -> None:
+        """Close the connections of this process; the servers keep the stores open."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+        for shard in self._shards:
+            shard.close()
+        self._queue.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards]})"
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _require_size(self, batch_size: int | None) -> int:
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
+        return check_batch_size(size)
+
+    def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
+        """Call a function for all shards at once; return the results in the order of the shards."""
+        return run_together([partial(act, shard) for shard in self._shards])
+
+    def _each_of(self, pairs: IntArray, act: Callable[[Shard, IntArray], _Found]) -> dict[int, _Found]:
+        """Call a function for all shards of some rows at once, with the places of the shard's rows."""
+        numbers = np.unique(pairs[:, 0]).tolist()
+        places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
+        acts = [partial(act, self._shards[k], rows) for k, rows in zip(numbers, places, strict=True)]
+        return dict(zip(numbers, run_together(acts), strict=True))
+
+    def _check_pairs(self, ids: Any) -> IntArray:
+        """Return pairs of shards and ids as an array. Shape `(n, 2)`.
+
+        Raises:
+            NotFoundError: There is no such shard.
+            SchemaError: The values are not pairs of integers.
+        """
+        pairs = to_array(ids)
+        if pairs.size == 0:
+            return np.zeros((0, 2), np.int64)
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+            raise SchemaError(
+                f"rows of shards are identified by integers of shape (n, 2), got {pairs.dtype}"
+                f"{list(pairs.shape)}",
+                hint="pass pairs of shard and id, as in the entry 'id' of a sample",
+            )
+        unknown = (pairs[:, 0] < 0) | (pairs[:, 0] >= len(self._shards))
+        if unknown.any():
+            raise NotFoundError(
+                f"there is no shard {int(pairs[unknown][0, 0])}", hint=f"there are {len(self._shards)}"
+            )
+        return pairs.astype(np.int64, copy=False)
+
+
+class ShardedEpisodes(LocalEpisodes):
+    """Query episodes of all shards, end those of this buffer, resume those of earlier sessions.
+
+    Args:
+        owner: The buffer.
+    """
+
+    def __init__(self, owner: ShardedReplayBuffer) -> None:
+        self._owner = owner
+
+    def __call__(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return rows of the relation `episodes` of all shards; `_shard` is the number of the shard.
+
+        Args:
+            where: SQL condition over its columns; None for all episodes.
+            order_by: SQL expressions over its columns to sort by; ties are sorted by `episode_id`.
+            limit: The most episodes to return; None for all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in `where`.
+
+        Raises:
+            QueryError: An expression is invalid, takes too long or is refused; or, without a limit, there are
+                more episodes than a server returns (kind "truncated").
+        """
+        each = select_episodes(where, order_by, limit)
+        found = self._owner.sql_each(each, params, limit=limit or None)
+        names = ", ".join(f'"{name}"' for name in found.columns)
+        merged = select_episodes(None, order_by, limit).replace("FROM episodes", "FROM parts AS episodes", 1)
+        return query_parts(merged.replace("SELECT *", f"SELECT {names}", 1), found)
+
+    def end(self, source: str | None = None) -> None:
+        """End open episodes of this buffer's sessions: their status becomes `cut`.
+
+        Args:
+            source: Name of the stream; None for all streams, including the unnamed one.
+        """
+        owner = self._owner
+        if source is None:
+            owner._each(lambda shard: shard.call(lambda buffer: buffer.episodes.end()))
+        else:
+            owner._route(source).call(lambda buffer: buffer.episodes.end(source))
+
+    def end_stream(self, source: str | None) -> None:
+        """End the open episodes of one stream of this buffer's sessions.
+
+        Args:
+            source: The `source` that was passed to `extend`; None for the unnamed stream.
+        """
+        self._owner._route(source).call(lambda buffer: buffer.episodes.end_stream(source))
+
+    def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
+        """Continue the open episodes of the newest ended session that wrote to a source of this name.
+
+        Args:
+            source: Name of the stream.
+            check: Whether the next row of each episode must continue it.
+
+        Returns:
+            Shard and id of the resumed episodes. Shape `(n, 2)`, int64.
+        """
+        shard, ids = self._owner._resume(source, check)
+        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+
+
+def _check_shares(by: str, p: Sequence[float] | None, count: int) -> list[float] | None:
+    """Return the fixed share of each shard; None if they are drawn from in proportion to their masses.
+
+    Raises:
+        ValueError: The arguments contradict each other.
+    """
+    if count < 1:
+        raise ValueError("connect() needs at least one address")
+    if by not in ("mass", "member"):
+        raise ValueError(f"by must be 'mass' or 'member', got {by!r}")
+    if by == "mass":
+        if p is not None:
+            raise ValueError('p is the share of each shard: it needs by="member"')
+        return None
+    shares = [1.0] * count if p is None else [float(share) for share in p]
+    if len(shares) != count or min(shares) < 0 or not 0 < sum(shares) < np.inf:
+        raise ValueError(f"p must be {count} numbers >= 0 with a sum above 0, one per shard; got {p}")
+    return shares
+
+
+def _describe_sampler(sampler: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """Return the description of a sampler, or the name of one that the servers keep.
+
+    Raises:
+        RemoteError: The sampler is an object.
+    """
+    if sampler is None or (isinstance(sampler, str) and sampler not in _KINDS):
+        return sampler
+    if isinstance(sampler, str):
+        return {"kind": sampler}
+    if not isinstance(sampler, Mapping):
+        raise RemoteError(
+            f"a {type(sampler).__name__} object cannot be sent to servers", kind="local_only",
+            hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or pass the name of one that '
+            "the servers keep",
+        )  # fmt: skip
+    return dict(sampler)
+
+
+def _choose_retries(retries: Retries, down: str, wait: float | None) -> Retries:
+    """Return how long requests are repeated.
+
+    Raises:
+        ValueError: The arguments are out of range, or contradict each other.
+    """
+    if down not in ("raise", "wait", "partial"):
+        raise ValueError(f"down must be 'raise', 'wait' or 'partial', got {down!r}")
+    if down == "wait" and wait is not None:
+        raise ValueError("down='wait' waits without limit: leave wait out, or pass down='raise'")
+    seconds = np.inf if down == "wait" else retries.seconds if wait is None else float(wait)
+    return Retries(seconds=seconds, first=retries.first, longest=retries.longest, seed=retries.seed)
+
+
+def _check_different(shards: Sequence[Shard]) -> None:
+    known: dict[str, Shard] = {}
+    for shard in shards:
+        other = known.setdefault(shard.uuid, shard)
+        if other is not shard:
+            raise ValueError(f"{other.address} and {shard.address} are the same store: name it once")
+
+
+def _has_priorities(data: Any, update_priority: bool | None) -> bool:
+    """Return whether the server takes the priorities of new rows from the rows."""
+    if update_priority is False:
+        return False
+    first = data[0] if isinstance(data, list) and data else data
+    try:
+        return "td_error" in (first.column_names if hasattr(first, "column_names") else first.keys())
+    except (AttributeError, TypeError):
+        return False
+
+
+def _with_pairs(rows: TensorDict, number: int) -> TensorDict:
+    """Return rows of a shard whose entry `id` has pairs."""
+    ids = rows.get("id", None)
+    if ids is not None:
+        rows.set("id", torch.stack([torch.full_like(ids, number), ids], dim=1))
+    return rows

@@ -1,0 +1,352 @@
+"""Draw several batches at once from all shards: one request for each shard, cut into batches here.
+
+`MacroBatches.fetch` is the whole path. It keeps what the shards told last, and no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from expstore.cluster.shard import Part, Shard, does_not_answer
+from expstore.cluster.shares import ShardMass, derive_seed, draw_counts, find_factors
+from expstore.core.values import IntArray
+from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
+from expstore.schema.schema import Field, Schema
+from expstore.wire.codec import Codec, join_columns
+
+__all__ = ["MISSING", "Drawn", "MacroBatches", "ShardDraw"]
+
+#: The entry of batches that names the shards that did not answer.
+MISSING = "shards_missing"
+#: The columns that are changed when rows of several shards are joined, and the column that ends slices.
+_ID, _WEIGHT, _ENDS = "id", "priority_weight", "next.truncated"
+
+
+class ShardDraw(NamedTuple):
+    """How a batch was drawn: row i of shard k with chance assumed[k] / sum(assumed) * w_i / masses[k].total.
+
+    Args:
+        number: Number of the draw.
+        assumed: The mass of each shard by which the batch was divided; 0 if it took no part.
+        masses: What each shard drew from; None if it took no part, or if its sampler has no mass.
+        missing: Numbers of the shards that did not answer.
+    """
+
+    number: int
+    assumed: tuple[float, ...]
+    masses: tuple[ShardMass | None, ...]
+    missing: tuple[int, ...]
+
+
+class Drawn(NamedTuple):
+    """A batch.
+
+    Args:
+        rows: The rows.
+        draw: How they were drawn.
+    """
+
+    rows: TensorDict
+    draw: ShardDraw
+
+
+class _Body(NamedTuple):
+    """A request for batches: the description of the sampler, rows of a batch, and the sequence of draws."""
+
+    asked: dict[str, Any]
+    size: int
+    lane: int
+
+
+class _Plan(NamedTuple):
+    """Which shards take part in some batches, and the rows of each."""
+
+    assumed: NDArray[np.float64]
+    counts: IntArray  # units of each batch and shard
+    unit: int
+
+
+class MacroBatches:
+    """Draw batches from shards.
+
+    Threads: one at a time. Crashes: batch k follows from the seed, k, the batch size, the number of batches
+    drawn together, and the rows, so the batches of shards at rest continue after any restart.
+
+    Args:
+        shards: The shards.
+        seed: Seed of the draws.
+        ask: Returns the description of the sampler in requests for batches of a size.
+        shares: Fixed share of each shard; None for shares in proportion to the masses of the shards.
+        skips: Whether to draw from the other shards if some do not answer.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        seed: int,
+        ask: Callable[[int], dict[str, Any]],
+        *,
+        shares: Sequence[float] | None,
+        skips: bool,
+    ) -> None:
+        self._shards, self._seed, self._ask = shards, seed, ask
+        self._shares = None if shares is None else np.asarray(shares, np.float64)
+        self._skips = skips
+        self._joint: _Joint | None = None
+        self._seeds: dict[tuple[int, int], int] = {}
+
+    def fetch(self, lane: int, first: int, count: int, size: int) -> list[Drawn]:
+        """Draw batches.
+
+        Args:
+            lane: Which sequence of draws; each has its own random numbers.
+            first: Number of the first batch.
+            count: Number of batches.
+            size: Number of rows of each batch.
+
+        Raises:
+            NotReadyError: No shard has rows that can be drawn.
+            RemoteError: A shard does not answer; with `skips`, none does.
+            StateError: The sampler has no mass, or the batch size is not a multiple of the length of slices.
+        """
+        body = _Body(self._ask(size), size, lane)
+        for _ in range(2 * len(self._shards) + 2):
+            plan = self._plan(first, count, body)
+            parts = self._draw(plan, first, body)
+            if parts is not None:
+                return self._build(plan, parts, first)
+        raise NotReadyError("the rows of the shards are removed faster than they can be drawn")
+
+    # -- dividing batches among shards -------------------------------------------------------------
+
+    def _plan(self, first: int, count: int, body: _Body) -> _Plan:
+        live = self._find_live()
+        self._weigh([shard for shard in live if shard.mass is None], body)
+        live = self._find_live()
+        if not any(shard.mass is None or shard.mass.total > 0 for shard in live):
+            self._weigh(live, body)  # rows may have been written since
+            live = self._find_live()
+        masses = [shard.mass for shard in live]
+        if self._shares is None and None in masses:
+            shard = live[masses.index(None)]
+            raise StateError(
+                f"sampler {body.asked['sampler']!r} of shard {shard.number} ({shard.address}) has no mass: "
+                "it remembers which rows it has drawn, or draws by other rules than weights of rows",
+                hint='draw from the shards in fixed shares: connect(..., by="member")',
+            )
+        assumed = np.zeros(len(self._shards))
+        for shard, mass in zip(live, masses, strict=True):
+            if self._shares is not None:
+                assumed[shard.number] = self._shares[shard.number]
+            elif mass is not None:
+                assumed[shard.number] = mass.total
+        if not assumed.sum() > 0:
+            raise NotReadyError(
+                f"none of the {len(live)} shards has rows that can be drawn", hint="extend() them first"
+            )
+        units = {mass.unit for mass in masses if mass is not None and mass.total > 0} or {1}
+        unit = units.pop()
+        if units or body.size % unit:
+            raise StateError(
+                f"the batch size must be a multiple of the length of slices, got {body.size} and {unit}"
+            )
+        numbers = [(number, body.lane) for number in range(first, first + count)]
+        return _Plan(assumed, draw_counts(self._seed, numbers, body.size // unit, assumed), unit)
+
+    def _find_live(self) -> list[Shard]:
+        """Return the shards that answer.
+
+        Raises:
+            RemoteError: None answers.
+        """
+        live = [shard for shard in self._shards if not shard.is_down]
+        if not live:
+            raise RemoteError(
+                f"none of the {len(self._shards)} shards answers", kind="unreachable",
+                hint="they are asked in the background until they do: try again later",
+            )  # fmt: skip
+        return live
+
+    def _weigh(self, shards: Sequence[Shard], body: _Body) -> None:
+        self._collect({shard: shard.weigh(self._address(shard, body)) for shard in shards}, body)
+
+    def _address(self, shard: Shard, body: _Body) -> dict[str, Any]:
+        """Return the request for the mass of a shard; every shard draws by a seed of its own."""
+        asked = {**body.asked, "batch_size": body.size}
+        if isinstance(asked["sampler"], str):
+            return asked  # a sampler that the server keeps has its own seed
+        key = body.lane, shard.number
+        if key not in self._seeds:
+            self._seeds[key] = derive_seed(self._seed, *key)
+        return asked | {"seed": self._seeds[key]}
+
+    # -- drawing -------------------------------------------------------------------------------------
+
+    def _draw(self, plan: _Plan, first: int, body: _Body) -> dict[int, Part] | None:
+        """Return the rows of each shard; None if a shard had none, or did not answer: plan again."""
+        futures: dict[Shard, Any] = {}
+        asked = plan.counts.sum(axis=0) * plan.unit
+        for shard in self._find_live():
+            rows = int(asked[shard.number])
+            request = self._address(shard, body)
+            if not rows:
+                futures[shard] = shard.weigh(request)
+            elif "seed" in request:
+                futures[shard] = shard.draw({**request, "draw": first}, rows)
+            else:
+                futures[shard] = shard.draw(request, rows)
+        found = self._collect(futures, body)
+        if found is None:
+            return None
+        return {shard.number: _join_parts(parts) for shard, parts in found.items() if isinstance(parts, list)}
+
+    def _collect(self, futures: Mapping[Shard, Any], body: _Body) -> dict[Shard, Any] | None:
+        """Return the results of all shards; None if a shard had no rows, or did not answer and is skipped.
+
+        Raises:
+            ExpStoreError: Another error of a shard, after all shards have answered.
+        """
+        found: dict[Shard, Any] = {}
+        errors: list[BaseException] = []
+        is_whole = True
+        for shard, future in futures.items():
+            try:
+                found[shard] = future.result()
+            except NotReadyError as exc:
+                if self._shares is not None or exc.kind == "rate_limited":
+                    errors.append(exc)
+                is_whole = False
+                shard.mass = ShardMass(0.0, 0)
+            except ExpStoreError as exc:
+                is_whole = False
+                if self._skips and does_not_answer(exc):
+                    shard.note_down(self._address(shard, body))
+                else:
+                    errors.append(exc)
+        if errors:
+            raise errors[0]
+        return found if is_whole else None
+
+    # -- joining rows --------------------------------------------------------------------------------
+
+    def _build(self, plan: _Plan, parts: Mapping[int, Part], first: int) -> list[Drawn]:
+        shards = range(len(self._shards))
+        masses = [parts[k].mass if k in parts else self._shards[k].mass for k in shards]
+        masses = [mass if plan.assumed[k] > 0 else None for k, mass in enumerate(masses)]
+        factors = find_factors(plan.assumed, masses)
+        bounds = {k: _find_bounds(part, plan.counts[:, k], plan.unit) for k, part in parts.items()}
+        pieces = [
+            [(k, int(bounds[k][b]), int(bounds[k][b + 1])) for k in parts if plan.counts[b, k]]
+            for b in range(len(plan.counts))
+        ]
+        joint = self._joint
+        if joint is None or not joint.fits(parts):
+            joint = self._joint = _Joint(parts)
+        wholes = joint.join(parts, [piece for batch in pieces for piece in batch], factors)
+        missing = tuple(shard.number for shard in self._shards if shard.is_down)
+        facts = tuple(plan.assumed.tolist()), tuple(masses), missing
+        ends = np.cumsum([0, *(sum(stop - start for _, start, stop in batch) for batch in pieces)]).tolist()
+        drawn = []
+        for place in range(len(pieces)):
+            rows = joint.codec.build([whole[ends[place] : ends[place + 1]] for whole in wholes])
+            if self._skips:
+                rows.set_non_tensor(MISSING, list(missing))
+            drawn.append(Drawn(rows, ShardDraw(first + place, *facts)))
+        return drawn
+
+
+def _join_parts(parts: Sequence[Part]) -> Part:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    columns = [join_columns(column) for column in zip(*(part.columns for part in parts), strict=True)]
+    return Part(first.codec, columns, sum(part.rows for part in parts), parts[-1].mass)
+
+
+def _find_bounds(part: Part, counts: IntArray, unit: int) -> IntArray:
+    """Return where the rows of each batch begin in a shard's rows, and where the last ends.
+
+    Args:
+        part: The rows of the shard.
+        counts: Number of units of each batch. Shape `(batches,)`.
+        unit: Number of rows of a unit; slices of short trajectories have fewer.
+    """
+    ends: IntArray = np.concatenate([[0], np.cumsum(counts)]) * unit
+    if unit > 1 and part.rows != ends[-1]:
+        if _ENDS not in part.codec.names:
+            raise SchemaError(f"slices of several lengths cannot be told apart without {_ENDS!r}")
+        flags = np.asarray(part.columns[part.codec.names.index(_ENDS)]).reshape(part.rows, -1)[:, 0]
+        stops = np.concatenate([[0], np.flatnonzero(flags) + 1])
+        ends = stops[ends // unit]
+    return ends
+
+
+class _Joint:
+    """Join columns of several shards.
+
+    Args:
+        parts: Rows of the shards, by the shard's number.
+
+    Raises:
+        SchemaError: The shards have different fields.
+    """
+
+    def __init__(self, parts: Mapping[int, Part]) -> None:
+        self._codecs = {number: part.codec for number, part in parts.items()}
+        number, first = next(iter(self._codecs.items()))
+        self.names = list(first.names)
+        known = _describe(first)
+        for other, codec in self._codecs.items():
+            if (found := _describe(codec)) != known:
+                names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+                raise SchemaError(
+                    f"field {names[0]!r} of shard {number} is {known.get(names[0])}, and of shard {other} "
+                    f"{found.get(names[0])}",
+                    hint="give all shards the same fields",
+                )
+        self._places = {
+            k: [codec.names.index(name) for name in self.names] for k, codec in self._codecs.items()
+        }
+        self.codec = Codec(Schema([
+            Field(entry.key, entry.dtype, (2,)) if name == _ID else entry
+            for name, entry in zip(self.names, first.schema.fields, strict=True)
+        ]))  # fmt: skip
+
+    def fits(self, parts: Mapping[int, Part]) -> bool:
+        """Return whether these shards, with these fields, can be joined."""
+        return all(self._codecs.get(number) is part.codec for number, part in parts.items())
+
+    def join(
+        self,
+        parts: Mapping[int, Part],
+        pieces: Sequence[tuple[int, int, int]],
+        factors: NDArray[np.float64] | None,
+    ) -> list[Any]:
+        """Return the columns of all pieces, one after another.
+
+        Args:
+            parts: Rows of the shards, by the shard's number.
+            pieces: Shard, first row, and the row after the last, of each piece.
+            factors: Factor of each shard's `priority_weight`.
+        """
+        wholes = []
+        for place, name in enumerate(self.names):
+            columns = {k: part.columns[self._places[k][place]] for k, part in parts.items()}
+            if name == _WEIGHT and factors is not None:
+                columns = {k: (column * factors[k]).astype(column.dtype) for k, column in columns.items()}
+            if name == _ID:
+                columns = {
+                    k: np.stack([np.full(len(column), k, np.int64), column], axis=1)
+                    for k, column in columns.items()
+                }
+            wholes.append(join_columns([columns[k][start:stop] for k, start, stop in pieces]))
+        return wholes
+
+
+def _describe(codec: Codec) -> dict[str, str]:
+    return {name: str(entry) for name, entry in zip(codec.names, codec.schema.fields, strict=True)}

@@ -1,0 +1,100 @@
+"""How many rows of a batch each shard draws, and how their weights are corrected.
+
+The number of rows of shard k is multinomial with probability m_k / M, where m_k is the mass that shard k told
+last, and M their sum. The shard draws row i with probability w_i / n_k, where n_k is its mass by then. So a
+row is drawn with probability (m_k / M) (w_i / n_k), also if masses have changed meanwhile, and weights follow
+from this probability. This module sends no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.draws import Draws
+from expstore.core.values import IntArray
+
+__all__ = ["ShardMass", "derive_seed", "draw_counts", "find_factors"]
+
+#: Second word of the random key that divides batches among shards; no stream of a storage uses it.
+_SHARES = (1 << 62) + 1
+
+
+class ShardMass(NamedTuple):
+    """What a shard draws from, as it told with its last answer.
+
+    Args:
+        total: The sum of the weights of everything that can be drawn.
+        rows: Number of readable rows.
+        smallest: The smallest weight above 0.
+        beta: Exponent of `priority_weight`; None if batches have none.
+        unit: Number of rows that are drawn together.
+    """
+
+    total: float
+    rows: int
+    smallest: float = 1.0
+    beta: float | None = None
+    unit: int = 1
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Self | None:
+        """Return the mass in a server's answer; None if the sampler has none."""
+        if facts.get("mass") is None:
+            return None
+        beta = facts["beta"]
+        return cls(
+            float(facts["mass"]), int(facts["rows"]), float(facts["smallest"]),
+            None if beta is None else float(beta), int(facts["unit"]),
+        )  # fmt: skip
+
+
+def derive_seed(seed: int, *path: int) -> int:
+    """Return the seed of a shard's own draws: different shards never use the same random numbers."""
+    return int(np.random.SeedSequence([seed, *path]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def draw_counts(
+    seed: int, numbers: Sequence[tuple[int, int]], units: int, totals: NDArray[np.float64]
+) -> IntArray:
+    """Draw how many units of each batch every shard draws. Shape `(batches, shards)`.
+
+    Args:
+        seed: Seed of the draws.
+        numbers: The number of each batch, as a pair of words.
+        units: Number of units of a batch: of rows, or of slices.
+        totals: Mass of each shard, of which at least one is above 0. Shape `(shards,)`.
+    """
+    draws, chances = Draws(seed, _SHARES), totals / totals.sum()
+    return np.array([draws.numbers(number).multinomial(units, chances) for number in numbers])
+
+
+def find_factors(
+    assumed: NDArray[np.float64], masses: Sequence[ShardMass | None]
+) -> NDArray[np.float64] | None:
+    """Return the factor of each shard's `priority_weight`; None if there are no weights. Shape `(shards,)`.
+
+    A shard's weights are relative to its own least probable row. The factors make them relative to the least
+    probable row of all shards, so that the largest possible weight is 1.
+
+    Args:
+        assumed: The mass of each shard by which the batch was divided; 0 if it took no part. Shape
+            `(shards,)`.
+        masses: What each shard has drawn from; None if it took no part.
+    """
+    beta = next((mass.beta for mass in masses if mass is not None), None)
+    if beta is None:
+        return None
+    chances = np.full(
+        assumed.size, np.inf
+    )  # of the least probable row of each shard, times the sum of masses
+    for number, mass in enumerate(masses):
+        if mass is not None and assumed[number] > 0 and mass.total > 0:
+            chances[number] = assumed[number] / mass.total * mass.smallest
+    factors = np.ones(assumed.size)
+    known = np.isfinite(chances)
+    factors[known] = (chances[known] / chances[known].min()) ** -beta
+    return factors

@@ -1,0 +1,73 @@
+"""`pull`: make a store of a version on an object storage.
+
+Used by programs and by the command line. The store is built next to its path and renamed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from expstore.cold.object_storage import ObjectStorage
+from expstore.cold.parts import fetch_tree
+from expstore.cold.version_list import Manifest, RemoteVersion, VersionList, note_removal
+from expstore.disk.atomic_build import build_atomically
+from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import open_storage
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import Manifest as StoreManifest
+from expstore.storages.format.manifest import check_target
+
+__all__ = ["pull"]
+
+
+def pull(
+    where: str | ObjectStorage | Any, store: str | Path, *, version: int | str | None = None
+) -> RemoteVersion:
+    """Create a store from a version on an object storage, completely or not at all.
+
+    The new store has the rows, episodes, priorities and settings of the version, as one that `loads` a
+    version has. Every part is compared with its checksum. The files are fetched next to the store and then
+    copied into it, so that twice their size must be free.
+
+    Processes: any number may pull one version. Crashes: the store is complete or does not exist.
+
+    Args:
+        where: A URL such as `s3://bucket/run`, an `ObjectStorage`, or a store of obstore.
+        store: The new store's folder, which must not exist yet.
+        version: Number or tag; None: the newest.
+
+    Returns:
+        The version.
+
+    Raises:
+        StateError: `store` exists, is inside another store, or the URL contains credentials.
+        NotFoundError: The folder above `store` does not exist.
+        SnapshotError: There is no such version; the message lists the versions that exist.
+        CorruptionError: A part is missing or damaged; the message names the file.
+        RemoteError: The server does not answer, or refuses a request.
+        StorageError: The disk failed or is full.
+
+    Example:
+        >>> expstore.cold.pull("s3://bucket/run", "run.exp")
+        >>> rb = expstore.open("run.exp")
+    """
+    bucket, disk, target = ObjectStorage.of(where).connect(), Disk(), local_path(store)
+    check_target(disk, target)
+    found = VersionList.load(bucket)[0].find(version, bucket.name)
+    with build_atomically(disk, target, single=True, doing="pulls to") as temporary:
+        folder = temporary / "version"
+        with note_removal(bucket, found):
+            fetch_tree(bucket, disk, found, Manifest.load(bucket, found), folder)
+        origin = StoreManifest.load(disk, folder)
+        settings = Settings(
+            storage=origin.storage, layout=ColumnLayout(**origin.layout), compression=origin.compression
+        )
+        storage = open_storage(temporary / target.name, origin.capacity, settings=settings)
+        try:
+            storage.snapshots.restore(folder)
+        finally:
+            storage.close()
+    return found

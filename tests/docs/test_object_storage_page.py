@@ -1,0 +1,46 @@
+"""The blocks of docs/object_storage.md run, with a server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="the extra expstore[s3] is not installed")
+pytest.importorskip("moto", reason="moto is not installed: there is no server to ask")
+
+from tests.support.commands import Cli
+from tests.support.paths import ROOT
+from tests.support.s3_server import S3Server, start_moto
+
+PAGE = (ROOT / "docs" / "object_storage.md").read_text()
+
+
+def _blocks(text: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_blocks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": __name__}
+    exec(compile(_blocks((ROOT / "README.md").read_text(), "python")[0], "README.md", "exec"), names)
+    first, cached = _blocks(PAGE, "python")
+    (commands,) = _blocks(PAGE, "sh")
+    with start_moto() as port, S3Server(port, "bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        exec(compile(first, "docs/object_storage.md", "exec"), names)
+        pushed, listed = capsys.readouterr().out.splitlines()
+        assert pushed.split()[:2] == ["2", "600"]
+        assert listed == "[(1, None, 500), (2, None, 600)]"
+        exec(compile(cached, "docs/object_storage.md", "exec"), names)
+        assert capsys.readouterr().out == "torch.Size([32, 4])\n"
+        for line in commands.splitlines():
+            assert cli(*shlex.split(line)[1:]).code == 0, line
+        assert [v["number"] for v in cli("versions", "s3://bucket/run", "--json").json["versions"]] == [3]
+        assert (tmp_path / "copy-2.exp").is_dir()

@@ -1,0 +1,479 @@
+"""The buffer over several shards against real servers: reads, writes, queries, restarts, missing shards."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import Retries
+from expstore.api import Settings
+from expstore.cluster.routing import choose_shard
+from expstore.errors import (
+    NotFoundError,
+    NotReadyError,
+    QueryError,
+    RemoteError,
+    SchemaError,
+    SnapshotError,
+    StateError,
+)
+from tests.support.arrow_bodies import batch_of
+from tests.support.servers import Serving
+from tests.support.tcp_proxy import Proxy
+
+SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    with Serving(Settings(path=folder)) as server:
+        yield server
+
+
+@pytest.fixture
+def urls(server: Serving, folder: Path, request: pytest.FixtureRequest) -> list[str]:
+    """Return the addresses of three new stores."""
+    name = "".join(letter for letter in request.node.name if letter.isalnum())[:60]
+    for shard in range(3):
+        expstore.open(folder / f"{name}{shard}.exp", mode="x", seed=shard).close()
+    return [f"{server.url}/{name}{shard}" for shard in range(3)]
+
+
+def connect(urls: list[str], **options: Any) -> expstore.ShardedReplayBuffer:
+    options = {"batch_size": 32, "seed": 5, "retries": SOON} | options
+    return expstore.connect(urls, **options)
+
+
+def fill(rb: expstore.ShardedReplayBuffer, sources: int = 12) -> torch.Tensor:
+    """Write ten rows of each source; return their shards and ids."""
+    found = [rb.extend(batch_of(10, 10 * n), source=f"actor-{n}") for n in range(sources)]
+    return torch.cat(found)
+
+
+def ids_of(batches: Any) -> list[list[list[int]]]:
+    return [batch["id"].tolist() for batch in batches]
+
+
+def test_rows_go_to_the_shard_of_their_source_and_are_found_there(urls: list[str]) -> None:
+    with connect(urls) as rb, connect(urls) as other:
+        pairs = fill(rb)
+        assert len(rb) == rb.write_count == 120
+        assert set(pairs[:, 0].tolist()) == {0, 1, 2}
+        assert all(len(set(pairs[n : n + 10, 0].tolist())) == 1 for n in range(0, 120, 10))
+        more = other.extend(batch_of(5, 500), source="actor-3")
+        assert more[0, 0] == pairs[30, 0]  # another client chooses the same shard
+        mixed = pairs[torch.randperm(120, generator=torch.Generator().manual_seed(1))]
+        rows = rb.by_id(mixed)
+        assert rows["id"].tolist() == mixed.tolist()
+        number = {tuple(pair): n for n, pair in enumerate(pairs.tolist())}
+        assert rows["action"].tolist() == [number[tuple(pair)] for pair in mixed.tolist()]
+        shard, row = rb.add(batch_of(1, 7)[0], source="one")
+        assert rb.by_id([(shard, row)])["action"].tolist() == [7]
+        unnamed = rb.extend(batch_of(3)), rb.extend(batch_of(3))
+        assert unnamed[0][0, 0] == unnamed[1][0, 0]
+        with pytest.raises(NotFoundError, match="no shard 9"):
+            rb.by_id([(9, 1)])
+        with pytest.raises(NotFoundError, match=r"shard 1 \(http.*"):
+            rb.by_id([(1, 999)])
+        with pytest.raises(SchemaError, match="shape"):
+            rb.by_id([1, 2])
+
+
+def test_samples_are_updated_and_stored_again(urls: list[str]) -> None:
+    with connect(urls, sampler={"kind": "prioritized"}) as rb:
+        pairs = fill(rb)
+        assert rb.update_priority(id=pairs, priority=torch.arange(1.0, 121.0)) == 120
+        batch = rb.sample()
+        assert batch["id"].shape == (32, 2)
+        assert (batch["action"] == rb.by_id(batch["id"])["action"]).all()
+        batch["td_error"] = torch.full((32,), 0.5)
+        count = len({tuple(pair) for pair in batch["id"].tolist()})
+        assert rb.update_priority(batch) >= count
+        priorities = rb.sql_each("SELECT _id, _priority FROM transitions").fetchall()
+        changed = {(shard, row) for row, priority, shard in priorities if priority == 0.5}
+        assert changed == {tuple(pair) for pair in batch["id"].tolist()}
+        assert len(rb.extend(batch.exclude("td_error"), source="again")) == 32
+        arrays, info = rb.sample(as_numpy=True, return_info=True)
+        assert type(arrays["next"]["reward"]) is type(info["id"]) is np.ndarray
+        assert not {"id", "index"} & set(rb.sample(include_info=False).keys())
+        with pytest.raises(RemoteError, match="by index"):
+            rb.update_priority(batch["index"], 1.0)
+
+
+def test_new_rows_get_the_largest_priority_of_all_shards(urls: list[str]) -> None:
+    with connect(urls, sampler={"kind": "prioritized"}) as rb:
+        pairs = fill(rb)
+        rb.update_priority(id=pairs[:1], priority=7.0)
+        others = [n for n in range(12) if pairs[10 * n, 0] != pairs[0, 0]]
+        new = rb.extend(batch_of(4), source=f"actor-{others[0]}")
+        told = batch_of(4).set("td_error", torch.full((4,), 3.0))
+        found = rb.sql_each("SELECT _id, _priority FROM transitions").fetchall()
+        assert {priority for row, priority, shard in found if [shard, row] in new.tolist()} == {7.0}
+        assert told is not None
+
+
+def test_queries_see_all_shards(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        pairs = fill(rb)
+        each = rb.sql_each("SELECT count(*) AS n FROM transitions")
+        assert each.columns == ["n", "_shard"]
+        assert {shard: n for n, shard in each.fetchall()} == {
+            shard: int((pairs[:, 0] == shard).sum()) for shard in range(3)
+        }
+        total = rb.sql(
+            "SELECT sum(n) + $more FROM parts", {"more": 1}, each="SELECT count(*) AS n FROM transitions"
+        )
+        assert total.fetchone() == (121,)
+        episodes = rb.episodes("length = 10", "source DESC", 5)
+        assert len(episodes) == 5
+        assert [row[episodes.columns.index("source")] for row in episodes] == [
+            f"actor-{n}" for n in (9, 8, 7, 6, 5)
+        ]
+        row = dict(zip(episodes.columns, episodes.fetchall()[0], strict=True))
+        steps = rb.trajectory((row["_shard"], row["episode_id"]))
+        assert steps["action"].tolist() == list(range(90, 100))
+        assert steps["id"].shape == (10, 2)
+        with pytest.raises(QueryError, match="parts"):
+            rb.sql("SELECT * FROM transitions", each="SELECT 1 AS one")
+        with pytest.raises(QueryError, match="one SELECT"):
+            rb.sql("SELECT 1; SELECT 2", each="SELECT 1 AS one")
+        with pytest.raises(QueryError):
+            rb.sql("SELECT * FROM read_csv('/etc/passwd')", each="SELECT 1 AS one")
+
+
+def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        fill(rb)
+        first = [rb.sample() for _ in range(11)]
+        state = rb.state_dict()
+        after = [rb.sample() for _ in range(3)]
+        rb.load_state_dict(state)
+        assert ids_of(rb.sample() for _ in range(3)) == ids_of(after)
+        copied = pickle.loads(pickle.dumps(rb))
+        assert ids_of([copied.sample()]) == ids_of([rb.sample()])
+        copied.close()
+    with connect(urls) as rb:
+        stream = rb.stream(8)
+        found = [next(stream), rb.sample(), *stream, *(rb.sample() for _ in range(2))]
+        assert ids_of(found) == ids_of(first)
+        assert rb.draw == 11
+    with connect(urls, draw=6) as rb:  # in the middle of batches that were drawn together
+        assert ids_of(rb.stream(8)) == ids_of([*first[6:], *after])
+    with connect(urls, ahead=2) as rb, pytest.raises(StateError, match="ahead"):
+        rb.load_state_dict(state)
+    with connect(urls, seed=6) as rb:
+        assert ids_of([rb.sample()]) != ids_of(first[:1])
+        other = rb.sample(7)
+        assert other["id"].shape == (7, 2)
+        assert rb.draw == 1
+
+
+def test_draws_continue_after_a_restart_of_the_servers(tmp_path: Path) -> None:
+    settings = Settings(path=tmp_path)
+    for shard in range(2):
+        expstore.open(tmp_path / f"run{shard}.exp", mode="x", seed=shard).close()
+    with Serving(settings) as server, connect([f"{server.url}/run{shard}" for shard in range(2)]) as rb:
+        fill(rb)
+        wanted = [rb.sample() for _ in range(9)]
+    with Serving(settings) as server:
+        with connect([f"{server.url}/run{shard}" for shard in range(2)], draw=3) as rb:
+            assert ids_of(rb.sample() for _ in range(6)) == ids_of(wanted[3:])
+
+
+def test_shards_do_not_draw_by_the_same_random_numbers(urls: list[str]) -> None:
+    with connect(urls, batch_size=600) as rb:
+        for url in urls:
+            with expstore.connect(url) as one:
+                one.extend(batch_of(1000))
+        batch = rb.sample()
+        rows = [batch["id"][batch["id"][:, 0] == shard, 1] for shard in range(3)]
+        least = min(map(len, rows))
+        assert (rows[0][:least] == rows[1][:least]).float().mean() < 0.1
+
+
+def test_an_empty_shard_takes_part_as_soon_as_it_has_rows(urls: list[str]) -> None:
+    with connect(urls, ahead=1) as rb:
+        with pytest.raises(NotReadyError, match="none of the 3 shards"):
+            rb.sample()
+        for number, url in enumerate(urls):
+            with expstore.connect(url) as one:
+                one.extend(batch_of(50))
+            for _ in range(2):  # the first draw asks the empty shards for their masses
+                batch = rb.sample()
+            assert set(batch["id"][:, 0].tolist()) == set(range(number + 1))
+
+
+def test_fields_of_variable_length_are_joined(urls: list[str], folder: Path) -> None:
+    names = [url.rpartition("/")[2] for url in urls]
+    for name in names:
+        schema = {"text": str, "n": "int64"}
+        with expstore.open(folder / f"{name}words.exp", schema=schema, layout="arrow") as rb:
+            rb.extend({"text": np.array([f"{name[-1]}{n}" * (n % 5) for n in range(40)]), "n": np.arange(40)})
+    with connect([f"{url}words" for url in urls]) as rb:
+        batch = rb.sample(as_numpy=True)
+        shards, numbers = batch["id"][:, 0], batch["n"]
+        assert batch["text"].tolist() == [f"{s}{n}" * (n % 5) for s, n in zip(shards, numbers, strict=True)]
+
+
+def test_samplers_that_remember_draw_by_member(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        fill(rb)
+        rb.name_sampler("once", {"kind": "without_replacement"})
+        assert rb.samplers() == {"once": {"kind": "without_replacement", "shuffle": True, "drop_last": False}}
+        counts = [count for count, _ in rb.sql_each("SELECT count(*) AS n FROM transitions").fetchall()]
+    with connect(urls, sampler="once") as rb, pytest.raises(StateError, match='by="member"'):
+        rb.sample()
+    with connect(urls, sampler="once", by="member", p=[1, 0, 0], ahead=2) as rb:
+        batch = torch.cat([rb.sample(counts[0]), rb.sample(counts[0])])
+        rows = batch["id"].tolist()
+        assert all(rows.count([0, row + 1]) == 2 for row in range(counts[0]))
+    with connect(urls, by="member", p=[1, 1, 2], batch_size=4000) as rb:
+        shares = np.bincount(rb.sample()["id"][:, 0].numpy()) / 4000
+        np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
+
+
+def test_arguments_are_checked(urls: list[str]) -> None:
+    for options, match in (
+        ({"ahead": 0}, "ahead"), ({"down": "never"}, "down"), ({"by": "rows"}, "by must"),
+        ({"p": [1, 1, 1]}, "by="), ({"by": "member", "p": [1]}, "3 numbers"),
+        ({"draw": 3, "seed": None}, "seed"),
+        ({"down": "wait", "wait": 3}, "without limit"), ({"prefetch": 3}, "ahead="),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            connect(urls, **options)
+    with pytest.raises(ValueError, match="same store"):
+        connect([urls[0], urls[1], urls[0]])
+    with pytest.raises(ValueError, match="at least one"):
+        connect([])
+    with pytest.raises(ValueError, match="list of addresses"):
+        expstore.connect(urls[0], down="wait")  # type: ignore[call-overload]
+    with pytest.raises(NotFoundError, match="shard 1"):
+        connect([urls[0], f"{urls[1]}x"])
+    with connect(urls, batch_size=None) as rb, pytest.raises(StateError, match="batch_size"):
+        rb.sample()
+    with connect(urls, sampler={"kind": "slices", "slice_len": 3}, batch_size=32) as rb:
+        with pytest.raises(StateError, match="divisible"):
+            rb.sample()
+    with connect(urls) as rb, pytest.raises(RemoteError, match="several shards together"):
+        _ = rb.snapshots
+
+
+def test_different_fields_are_named(urls: list[str]) -> None:
+    with expstore.connect(urls[0]) as one, expstore.connect(urls[1]) as other:
+        one.extend({"x": np.zeros(50, np.float32)})
+        other.extend({"x": np.zeros((50, 2), np.float32)})
+    with connect(urls) as rb, pytest.raises(SchemaError, match="field 'x' of shard 0 is .* shard 1"):
+        rb.sample()
+
+
+def test_every_name_of_the_buffer_is_there() -> None:
+    one, several = (
+        {name for name in dir(cls) if not name.startswith("_")}
+        for cls in (expstore.RemoteReplayBuffer, expstore.ShardedReplayBuffer)
+    )
+    assert one - several == {"largest_priority"}
+
+
+def test_few_sources_move_if_a_shard_is_added() -> None:
+    shards = {number: f"uuid-{number}" for number in range(5)}
+    before = [choose_shard(f"actor-{n}", {k: shards[k] for k in range(4)}) for n in range(400)]
+    after = [choose_shard(f"actor-{n}", shards) for n in range(400)]
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {4}
+    assert 40 < len(moved) < 130
+    assert min(np.bincount(before)) > 60
+
+
+# -- shards that do not answer ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(server: Serving, urls: list[str]) -> Iterator[tuple[list[str], threading.Event]]:
+    """Return addresses, the last of a proxy that refuses connections while the event is set."""
+    refuses = threading.Event()
+    with Proxy(server.port, lambda _: "refuse" if refuses.is_set() else "") as proxy:
+        last = f"http://127.0.0.1:{proxy.port}/{urls[2].rpartition('/')[2]}"
+        refuses.cut = proxy.cut  # type: ignore[attr-defined]
+        yield [*urls[:2], last], refuses
+
+
+def stop(refuses: Any) -> None:
+    refuses.set()
+    refuses.cut()
+
+
+def test_a_shard_that_does_not_answer_is_named(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls, wait=0.1, ahead=1) as rb:
+        fill(rb)
+        rb.sample()
+        stop(refuses)
+        with pytest.raises(RemoteError, match=r"shard 2 \(http.*does not answer"):
+            list(rb.stream(3))
+        refuses.clear()
+        assert rb.sample()["id"].shape == (32, 2)
+
+
+def test_a_draw_waits_for_a_shard(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls, down="wait", ahead=1) as rb:
+        fill(rb)
+        wanted = [rb.sample() for _ in range(3)]
+        rb.load_state_dict(rb.state_dict() | {"draw": 0})
+        stop(refuses)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.extend(rb.sample() for _ in range(3)))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        # the other shards are written to meanwhile
+        source = next(f"s{n}" for n in range(99) if rb._route(f"s{n}").number == 0)
+        refuses.clear()
+        thread.join(20)
+        assert ids_of(found) == ids_of(wanted)
+        rb.extend(batch_of(3), source=source)
+
+
+def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls, down="partial", ahead=1, sampler={"kind": "prioritized", "beta": 0.4}) as rb:
+        pairs = fill(rb)
+        priorities = torch.rand(120, generator=torch.Generator().manual_seed(1)) + 0.1
+        rb.update_priority(id=pairs, priority=priorities)
+        assert rb.sample()["shards_missing"] == []
+        stop(refuses)
+        batches = [rb.sample() for _ in range(5)]
+        assert [batch["shards_missing"] for batch in batches[1:]] == [[2]] * 4
+        assert rb.shards_missing == (2,)
+        batch = batches[-1]
+        assert set(batch["id"][:, 0].tolist()) == {0, 1}
+        here = pairs[:, 0] != 2
+        least = priorities[here].double().min()
+        by_pair = {
+            tuple(pair): value for pair, value in zip(pairs.tolist(), priorities.double(), strict=True)
+        }
+        wanted = [(float(by_pair[tuple(pair)] / least) ** 0.6) ** -0.4 for pair in batch["id"].tolist()]
+        np.testing.assert_allclose(batch["priority_weight"], wanted, rtol=1e-5)
+        assert rb.sample(as_numpy=True)["shards_missing"] == [2]
+        refuses.clear()
+        wait_until(lambda: rb.shards_missing == ())
+        assert rb.sample()["shards_missing"] == []
+        for number in range(3):
+            rb._shards[number].note_down({})
+        with pytest.raises(RemoteError, match="none of the 3 shards"):
+            rb._macro._find_live()
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    from time import monotonic, sleep
+
+    until = monotonic() + seconds
+    while not condition():
+        assert monotonic() < until, "it did not happen in time"
+        sleep(0.01)
+
+
+def test_a_version_of_all_shards_is_restored(urls: list[str], tmp_path: Path) -> None:
+    def actions_of(count: int) -> list[list[int]]:
+        return [rb.sample()["action"].tolist() for _ in range(count)]
+
+    with connect(urls, sampler={"kind": "prioritized"}) as rb:
+        pairs = fill(rb)
+        rb.update_priority(id=pairs, priority=torch.arange(1.0, 121.0))
+        actions_of(6)
+        version = rb.dumps(tmp_path / "versions")
+        assert version.rows == [int((pairs[:, 0] == shard).sum()) for shard in range(3)]
+        wanted = actions_of(5)
+        rb.extend(batch_of(50, 900), source="late")
+        rb.dumps(tmp_path / "later")
+        assert rb.loads(tmp_path / "versions") == version
+        assert len(rb) == 120
+        assert actions_of(5) == wanted
+        with pytest.raises(SnapshotError, match="CLUSTER.json"):
+            rb.loads(tmp_path)
+    with connect(urls[::-1]) as rb, pytest.raises(SnapshotError, match="same order"):
+        rb.loads(tmp_path / "versions")
+    with connect(urls, seed=9) as rb:
+        rb.sample()
+        rb.loads(tmp_path / "later")
+        assert (len(rb), rb.draw) == (170, 1)
+    file = tmp_path / "later" / "CLUSTER.json"
+    for text in ("{", "{}", '{"format": 2}'):
+        file.write_text(text)
+        with connect(urls) as rb, pytest.raises(SnapshotError, match="CLUSTER.json"):
+            rb.loads(tmp_path / "later")
+
+
+def test_another_store_under_the_name_of_a_shard_is_refused(tmp_path: Path) -> None:
+    for shard in range(2):
+        expstore.open(tmp_path / f"run{shard}.exp", mode="x").close()
+    settings = Settings(path=tmp_path)
+    with Serving(settings) as server:
+        rb = connect([f"{server.url}/run{shard}" for shard in range(2)], ahead=1)
+        fill(rb)
+        rb.sample()
+        with expstore.connect(f"{server.url}/run1"):
+            rb.close()
+    (tmp_path / "run1.exp").rename(tmp_path / "former")
+    expstore.open(tmp_path / "run1.exp", mode="x").close()
+    state = pickle.dumps(rb)
+    with Serving(settings) as server:
+        again = pickle.loads(state)
+        for shard in again._shards:
+            for connection in (shard._connection, shard._once):
+                connection._closed = False
+                connection.address = type(connection.address)(server.url, connection.address.name)
+        with pytest.raises(StateError, match="shard 1.*is for"):
+            again.sample()
+        with pytest.raises(StateError, match="shard 1.*is for"):
+            again._shards[1].call(lambda buffer: buffer.extend(batch_of(3)))
+        again.close()
+
+
+def test_episodes_are_resumed_by_another_buffer(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        rb.extend(batch_of(5), source="actor")
+        assert rb.episodes("status = 'open'").shape[0] == 1
+    with connect(urls) as rb:
+        (pair,) = rb.episodes.resume("actor").tolist()
+        rb.extend(batch_of(5, 5), source="actor")
+        assert rb.trajectory(tuple(pair))["action"].tolist() == list(range(10))
+        rb.extend(batch_of(5), source="actor")
+        rb.episodes.end("actor")
+        rb.episodes.end()
+        assert rb.episodes("status = 'open'").shape[0] == 0
+        first = rb._route("actor").number
+    others = [url for number, url in enumerate(urls) if number != first]
+    with connect(others) as rb:  # the list of shards was a different one
+        rb.extend(batch_of(5), source="actor")
+    with connect([*others, urls[first]]) as rb:
+        assert rb._route("actor").number == 2
+        (pair,) = rb.episodes.resume("actor").tolist()
+        assert pair[0] != 2
+        rb.extend(batch_of(5, 5), source="actor")
+        assert rb.trajectory(tuple(pair))["action"].tolist() == list(range(10))
+
+
+def test_rows_are_tensordicts(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        fill(rb)
+        assert isinstance(rb.sample(), TensorDict)
+        assert rb.schema is not None
+        assert rb.meta == {0: {}, 1: {}, 2: {}}
+        rb.flush()
+        assert len(rb.stats()["shards"]) == len(rb.shards) == 3
+        assert "ShardedReplayBuffer" in repr(rb)
