@@ -160,7 +160,7 @@ def ui(
     def ready(listening: Listening) -> None:
         address = f"{listening.url}{PATH}/"
         typer.echo(f"showing {path} at {address} (Ctrl-C ends it)")
-        if not no_browser and not webbrowser.open(address):
+        if not no_browser and not webbrowser.open_new_tab(address):
             typer.echo("no browser was found; open the address yourself", err=True)
 
     run(Settings(path=path, read_only=True), port=port, ready=ready, stopping=lambda: _limit_end(5.0))
