@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ class Clients:
         self.written: list[dict[tuple[int, ...], int]] = [{} for _ in range(WRITERS)]
         self.drawn = [0, 0]
         self.missing: set[int] = set()
+        self.futures: list[Future[None]] = []
+
+    def start(self, pool: ThreadPoolExecutor) -> None:
+        self.futures = [
+            *(pool.submit(self.write, number) for number in range(WRITERS)),
+            *(pool.submit(self.sample, number) for number in range(2)),
+        ]
 
     def write(self, number: int) -> None:
         mine = self.written[number]
@@ -53,7 +60,8 @@ class Clients:
                 batch = rb.sample()
                 assert (batch["observation"][:, 0] == batch["action"].float()).all(), "a row is torn"
                 self.drawn[number] += 1
-                self.missing |= set(batch.get("shards_missing", ()))
+                if number == 1:
+                    self.missing.update(batch["shards_missing"])
 
     def wait_for_draws(self, count: int) -> None:
         """Wait until the sampler that goes without shards has drawn some more batches."""
@@ -62,6 +70,8 @@ class Clients:
         for _ in range(6000):
             if self.drawn[1] >= goal:
                 return
+            for future in self.futures:
+                assert not future.done(), future.exception()
             until.wait(0.01)
         raise AssertionError("the shards that are left were not sampled")
 
@@ -81,10 +91,7 @@ def live_through_kills(folder: Path, kills: int) -> None:
             before = len(rb)
         clients = Clients(servers)
         with ThreadPoolExecutor(WRITERS + 2) as pool:
-            futures = [
-                *(pool.submit(clients.write, number) for number in range(WRITERS)),
-                *(pool.submit(clients.sample, number) for number in range(2)),
-            ]
+            clients.start(pool)
             try:
                 for _ in range(kills):
                     clients.wait_for_draws(int(rng.integers(1, 20)))
@@ -94,7 +101,7 @@ def live_through_kills(folder: Path, kills: int) -> None:
                     victim.begin()
             finally:
                 clients.ended.set()
-            for future in futures:
+            for future in clients.futures:
                 future.result(300)
         assert clients.missing
         with connect(servers) as rb:
