@@ -120,10 +120,8 @@ def test_new_rows_get_the_largest_priority_of_all_shards(urls: list[str]) -> Non
         rb.update_priority(id=pairs[:1], priority=7.0)
         others = [n for n in range(12) if pairs[10 * n, 0] != pairs[0, 0]]
         new = rb.extend(batch_of(4), source=f"actor-{others[0]}")
-        told = batch_of(4).set("td_error", torch.full((4,), 3.0))
         found = rb.sql_each("SELECT _id, _priority FROM transitions").fetchall()
         assert {priority for row, priority, shard in found if [shard, row] in new.tolist()} == {7.0}
-        assert told is not None
 
 
 def test_queries_see_all_shards(urls: list[str]) -> None:
