@@ -49,6 +49,8 @@ class _Worker:
         pipe: The owner's end of the pipe.
         stored: Rows that it has stored since it was started.
         is_running: Whether it may be collecting.
+        failure: The error that it reported.
+        is_told: Whether it knows that there are new weights, and has not asked for them yet.
     """
 
     number: int
@@ -58,6 +60,7 @@ class _Worker:
     stored: int = 0
     is_running: bool = False
     failure: str = ""
+    is_told: bool = False
 
 
 #: Blocks that a worker may be ahead of the owner, so that `collect` stores little more than it was asked for.
@@ -151,7 +154,7 @@ class Workers:
             self._version += 1
             self._weights = weights_of(module)
             for worker in self._workers.values():
-                self._send(worker, "weights", self._version, self._weights)
+                self._announce_weights(worker)
             return self._version
 
     def close(self) -> None:
@@ -206,7 +209,7 @@ class Workers:
         theirs.close()
         worker = _Worker(number, starts + 1, process, ours)
         if self._weights is not None:
-            self._send(worker, "weights", self._version, self._weights)
+            self._announce_weights(worker)
         if self._collecting:
             self._send_run(worker)
         return worker
@@ -223,6 +226,16 @@ class Workers:
     def _send_run(self, worker: _Worker) -> None:
         worker.is_running = True
         self._send(worker, "run", None if self._target is None else _AHEAD)
+
+    def _announce_weights(self, worker: _Worker) -> None:
+        """Tell a worker that there are new weights. It asks for them when it can receive them.
+
+        Weights may be larger than what a pipe holds. Sent to a worker that waits for the rate limiter, they
+        would block this program, which then could not sample, for which the worker waits.
+        """
+        if not worker.is_told:
+            worker.is_told = True
+            self._send(worker, "weights")
 
     def _send(self, worker: _Worker, *message: Any) -> None:
         """Send a message; a worker that has died is found by the listener."""
@@ -258,6 +271,9 @@ class Workers:
                     self._send(worker, "more")
             elif kind == "paused":
                 worker.is_running = False
+            elif kind == "fetch":
+                worker.is_told = False
+                self._send(worker, "update", self._version, self._weights)
             elif kind == "specs":
                 describe_rows(self._rb, values[0])
             else:
@@ -348,7 +364,7 @@ class _WorkerLoop:
 
     def __init__(self, collector: LaneCollector, policy: Any, pipe: Connection) -> None:
         self._collector, self._policy, self._pipe = collector, policy, pipe
-        self._is_running = False
+        self._is_running = self._awaits_weights = False
         self._blocks: int | None = 0  # how many more may be collected; None: any number
 
     def run(self) -> None:
@@ -361,7 +377,7 @@ class _WorkerLoop:
 
     def _handle_commands(self) -> bool:
         """Handle commands, and wait while there is nothing to collect; return False after "close"."""
-        while not self._is_running or self._blocks == 0 or self._pipe.poll():
+        while self._awaits_weights or not self._is_running or self._blocks == 0 or self._pipe.poll():
             command, *values = self._pipe.recv()
             if command == "run":
                 self._is_running, self._blocks = True, values[0]
@@ -372,6 +388,10 @@ class _WorkerLoop:
                 self._is_running = False
                 self._pipe.send(("paused",))
             elif command == "weights":
+                self._awaits_weights = True
+                self._pipe.send(("fetch",))
+            elif command == "update":
+                self._awaits_weights = False
                 self._set_weights(*values)
             else:
                 self._collector.close()

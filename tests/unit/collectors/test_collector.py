@@ -270,6 +270,37 @@ def test_workers_that_wait_for_the_limiter_stop_and_end(store_path: Path) -> Non
         check_rows(rb)
 
 
+class Large(nn.Module):
+    """Its weights are larger than what a pipe holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 20))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(observation),), int(self.weight[0]))
+
+
+def test_weights_never_wait_for_a_worker_that_waits_for_the_limiter(store_path: Path) -> None:
+    limiter = expstore.SampleToInsertRatio(1.0, min_size_to_sample=8, error_buffer=24.0)
+    policy = Large()
+    with (
+        expstore.open(store_path, batches={"rate_limiter": limiter}, batch_size=8, seed=0) as rb,
+        Collector(Numbered, policy, rb, workers=2, steps_per_lane=8, seed=0) as collector,
+    ):
+        collector.start()
+        wait_until(lambda: len(limiter._changed._waiters) == 2)
+        with torch.no_grad():
+            for number in range(1, 5):
+                policy.weight.fill_(number)
+                assert collector.update_policy() == number
+        for _ in range(40):
+            rb.sample()
+        query = "SELECT DISTINCT policy_version, action FROM transitions ORDER BY 1"
+        wait_until(lambda: (4, 4) in rb.sql(query).fetchall())
+        assert set(rb.sql(query).fetchall()) <= {(number, number) for number in range(5)}
+
+
 def test_a_worker_that_fails_at_once_ends_the_collection(store_path: Path) -> None:
     with Collector(Broken, Weighted(), store_path, workers=1) as collector:
         with pytest.raises(StateError, match=r"(?s)worker 0: Traceback.*no such simulator"):
