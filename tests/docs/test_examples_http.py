@@ -35,7 +35,7 @@ def run(*command: str) -> str:
 def test_curl_and_polars(url: str) -> None:
     lines = run("sh", str(EXAMPLES / "http_curl.sh"), url).splitlines()
     assert lines[0] == '{"name":"curl"}'
-    assert lines[1] == '{"first_id":1,"count":3,"generation":1}'
+    assert lines[1] == '{"first_id":1,"count":3,"generation":1,"largest_priority":1.0}'
     assert '"observation":[[' in lines[2]
     assert lines[3] == '{"columns":["action","reward"],"rows":[[0,0.5],[1,0.5]]}'
     told = run(sys.executable, str(EXAMPLES / "http_polars.py"), f"{url}/v1/stores/curl")

@@ -51,7 +51,7 @@ MARKS = {
 def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
     tab = visit(color_scheme="light")
     page = tab.open(PAGES[name])
-    assert MARKS.get(name, "") in page.inner_text("main")
+    wait_until(page, "text => document.querySelector('main').innerText.includes(text)", MARKS.get(name, ""))
     assert page.locator("main .error").count() == (name == "no such store")
     assert read_findings(page) == []
     page.emulate_media(color_scheme="dark")
@@ -69,8 +69,8 @@ def test_a_page_is_sound(name: str, visit: Callable[..., Visit]) -> None:
 
 def test_hostile_names_and_facts_are_texts(visit: Callable[..., Visit]) -> None:
     page = visit().open("/stores/hostile?by=source")
-    text = page.inner_text("main")
-    assert '<img src=x onerror="window.broken=1">' in text
+    hostile = '<img src=x onerror="window.broken=1">'
+    wait_until(page, "text => document.querySelector('main').innerText.includes(text)", hostile)
     page.get_by_label("Group by").select_option(label='<img src=x onerror="window.broken=1">')
     wait_until(page, "location.hash.includes('by=info')")
     page.wait_for_selector("figure[aria-label='Return of episodes']")

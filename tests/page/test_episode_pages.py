@@ -217,7 +217,7 @@ def test_a_server_that_only_reads_offers_no_changes(visit: Open, reader: Serving
 def test_the_player_follows_the_keyboard(visit: Open) -> None:
     tab = visit()
     page = tab.open("/stores/run/episodes/2?step=1")
-    assert page.locator("canvas[data-step='1']").count() == 2  # `pixels` and `next.pixels`
+    wait_for_count(page, "canvas[data-step='1']", 2)  # `pixels` and `next.pixels`
     page.wait_for_selector("dd >> text=stay (1)")
     for key, step in (("ArrowRight", 2), ("Shift+ArrowRight", 7), ("Home", 0), ("End", 7), ("ArrowLeft", 6)):
         page.keyboard.press(key)
@@ -327,7 +327,7 @@ def test_texts_and_tokens_are_coloured_by_a_field(visit: Open) -> None:
     assert len({*shades}) == 3
     page.keyboard.press("End")
     page.wait_for_selector("p >> text='three'")
-    assert page.locator(".token").count() == 4
+    wait_for_count(page, ".token", 4)
     page.select_option("#colour", "")
     wait_for_count(page, ".token[style]", 0)
     page = tab.open("/stores/hostile/episodes/1")
