@@ -182,9 +182,10 @@ def test_flags_and_notes_are_edited_in_the_table(visit: Open) -> None:
 
 
 def test_new_episodes_do_not_move_the_table(visit: Open, server: Serving) -> None:
-    page = visit().open("/stores/run/episodes")
-    with page.expect_response("**/events"):
-        page.reload()
+    page = visit().open("/compare")  # it waits for no events
+    with page.expect_response("**/stores/run/events"):
+        page.evaluate("location.hash = '#/stores/run/episodes'")
+    page.wait_for_selector(f"{ROWS} td")
     before = column(page, 1)
     with expstore.connect(f"{server.url}/run") as rb:
         rb.extend(game_rows(8, 0.5), source="late")
