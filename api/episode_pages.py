@@ -69,7 +69,7 @@ class Filters:
     """Which episodes are selected.
 
     Args:
-        where: An SQL condition of a client; None: there is none.
+        where: An SQL condition of a client; None: no condition.
         after: Only episodes with higher ids.
         source: Only episodes of this source; None: of all.
         status: Only episodes with this status; None: with any.

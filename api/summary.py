@@ -144,7 +144,7 @@ class Summary(BaseModel):
     )
     priorities: Histogram | None = Field(description="Their priorities; null: none was set.")
     times_sampled: Histogram | None = Field(description="How often each was sampled; null: not counted.")
-    limiter: Any = Field(description="The rate limiter with its counts; null: there is none.")
+    limiter: Any = Field(description="The rate limiter with its counts; null: rates are not limited.")
     durability: str | None = Field(description="`sync` or `process`; null: this server does not write.")
     unsynced_rows: int | None = Field(description="Number of rows that a power failure would lose.")
     last_sync_age: float | None = Field(description="Seconds since the last sync.")

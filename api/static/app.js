@@ -172,7 +172,7 @@ function start() {
     status.dataset.state = state;
     status.textContent = { online: "connected", offline: "no connection", unauthorized: "token needed" }[state];
     banner.hidden = state !== "offline";
-    banner.textContent = state === "offline" ? "The server does not answer. This page goes on when it is back." : "";
+    banner.textContent = state === "offline" ? "The server does not answer. This page continues when it is back." : "";
     if (state === "offline") waitForServer();
     if (state === "unauthorized") askForToken();
   });

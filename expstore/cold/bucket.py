@@ -97,7 +97,7 @@ class Bucket:
             obstore.put(self._store, key, data, chunk_size=CHUNK_BYTES, max_concurrency=_CHUNKS)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none of that name; return whether it was written."""
+        """Create an object unless one of that name exists; return whether it was created."""
         self.gate("create", key)
         with self._translate_errors("create", key):
             try:

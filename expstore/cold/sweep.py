@@ -60,7 +60,7 @@ def prune(
     still running after that time sends its parts again.
 
     Processes: may run while others push, pull and prune; a reader that has a removed version in its cache
-    goes on reading it, a pull of one fails. Crashes: remaining versions are whole; the next prune deletes
+    continues to read it; a pull of one fails. Crashes: remaining versions are whole; the next prune deletes
     the rest.
 
     Args:

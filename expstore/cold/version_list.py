@@ -129,7 +129,7 @@ class VersionList:
 
     @classmethod
     def load(cls, bucket: Bucket) -> tuple[VersionList, dict[str, str] | None]:
-        """Read the list, and the tag that `commit` takes; an empty list and None if there is none.
+        """Read the list, and the tag that `commit` takes; an empty list and None if it does not exist.
 
         Raises:
             CorruptionError: The list is damaged.

@@ -37,7 +37,7 @@ class ImageLayout:
         height: Number of rows of pixels.
         width: Number of pixels in a row.
         channels: Number of channels of the picture: 1 (grey) or 3 (RGB).
-        axis: The axis of channels or frames of a row; None: there is none.
+        axis: The axis of channels or frames of a row; None: it has only height and width.
         dtype: The dtype of the field.
     """
 

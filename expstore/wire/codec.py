@@ -329,7 +329,7 @@ class _Kind:
         return data
 
     def _make_form(self, data: Any, columns: Sequence[Any], note: bytes | None) -> FrameForm | None:
-        """Return a form that writes such messages; None if there is none."""
+        """Return a template of such messages; None if they do not follow one."""
         buffers = self.codec.buffers(self.arrow_schema)
         if buffers is not None:
             memory, (head,) = np.frombuffer(data, np.uint8), struct.unpack_from("<i", data, 4)
@@ -435,7 +435,7 @@ def write_note(facts: Mapping[str, Any]) -> bytes:
 
 
 def note_of(frame: Frame) -> dict[str, Any]:
-    """Return the facts in the note that was sent with a batch; empty if there is none.
+    """Return the facts in the note that was sent with a batch; empty if it has no note.
 
     Raises:
         SchemaError: The note is not a JSON object.
