@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.completion import complete_store
-from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
+from expstore.cli.output import iso_text, print_json, print_versions, size_text
 from expstore.cli.paths import to_local
 
 if TYPE_CHECKING:
@@ -136,22 +136,8 @@ def list_remote(url: str, as_json: bool) -> int:
     from expstore import cold
 
     found = cold.versions(url)
-    if as_json:
-        print_json({"versions": [_facts(version) for version in found]})
-        return 0
-    rows = [
-        (
-            version.number,
-            version.tag or "",
-            local_text(iso_text(version.time)),
-            f"{version.rows:,}",
-            f"{version.episodes:,}",
-            size_text(version.bytes),
-            size_text(version.new_bytes),
-        )
-        for version in found
-    ]
-    print_table(["version", "tag", "made", "rows", "episodes", "size", "sent"], rows)
+    sizes = {"size": "bytes", "sent": "new_bytes"}
+    print_versions(found, [_facts(version) for version in found], sizes, as_json=as_json)
     return 0
 
 

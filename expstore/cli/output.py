@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "print_json",
     "print_rows",
     "print_table",
+    "print_versions",
     "show_notes",
     "size_text",
 ]
@@ -116,6 +117,31 @@ def _cell(value: Any) -> str:
 
 def _elide(text: str) -> str:
     return text if len(text) <= CELL else text[: CELL - 3] + "..."
+
+
+def print_versions(
+    found: Sequence[Any], facts: Sequence[dict[str, Any]], sizes: Mapping[str, str], *, as_json: bool
+) -> None:
+    """Print versions, as JSON or as a table.
+
+    Args:
+        found: The versions, of a folder or of an object storage.
+        facts: For JSON, all facts of each.
+        sizes: Columns with sizes: title -> name of the attribute, in bytes.
+        as_json: Whether to print JSON.
+    """
+    if as_json:
+        print_json({"versions": list(facts)})
+        return
+    rows = [
+        (
+            version.number, version.tag or "", local_text(iso_text(version.time)),
+            f"{version.rows:,}", f"{version.episodes:,}",
+            *(size_text(getattr(version, name)) for name in sizes.values()),
+        )
+        for version in found
+    ]  # fmt: skip
+    print_table(["version", "tag", "made", "rows", "episodes", *sizes], rows)
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.object_storage import list_remote
-from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
+from expstore.cli.output import iso_text, print_json, print_versions, size_text
 from expstore.cli.paths import Store, to_local
 
 if TYPE_CHECKING:
@@ -123,22 +123,8 @@ def versions(
     if is_object_url(path):
         return list_remote(path, as_json)
     found = list_versions(path)
-    if as_json:
-        print_json({"versions": [_facts(version) for version in found]})
-        return 0
-    rows = [
-        (
-            version.number,
-            version.tag or "",
-            local_text(iso_text(version.time)),
-            f"{version.rows:,}",
-            f"{version.episodes:,}",
-            size_text(version.disk_bytes),
-            size_text(version.new_bytes),
-        )
-        for version in found
-    ]
-    print_table(["version", "tag", "made", "rows", "episodes", "on disk", "written"], rows)
+    sizes = {"on disk": "disk_bytes", "written": "new_bytes"}
+    print_versions(found, [_facts(version) for version in found], sizes, as_json=as_json)
     return 0
 
 
