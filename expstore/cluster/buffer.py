@@ -1,4 +1,4 @@
-"""A replay buffer over several served stores: `expstore.connect` of a list of addresses.
+"""A replay buffer over several served stores: `expstore.connect` of a list of addresses or a cluster file.
 
 `ShardedReplayBuffer.sample` and `extend` are the two paths. This module keeps no rows except batches that
 were drawn ahead.
@@ -9,30 +9,35 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.cluster.batch_queue import BatchQueue
+from expstore.cluster.cluster_limit import ClusterLimit
 from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
-from expstore.cluster.routing import choose_shard
+from expstore.cluster.members import Members
 from expstore.cluster.shard import Shard
+from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
 from expstore.cluster.worker import run_together
-from expstore.core.values import IntArray, key_name, to_key
+from expstore.core.rate_limiters import RateLimiter
+from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, RemoteError, SchemaError, SnapshotError, StateError
+from expstore.errors import RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
-from expstore.remote.local_only import LocalEpisodes, LocalOnly
+from expstore.remote.local_only import LocalEpisodes
+from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.transport import Retries
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
@@ -51,9 +56,11 @@ _OWN = ("index", "id", "index_generation", "priority_weight")
 _KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
 _MAIN, _OTHER = 0, 1
+#: Seconds after which a shard that was not heard of is asked for its largest priority before a write.
+_STALE_SECONDS = 5.0
 
 
-class ShardedReplayBuffer(LocalOnly):
+class ShardedReplayBuffer(ServedBuffer):
     """A replay buffer over several served stores, its shards, each of which holds different rows.
 
     Batches are drawn as from one store with all rows. The number of rows that each shard draws is multinomial
@@ -69,8 +76,13 @@ class ShardedReplayBuffer(LocalOnly):
 
     Rows of a source go to one shard, chosen by a hash of the source's name, so all clients with the same
     shards agree without a coordinator. An episode is never divided. Rows without a source go to the shard
-    that the id of this buffer selects. New rows get the largest priority of all shards, as far as this
-    buffer knows it: from answers, at most about 5 seconds old.
+    that the id of this buffer selects.
+
+    The list of shards may change while the buffer is used. A new list is taken up between requests for
+    batches, and in any case within about a second. A new shard gets sources that are new to this buffer,
+    unless another shard has an open episode of the source. A retired shard is sampled as before, and sources
+    leave it when it has no open episode of them. New rows get the largest priority of all shards, as far as
+    this buffer knows it: from answers, at most about 5 seconds old.
 
     Threads: any number may use it. Processes: in a forked child, and in a process that unpickles it, it opens
     new connections, and continues to count draws where the original was. Crashes: as for one store: rows
@@ -79,7 +91,7 @@ class ShardedReplayBuffer(LocalOnly):
     clients, for the same order of shards, `batch_size` and `ahead`.
 
     Args:
-        urls: Addresses of the shards; their numbers are the positions in this list.
+        members: Says which shards there are.
         token: The access token of all servers; None to send none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: Pauses between repeated requests, and if `wait` is None, how long they are repeated.
@@ -97,12 +109,15 @@ class ShardedReplayBuffer(LocalOnly):
         by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also
             works for samplers that remember which rows they have drawn.
         p: Share of each shard with `by="member"`; None for equal shares.
+        rate_limiter: Limits the draws and writes of all clients that have it, by the sums of what the shards
+            count; None: only the servers' own limits.
         device: Device of the returned batches.
         priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
 
     Raises:
         RemoteError: A shard does not answer: all must answer when the buffer is made.
+        StateError: A shard has another store than `members` says, or does not count for `rate_limiter`.
         ValueError: An argument is out of range, or two addresses lead to the same store.
 
     Example:
@@ -111,12 +126,9 @@ class ShardedReplayBuffer(LocalOnly):
         torch.Size([256, 2])
     """
 
-    #: The field in which `update_priority` finds the priorities of a sample.
-    priority_key = "td_error"
-
     def __init__(
         self,
-        urls: Sequence[str],
+        members: Members,
         *,
         token: str | None = None,
         timeout: float = 30.0,
@@ -131,12 +143,13 @@ class ShardedReplayBuffer(LocalOnly):
         wait: float | None = None,
         by: By = "mass",
         p: Sequence[float] | None = None,
+        rate_limiter: RateLimiter | None = None,
         device: torch.device | str | None = None,
         priority_key: str = "td_error",
         as_numpy: bool = False,
     ) -> None:
-        self._batch_size = check_batch_size(batch_size)
-        shares = _check_shares(by, p, len(urls))
+        super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
+        shares = _check_shares(by, p)
         if not isinstance(ahead, int) or ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead!r}")
         if draw < 0 or (draw and seed is None):
@@ -149,39 +162,34 @@ class ShardedReplayBuffer(LocalOnly):
         self._sampler_of = _describe_sampler(sampler)
         self._where = where
         self._seed = uuid.uuid4().int >> 65 if seed is None else seed
-        self._device = None if device is None else torch.device(device)
-        self.priority_key, self._as_numpy = priority_key, as_numpy
         self._client = uuid.uuid4().hex
-        self._resumed: dict[str, Shard] = {}
-        self._iterator: Generator[Any] | None = None
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
-        self._shards = [
-            Shard(
-                number, url, token, timeout=timeout, retries=retries, skips=down == "partial", options=options
-            )
-            for number, url in enumerate(urls)
-        ]
-        self._macro = MacroBatches(
-            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial"
+        make = partial(
+            Shard, token=token, timeout=timeout, retries=retries, skips=down == "partial", options=options
         )
+        self._shards = ShardSet(members, make)
+        try:
+            if shares and len(shares) != len(self._shards.all):
+                raise ValueError(f"p must be {len(self._shards.all)} numbers, one per shard; got {p}")
+            self._limit = None if rate_limiter is None else ClusterLimit(rate_limiter, self._shards)
+        except BaseException:
+            self._shards.close()
+            raise
+        self._macro = MacroBatches(
+            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial",
+            limit=self._limit,
+        )  # fmt: skip
         self._drawing = threading.Lock()
         self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw)
         self._ahead, self._others = ahead, 0
-        try:
-            self._each(lambda shard: shard.identify())
-            _check_different(self._shards)
-        except BaseException:
-            self.close()
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process."""
-        own = ("_drawing", "_iterator")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in super().__getstate__().items() if name != "_drawing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
-        self.__dict__.update(state, _iterator=None, _client=uuid.uuid4().hex)
+        self.__dict__.update(state, _client=uuid.uuid4().hex)
         self._drawing = threading.Lock()
 
     # -- sampling --------------------------------------------------------------------------------
@@ -210,7 +218,8 @@ class ShardedReplayBuffer(LocalOnly):
             field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
-            NotReadyError: No shard has rows that can be drawn, or a server limits how fast rows are sampled.
+            NotReadyError: No shard has rows that can be drawn, or the time limit of a rate limiter passed
+                (kind "rate_limited").
             RemoteError: A shard did not answer; with `down="partial"`, none did.
             StateError: The sampler cannot draw from several stores; the message says what to do.
         """
@@ -256,25 +265,6 @@ class ShardedReplayBuffer(LocalOnly):
             return to_arrays(batch)
         return to_arrays(batch.exclude(MISSING)) | {MISSING: list(batch[MISSING])}
 
-    def stream(
-        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
-    ) -> Generator[Any]:
-        """Yield batches; a thread draws the next ones meanwhile. They are those that `sample` would return.
-
-        Args:
-            batches: Number of batches; None for an endless stream.
-            batch_size: Rows per batch; None for the buffer's.
-            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
-
-        Raises:
-            NotReadyError: No shard has rows that can be drawn.
-            RemoteError: A shard did not answer.
-        """
-        size = self._require_size(batch_size)
-        if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches!r}")
-        return self._stream(size, batches, as_numpy)
-
     def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         given = 0
         while batches is None or given < batches:
@@ -284,20 +274,6 @@ class ShardedReplayBuffer(LocalOnly):
             else:
                 yield self.sample(size, as_numpy=as_numpy)
             given += 1
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end, as `stream` does.
-
-        Raises:
-            StateError: The buffer has no batch size.
-        """
-        return self.stream()
-
-    def next(self) -> Any:
-        """Return the next batch of one iteration that is shared by all calls."""
-        if self._iterator is None:
-            self._iterator = self.stream()
-        return next(self._iterator)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -326,19 +302,21 @@ class ShardedReplayBuffer(LocalOnly):
 
         Raises:
             SchemaError: The batch does not fit the store, or its specs.
-            StateError: The store cannot be written.
+            NotReadyError: The time limit of a rate limiter passed (kind "rate_limited").
+            StateError: The store cannot be written, or the shard was removed meanwhile (kind "removed").
             RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
                 rows were stored.
         """
-        shard = self._route(source)
-        ids = shard.call(
-            lambda buffer: buffer.extend(
-                data, source=source, return_ids=return_ids, episode_info=episode_info,
-                update_priority=update_priority, validate=validate,
-            )
-        )  # fmt: skip
+        with self._hold(data):
+            shard = self._route(source)
+            ids = shard.call(
+                lambda buffer: buffer.extend(
+                    data, source=source, return_ids=return_ids, episode_info=episode_info,
+                    update_priority=update_priority, validate=validate,
+                )
+            )  # fmt: skip
         self._raise_priorities(shard, ids, data, update_priority)
-        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+        return _pair(shard.number, ids)
 
     def add(
         self,
@@ -356,31 +334,32 @@ class ShardedReplayBuffer(LocalOnly):
             episode_info: Facts to record for the row's episode.
             validate: "domain": the server also checks the values against the specs of the store.
         """
-        shard = self._route(source)
-        row = shard.call(
-            lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
-        )
+        with self._hold([data]):
+            shard = self._route(source)
+            row = shard.call(
+                lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
+            )
         self._raise_priorities(shard, torch.tensor([row]), data, None)
         return shard.number, row
 
+    def _hold(self, data: Any) -> AbstractContextManager[None]:
+        """Return a context that waits until the rate limiter allows to write rows."""
+        return contextlib.nullcontext() if self._limit is None else self._limit.inserting(_count_rows(data))
+
     def _route(self, source: str | None) -> Shard:
         """Return the shard of a source."""
-        resumed = None if source is None else self._resumed.get(source)
-        if resumed is not None:
-            return resumed
-        name = self._client if source is None else source
-        return self._shards[choose_shard(name, {one.number: one.uuid for one in self._shards})]
+        return self._shards.route(source, self._client)
 
     def _resume(self, source: str, check: bool) -> tuple[Shard, torch.Tensor]:
         """Resume the episodes of a source in the shard that has them, to which the source stays bound.
 
-        It is another shard than that of the source's name if the list of shards was another one at that time.
+        It is another shard than that of the source's name if there were other shards at that time.
         """
         first = self._route(source)
-        for shard in [first, *(one for one in self._shards if one is not first)]:
+        for shard in [first, *(one for one in self._shards.all if one is not first)]:
             ids = shard.call(lambda buffer: buffer.episodes.resume(source, check=check))
             if ids.numel():
-                self._resumed[source] = shard
+                self._shards.bind(source, shard)
                 return shard, ids
         return first, ids
 
@@ -388,11 +367,10 @@ class ShardedReplayBuffer(LocalOnly):
         self, shard: Shard, ids: torch.Tensor, data: Any, update_priority: bool | None
     ) -> None:
         """Give new rows the largest priority of all shards, unless they have priorities of their own."""
-        shard.largest = shard.buffer.largest_priority
-        for other in self._shards:
+        for other in self._shards.all:
             if other is not shard:
-                other.refresh_largest()
-        largest = max(other.largest for other in self._shards)
+                other.refresh(_STALE_SECONDS)
+        largest = max(other.largest for other in self._shards.all)
         stored = ids[ids > 0]
         if largest > shard.largest and stored.numel() and not _has_priorities(data, update_priority):
             # The rows are stored: if the shard stops now, they keep the largest priority of their own shard.
@@ -402,62 +380,14 @@ class ShardedReplayBuffer(LocalOnly):
 
     # -- priorities ------------------------------------------------------------------------------
 
-    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows by shard and id, or of the rows of a sample. Removed rows are skipped.
-
-        Each shard sets the priorities of its rows at once; the shards do so one independently of another.
-
-        Args:
-            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
-                another row by now.
-            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
-                1)`.
-            id: Shard and id of the rows. Shape `(n, 2)`.
-
-        Returns:
-            The number of rows whose priority was set.
-
-        Raises:
-            PriorityError: A priority is negative, NaN or infinite; none was set in its shard.
-        """
-        if isinstance(index, TensorDictBase) and priority is None and id is None:
-            return self.update_tensordict_priority(index)
-        if index is not None:
-            raise RemoteError(
-                "shards do not set priorities by index, which may belong to another row by now",
-                kind="local_only", hint="pass id=, or the sample itself",
-            )  # fmt: skip
-        if id is None or priority is None:
-            raise TypeError("update_priority takes a priority and an id, or a sample")
-        pairs = self._check_pairs(id)
-        values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
-        if values.size not in (1, len(pairs)):
-            raise SchemaError(
-                f"got {values.size} priorities for {len(pairs)} rows", hint="pass one per row, or one for all"
-            )
-        values = np.broadcast_to(values, (len(pairs),))
-
+    def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
         def update(shard: Shard, rows: IntArray) -> int:
             given = values[rows]
-            count = shard.call(lambda buffer: buffer.update_priority(id=pairs[rows, 1], priority=given))
+            count = shard.call(lambda buffer: buffer.update_priority(id=ids[rows, 1], priority=given))
             shard.largest = max(shard.largest, float(given.max()))
             return count
 
-        return sum(self._each_of(pairs, update).values())
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
-
-        Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
-        """
-        key, ids = to_key(self.priority_key), data.get("id")
-        priority = data.get(key)
-        if priority is None:
-            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
-        if ids is None:
-            raise SchemaError("the sample has no entry 'id' with the shards and ids of its rows")
-        return self.update_priority(id=ids, priority=priority)
+        return sum(self._each_of(ids, update).values())
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -470,7 +400,7 @@ class ShardedReplayBuffer(LocalOnly):
         Raises:
             NotFoundError: One of the rows was overwritten or deleted, or never existed.
         """
-        pairs = self._check_pairs(ids)
+        pairs = self._to_ids(ids)
         if not len(pairs):
             return TensorDict({}, [0])
         places: list[IntArray] = []
@@ -493,8 +423,8 @@ class ShardedReplayBuffer(LocalOnly):
         Raises:
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
-        (pair,) = self._check_pairs([episode])
-        shard = self._shards[pair[0]]
+        (pair,) = self._to_ids([episode])
+        shard = self._shards.find(int(pair[0]))
         return _with_pairs(shard.call(lambda buffer: buffer.trajectory(int(pair[1]))), shard.number)
 
     def sql_each(
@@ -515,8 +445,10 @@ class ShardedReplayBuffer(LocalOnly):
             QueryError: A shard refuses the query, or without a limit, its result has more rows than a server
                 returns (kind "truncated").
         """
-        found = self._each(lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit)))
-        return join_parts(dict(enumerate(found)))
+        found = self._shards.each(
+            lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
+        )
+        return join_parts(found)
 
     def sql(
         self,
@@ -550,14 +482,14 @@ class ShardedReplayBuffer(LocalOnly):
     # -- the shards ------------------------------------------------------------------------------
 
     @property
-    def shards(self) -> tuple[RemoteReplayBuffer, ...]:
-        """The buffer over each shard alone."""
-        return tuple(shard.buffer for shard in self._shards)
+    def shards(self) -> dict[int, RemoteReplayBuffer]:
+        """The buffer over each shard alone, by the shard's number."""
+        return {number: shard.buffer for number, shard in self._shards.by_number.items()}
 
     @property
     def shards_missing(self) -> tuple[int, ...]:
         """Numbers of the shards from which draws do not wait for an answer at present."""
-        return tuple(shard.number for shard in self._shards if shard.is_down)
+        return tuple(shard.number for shard in self._shards.all if shard.is_down)
 
     def name_sampler(
         self, name: str, sampler: Mapping[str, Any], *, where: str | None = None, seed: int | None = None
@@ -581,39 +513,12 @@ class ShardedReplayBuffer(LocalOnly):
         self._each(lambda shard: shard.call(lambda buffer: buffer.flush()))
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics: `shards`, a list of those of each shard, and sums of some of them."""
-        found = self._each(lambda shard: shard.call(lambda buffer: buffer.stats()))
-        return {"shards": found, "write_count": sum(int(each["write_count"]) for each in found)}
+        """Return statistics: `shards`, those of each shard by its number, and sums of some of them."""
+        found = self._shards.each(lambda shard: shard.call(lambda buffer: buffer.stats()))
+        return {"shards": found, "write_count": sum(int(each["write_count"]) for each in found.values())}
 
     def __len__(self) -> int:
         return sum(self._each(lambda shard: shard.call(len)))
-
-    @property
-    def write_count(self) -> int:
-        """Number of rows that were ever written."""
-        return int(self.stats()["write_count"])
-
-    @property
-    def initialized(self) -> bool:
-        """Always True: served stores exist."""
-        return True
-
-    @property
-    def shared(self) -> bool:
-        """Always True: copies in other processes write over connections of their own."""
-        return True
-
-    def share(self, shared: bool = True) -> Self:
-        """Return the buffer: its copies in other processes can write as they are.
-
-        Args:
-            shared: Must be True.
-
-        Raises:
-            RemoteError: It is False.
-        """
-        self._shards[0].buffer.share(shared)
-        return self
 
     @property
     def schema(self) -> Schema | None:
@@ -624,12 +529,7 @@ class ShardedReplayBuffer(LocalOnly):
     @property
     def meta(self) -> dict[int, dict[str, Any]]:
         """The user's metadata of each shard, by its number."""
-        return dict(enumerate(self._each(lambda shard: shard.call(lambda buffer: buffer.meta))))
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` gets a `batch_size`."""
-        return self._batch_size
+        return self._shards.each(lambda shard: shard.call(lambda buffer: buffer.meta))
 
     @property
     def seed(self) -> int:
@@ -645,11 +545,14 @@ class ShardedReplayBuffer(LocalOnly):
         """Return where the draws are, for `load_state_dict`. The rows are in the shards."""
         return {
             "seed": self._seed, "draw": self._queue.draw, "others": self._others, "ahead": self._ahead,
-            "batch_size": self._batch_size, "shards": [shard.uuid for shard in self._shards],
+            "batch_size": self._batch_size,
+            "shards": {str(number): shard.uuid for number, shard in self._shards.by_number.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Continue with the draw after the last one before `state_dict` was called.
+
+        If shards were added or removed since, the batches are drawn from the shards of now.
 
         Args:
             state_dict: The result of `state_dict` of a buffer with the same seed, shards, batch size and
@@ -661,8 +564,10 @@ class ShardedReplayBuffer(LocalOnly):
         mine = self.state_dict()
         if set(state_dict) != set(mine):
             raise StateError("this is not a state of a buffer over several shards")
-        for name in ("seed", "ahead", "batch_size", "shards"):
-            if state_dict[name] != mine[name]:
+        same = {name: state_dict[name] == mine[name] for name in ("seed", "ahead", "batch_size")}
+        same["shards"] = self._shards.can_follow(state_dict["shards"])
+        for name, is_same in same.items():
+            if not is_same:
                 raise StateError(
                     f"the state has {name} {state_dict[name]!r}, and this buffer {mine[name]!r}",
                     hint=f"connect with the same {name}",
@@ -693,8 +598,9 @@ class ShardedReplayBuffer(LocalOnly):
             StorageError: The file cannot be written.
         """
         tag, folder, draws = f"cluster-{uuid.uuid4().hex[:12]}", local_path(path), self.state_dict()
-        versions = self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.tag(tag)))
-        return write_version(folder, tag, draws["shards"], [version.rows for version in versions], draws)
+        made = self._each(lambda shard: (shard.uuid, shard.call(lambda buffer: buffer.snapshots.tag(tag))))
+        shards, rows = [shard for shard, _ in made], [version.rows for _, version in made]
+        return write_version(folder, tag, shards, rows, draws)
 
     def loads(self, path: str | PathLike[str]) -> ClusterVersion:
         """Replace the content of every shard by its version of the last `dumps`, for all users of the stores.
@@ -710,68 +616,51 @@ class ShardedReplayBuffer(LocalOnly):
             RemoteError: A shard did not answer.
         """
         version, mine = read_version(local_path(path)), self.state_dict()
-        if version.shards != mine["shards"]:
+        shards = list(mine["shards"].values())
+        if version.shards != shards:
             raise SnapshotError(
-                f"the version in {path} is of the shards {version.shards}, and these are {mine['shards']}",
-                hint="connect to the same shards in the same order",
+                f"the version in {path} is of the shards {version.shards}, and these are {shards}",
+                hint="connect to a list of the same shards in the same order",
             )
         self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.restore(version=version.tag)))
         same = all(version.draws[name] == mine[name] for name in ("seed", "ahead", "batch_size"))
         self._queue.reset(int((version.draws if same else mine)["draw"]))
         with self._drawing:
             self._others = int((version.draws if same else mine)["others"])
-            for shard in self._shards:
+            for shard in self._shards.all:
                 shard.mass = None
         return version
 
     dump = save = dumps
     load = loads
 
-    def close(self) -> None:
-        """Close the connections of this process; the servers keep the stores open."""
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator.close()
-        for shard in self._shards:
-            shard.close()
+    def _close(self) -> None:
+        self._shards.close()
         self._queue.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards]})"
+        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards.all]})"
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _require_size(self, batch_size: int | None) -> int:
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
-        return check_batch_size(size)
-
     def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
         """Call a function for all shards at once; return the results in the order of the shards."""
-        return run_together([partial(act, shard) for shard in self._shards])
+        return list(self._shards.each(act).values())
 
     def _each_of(self, pairs: IntArray, act: Callable[[Shard, IntArray], _Found]) -> dict[int, _Found]:
         """Call a function for all shards of some rows at once, with the places of the shard's rows."""
         numbers = np.unique(pairs[:, 0]).tolist()
         places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
-        acts = [partial(act, self._shards[k], rows) for k, rows in zip(numbers, places, strict=True)]
+        acts = [partial(act, self._shards.find(k), rows) for k, rows in zip(numbers, places, strict=True)]
         return dict(zip(numbers, run_together(acts), strict=True))
 
-    def _check_pairs(self, ids: Any) -> IntArray:
+    def _to_ids(self, given: Any) -> IntArray:
         """Return pairs of shards and ids as an array. Shape `(n, 2)`.
 
         Raises:
-            NotFoundError: There is no such shard.
             SchemaError: The values are not pairs of integers.
         """
-        pairs = to_array(ids)
+        pairs = to_array(given)
         if pairs.size == 0:
             return np.zeros((0, 2), np.int64)
         if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
@@ -779,11 +668,6 @@ class ShardedReplayBuffer(LocalOnly):
                 f"rows of shards are identified by integers of shape (n, 2), got {pairs.dtype}"
                 f"{list(pairs.shape)}",
                 hint="pass pairs of shard and id, as in the entry 'id' of a sample",
-            )
-        unknown = (pairs[:, 0] < 0) | (pairs[:, 0] >= len(self._shards))
-        if unknown.any():
-            raise NotFoundError(
-                f"there is no shard {int(pairs[unknown][0, 0])}", hint=f"there are {len(self._shards)}"
             )
         return pairs.astype(np.int64, copy=False)
 
@@ -844,6 +728,20 @@ class ShardedEpisodes(LocalEpisodes):
         """
         self._owner._route(source).call(lambda buffer: buffer.episodes.end_stream(source))
 
+    def find_open(self, source: str) -> torch.Tensor:
+        """Return the open episodes of a source, of all sessions that have not ended.
+
+        Args:
+            source: Name of the stream.
+
+        Returns:
+            Shard and id of the episodes. Shape `(n, 2)`, int64.
+        """
+        found = self._owner._shards.each(
+            lambda shard: shard.call(lambda buffer: buffer.episodes.find_open(source))
+        )
+        return torch.cat([_pair(number, ids) for number, ids in found.items()])
+
     def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
         """Continue the open episodes of the newest ended session that wrote to a source of this name.
 
@@ -855,26 +753,24 @@ class ShardedEpisodes(LocalEpisodes):
             Shard and id of the resumed episodes. Shape `(n, 2)`, int64.
         """
         shard, ids = self._owner._resume(source, check)
-        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+        return _pair(shard.number, ids)
 
 
-def _check_shares(by: str, p: Sequence[float] | None, count: int) -> list[float] | None:
-    """Return the fixed share of each shard; None if they are drawn from in proportion to their masses.
+def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:
+    """Return the fixed share of each shard, none for equal ones; None for shares by mass.
 
     Raises:
         ValueError: The arguments contradict each other.
     """
-    if count < 1:
-        raise ValueError("connect() needs at least one address")
     if by not in ("mass", "member"):
         raise ValueError(f"by must be 'mass' or 'member', got {by!r}")
     if by == "mass":
         if p is not None:
             raise ValueError('p is the share of each shard: it needs by="member"')
         return None
-    shares = [1.0] * count if p is None else [float(share) for share in p]
-    if len(shares) != count or min(shares) < 0 or not 0 < sum(shares) < np.inf:
-        raise ValueError(f"p must be {count} numbers >= 0 with a sum above 0, one per shard; got {p}")
+    shares = [] if p is None else [float(share) for share in p]
+    if p is not None and not (shares and min(shares) >= 0 and 0 < sum(shares) < np.inf):
+        raise ValueError(f"p must be numbers >= 0 with a sum above 0, one per shard; got {p}")
     return shares
 
 
@@ -911,12 +807,13 @@ def _choose_retries(retries: Retries, down: str, wait: float | None) -> Retries:
     return Retries(seconds=seconds, first=retries.first, longest=retries.longest, seed=retries.seed)
 
 
-def _check_different(shards: Sequence[Shard]) -> None:
-    known: dict[str, Shard] = {}
-    for shard in shards:
-        other = known.setdefault(shard.uuid, shard)
-        if other is not shard:
-            raise ValueError(f"{other.address} and {shard.address} are the same store: name it once")
+def _count_rows(data: Any) -> int:
+    """Return how many rows `extend` is given; 1 for what it refuses."""
+    while isinstance(data, Mapping) and not is_tensor_collection(data) and data:
+        data = next(iter(data.values()))
+    if is_tensor_collection(data):
+        return int(data.numel())
+    return len(data) if hasattr(data, "__len__") else 1
 
 
 def _has_priorities(data: Any, update_priority: bool | None) -> bool:
@@ -930,9 +827,14 @@ def _has_priorities(data: Any, update_priority: bool | None) -> bool:
         return False
 
 
+def _pair(number: int, ids: torch.Tensor) -> torch.Tensor:
+    """Return pairs of a shard and ids there. Shape `(n, 2)`."""
+    return torch.stack([torch.full_like(ids, number), ids], dim=1)
+
+
 def _with_pairs(rows: TensorDict, number: int) -> TensorDict:
     """Return rows of a shard whose entry `id` has pairs."""
     ids = rows.get("id", None)
     if ids is not None:
-        rows.set("id", torch.stack([torch.full_like(ids, number), ids], dim=1))
+        rows.set("id", _pair(number, ids))
     return rows
