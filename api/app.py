@@ -18,7 +18,7 @@ from expstore.api import docs_page, errors, page
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
-from expstore.api.openapi import TAGS, RouteTable, add_security
+from expstore.api.openapi import TAGS, RouteTable, add_security, outline
 from expstore.api.request_log import Watch
 from expstore.api.routes import events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
@@ -80,20 +80,22 @@ def create_app(settings: Settings) -> FastAPI:
     docs_page.install(app)
     if settings.ui:
         page.install(app)
-    # The last one is the outermost.
+    # The last middleware is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    open_folder = page.PATH if settings.ui else None
-    app.add_middleware(Watch, routes=RouteTable(app.openapi, open_folder), metrics=metrics)
-    app.include_router(health.router)
-    app.include_router(read.router, prefix="/v1")
-    app.include_router(events.router, prefix="/v1")
-    app.include_router(sample.router, prefix="/v1")
-    app.include_router(query.router, prefix="/v1")
-    app.include_router(snapshots.router, prefix="/v1")
+    routers = [("", health.router)]
+    routers += [("/v1", part.router) for part in (read, events, sample, query, snapshots)]
     if not settings.read_only:
-        app.include_router(write.router, prefix="/v1")
-        app.include_router(snapshots.changing, prefix="/v1")
+        routers += [("/v1", write.router), ("/v1", snapshots.changing)]
+    for prefix, router in routers:
+        app.include_router(router, prefix=prefix)
+
+    def describe() -> dict[str, Any]:
+        own = (("", route) for route in app.routes)
+        return outline([*own, *((prefix, route) for prefix, router in routers for route in router.routes)])
+
+    open_folder = page.PATH if settings.ui else None
+    app.add_middleware(Watch, routes=RouteTable(describe, open_folder), metrics=metrics)
     return app
 
 

@@ -20,6 +20,7 @@ from anyio import CapacityLimiter
 import expstore
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.errors import Refusal
+from expstore.api.recent_answers import RecentAnswers
 from expstore.api.samplers import Drawers
 from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
@@ -89,6 +90,8 @@ class Served:
         self._sql_lock = threading.Lock()
         self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
         self.summarizer = Summarizer(name, path, rb, lambda: self.drawers.rows_drawn)
+        #: Answers of the route for series.
+        self.charts = RecentAnswers()
         self.encoder = Encoder(lambda: rb.schema)
         self.streams = CapacityLimiter(settings.concurrency)
         #: Whether the server is shutting down: endless streams must stop.

@@ -6,6 +6,7 @@ second, whatever the number of clients, and changes nothing.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -36,15 +37,21 @@ _SIZE_SECONDS, _SIZE_TIMES = 10.0, 50.0
 #: Seconds over which rates are computed, unless nothing asked for them in between.
 _RATE_SECONDS = 10.0
 _SESSIONS = 100
+_ORIGIN_LENGTH = 4000
 _NAMES = 256
 _TEXTS = frozenset({"string", "large_string"})
 _TOKENS = re.compile(r"u?int(8|16|32|64)\[\?\]|(large_)?list<u?int(8|16|32|64)>")
 _TOKEN_NAMES = re.compile(r"token|input_ids")
 
+#: The fact `origin` is on the first episode of a source.
 _SESSIONS_SQL = f"""
-SELECT session, count(*), epoch(min(started)),
-    CASE WHEN count(ended) = count(*) THEN epoch(max(ended)) END
-FROM sources GROUP BY session ORDER BY max(number) DESC LIMIT {_SESSIONS}
+WITH firsts AS (SELECT source, min(episode_id) AS episode FROM episode_rows GROUP BY source)
+SELECT s.session, count(*), epoch(min(s.started)),
+    CASE WHEN count(s.ended) = count(*) THEN epoch(max(s.ended)) END, any_value(e.info->'origin')
+FROM sources AS s
+LEFT JOIN firsts AS f ON f.source = s.number
+LEFT JOIN episodes AS e ON e.episode_id = f.episode
+GROUP BY s.session ORDER BY max(s.number) DESC LIMIT {_SESSIONS}
 """
 
 
@@ -96,6 +103,10 @@ class SessionFacts(BaseModel):
     sources: int = Field(description="Number of its sources.")
     started: float = Field(description="When it wrote first, seconds since 1970.")
     ended: float | None = Field(description="When it ended, seconds since 1970; null: it may still write.")
+    provenance: dict[str, Any] | None = Field(
+        description="The fact `origin` of its episodes, which a `Collector` notes: environment, versions, "
+        "seed, hyperparameters. Null: it has none, or one of more than 4,000 characters."
+    )
 
 
 class VersionFacts(BaseModel):
@@ -116,7 +127,8 @@ _EXAMPLE: dict[str, Any] = {
     "rates": {"rows_in": 0.2, "rows_out": 0.0, "seconds": 10.0},
     "ages": None, "priorities": None, "times_sampled": None, "limiter": None, "durability": "process",
     "unsynced_rows": 2, "last_sync_age": 0.5, "last_sync_seconds": 0.01, "read_only": False, "versions": [],
-    "sessions": [{"session": "actor-7", "sources": 1, "started": 1.7e9, "ended": None}],
+    "sessions": [{"session": "actor-7", "sources": 1, "started": 1.7e9, "ended": None,
+                  "provenance": {"environment": "CartPole-v1", "seed": 0}}],
 }  # fmt: skip
 
 
@@ -269,8 +281,14 @@ class Summarizer:
 
     def _list_sessions(self) -> list[SessionFacts]:
         return [
-            SessionFacts(session=session, sources=sources, started=started, ended=ended)
-            for session, sources, started, ended in self._rb.sql(_SESSIONS_SQL).fetchall()
+            SessionFacts(
+                session=session,
+                sources=sources,
+                started=started,
+                ended=ended,
+                provenance=_parse_facts(origin),
+            )
+            for session, sources, started, ended, origin in self._rb.sql(_SESSIONS_SQL).fetchall()
         ]
 
     def _list_versions(self) -> list[VersionFacts]:
@@ -293,6 +311,14 @@ class Summarizer:
             return Rates(rows_in=None, rows_out=None, seconds=0.0)
         rows_in, rows_out = now.written - first.written, now.drawn - first.drawn
         return Rates(rows_in=max(0, rows_in) / seconds, rows_out=rows_out / seconds, seconds=seconds)
+
+
+def _parse_facts(text: str | None) -> dict[str, Any] | None:
+    """Return the facts in a JSON object; None: it is none, or too long."""
+    if text is None or len(text) > _ORIGIN_LENGTH:
+        return None
+    found = json.loads(text)
+    return found if isinstance(found, dict) else None
 
 
 def _kind_of(entry: StoredField) -> Literal["scalar", "vector", "text", "tokens", "other"]:

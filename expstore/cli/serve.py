@@ -33,11 +33,14 @@ SERVE_NOTES = (
 )
 UI_NOTES = (
     "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
+    "It runs with a low priority (nice 10), so that the writer is not slowed down. "
     "Only this machine can open the page. To look at stores of another machine, run `expstore serve` there: "
     "it has the same page at /ui/, which can also change facts of episodes."
 )
 #: Seconds that closing the stores may take, after the running requests had their time.
 GRACE_SECONDS = 10.0
+#: How much `ui` lowers its priority: looking at a store must not slow down the program that writes it.
+_NICE = 10
 
 
 _Host = Annotated[str, typer.Option(help="The address to listen on.")]
@@ -163,6 +166,7 @@ def ui(
         if not no_browser and not webbrowser.open_new_tab(address):
             typer.echo("no browser was found; open the address yourself", err=True)
 
+    os.nice(_NICE)
     run(Settings(path=path, read_only=True), port=port, ready=ready, stopping=lambda: _limit_end(5.0))
     return 0
 

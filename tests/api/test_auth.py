@@ -21,6 +21,7 @@ from expstore.api.auth import is_loopback
 from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.openapi import Need, RouteTable
 from expstore.api.rate_limits import Rates
+from expstore.api.request_log import Watch
 from tests.support.servers import Serving
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
@@ -125,6 +126,22 @@ def test_every_route_says_who_may_ask(guarded: Serving) -> None:
     assert table.find("GET", "/new/1").need == Need.WRITE
     assert table.find("POST", "/new/1").need == Need.WRITE
     assert table.find("POST", "/new/1/2").path == "(none)"
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -> None:
+    """The guard finds every route of the OpenAPI document, and needs the token that the document names."""
+    app = create_app(Settings(path=tmp_path, read_only=read_only))
+    (watch,) = (layer for layer in app.user_middleware if layer.cls is Watch)
+    table = watch.kwargs["routes"]
+    needs = {0: Need.NOTHING, 1: Need.WRITE, 2: Need.READ}
+    for path, acts in app.openapi()["paths"].items():
+        for method, act in acts.items():
+            found = table.find(method.upper(), path.replace("{", "").replace("}", ""))
+            content = set(act.get("requestBody", {}).get("content", {}))
+            assert found.path == path
+            assert found.need == needs[len(act["security"])]
+            assert found.parsed == (content == {"application/json"})
 
 
 def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:

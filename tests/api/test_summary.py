@@ -72,6 +72,24 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
     assert all(field["bytes"] > 0 for field in told["fields"])
 
 
+@pytest.mark.parametrize(
+    ("origin", "shown"),
+    [({"environment": "CartPole-v1", "seed": 3}, {"environment": "CartPole-v1", "seed": 3}),
+     ("<b>", None), ({"text": "x" * 5000}, None)],
+)  # fmt: skip
+def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, shown: Any) -> None:
+    """It is on the first episode of a source; a text, or a very long object, is none."""
+    client.put(RUN, json={}).raise_for_status()
+    post_rows(client, 25, source="left").raise_for_status()
+    post_rows(client, 5, 100, source="right").raise_for_status()
+    first = client.get(f"{RUN}/episodes", params={"source": "right"}).json()
+    episode = first["rows"][0][first["columns"].index("episode_id")]
+    answer = client.patch(f"{RUN}/episodes/{episode}", json={"info": {"origin": origin}})
+    answer.raise_for_status()
+    (session,) = read_summary(client)["sessions"]
+    assert session["provenance"] == shown
+
+
 def test_an_empty_store_has_a_summary(client: httpx.Client) -> None:
     client.put(RUN, json={}).raise_for_status()
     told = read_summary(client)
