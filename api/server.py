@@ -26,7 +26,7 @@ from expstore.api.settings import Settings
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, StateError
 
-__all__ = ["Listening", "configure", "serve"]
+__all__ = ["Listening", "configure", "run", "serve"]
 
 #: Python's thread switch interval.
 _SWITCH_SECONDS = 0.0005
@@ -72,10 +72,34 @@ def serve(
         raise NotFoundError(
             f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
         )
+    run(create_app(settings), settings, host=host, port=port, ready=ready, stopping=stopping)
+
+
+def run(
+    app: FastAPI,
+    settings: Settings,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[Listening], None],
+    stopping: Callable[[], None],
+) -> None:
+    """Run an application until a signal arrives, as `serve` does.
+
+    Args:
+        app: The application; `app.state.stores` has its stores.
+        settings: The settings that it was made with.
+        host: A name or an address of this machine.
+        port: The port; 0: a free one.
+        ready: Called when the server accepts requests.
+        stopping: Called when the shutdown begins.
+
+    Raises:
+        StateError: Other machines could reach the address and there is no token, or the address is in use.
+    """
     family, address = _resolve(host, port)
     _check_token(settings, address)
     _allow_many_files()
-    app = create_app(settings)
     with contextlib.closing(_bound(family, address, port)) as listener:
         where = f"[{host}]" if ":" in host else host
         listening = Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
