@@ -19,6 +19,7 @@ import typer
 from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import read_token
+from expstore.errors import StateError
 
 if TYPE_CHECKING:
     from expstore.api.server import Listening
@@ -188,8 +189,8 @@ def ui(
         )
     options: Any = {"port": port, "ready": ready, "stopping": lambda: _limit_end(5.0)}
     if is_cluster:
-        settings, token = Settings(path=path.parent, read_only=True), _token(token_file)
-        app = create_shards_app(FileMembers(path), settings, token.decode() if token else None)
+        settings = Settings(path=path.parent, read_only=True)
+        app = create_shards_app(FileMembers(path), settings, read_token(token_file))
         run(app, settings, host="127.0.0.1", **options)
     else:
         serve_stores(Settings(path=path, read_only=True), **options)
