@@ -28,7 +28,7 @@ def test_what_is_flat_has_not_grown() -> None:
     assert find_growth(uses(memory=0.5e6, descriptors=0.05)) == []
 
 
-@pytest.mark.parametrize(("name", "slope"), [("memory", 2e6), ("descriptors", 0.2), ("threads", 0.2)])
+@pytest.mark.parametrize(("name", "slope"), [("memory", 2e6), ("descriptors", 0.2), ("threads", 0.8)])
 def test_what_grows_is_found(name: str, slope: float) -> None:
     (line,) = find_growth(uses(**{name: slope}))
     assert line.startswith(f"{name}: ")
