@@ -604,6 +604,16 @@ class Disk:
         """Return when a file was last modified, in nanoseconds since 1970."""
         return int(self._look(path, lambda: path.stat().st_mtime_ns))
 
+    def read_stamp(self, path: Path) -> tuple[int, ...]:
+        """Return numbers that change with a file: its inode, size and time; () if it is missing."""
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return ()
+        except OSError as exc:
+            raise _to_error("look at", path, exc) from exc
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
     def measure_space(self, path: Path) -> int:
         """Return the disk space of a file, or of a folder with its content, in bytes."""
         names = [path, *path.rglob("*")] if path.is_dir() else [path]
