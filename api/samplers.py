@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 import expstore
 from expstore.api.errors import Refusal
@@ -161,6 +161,15 @@ _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
 _NO_IDS = np.zeros(0, np.int64)
 
 
+class Limited(BaseModel):
+    """What the rate limiter of a store counts."""
+
+    rows: int = Field(description="Number of readable rows.")
+    inserted: int = Field(description="Number of rows that were ever written.")
+    sampled: int = Field(description="Number of rows that were sampled.")
+    samples_per_insert: float = Field(description="Average number of samples per row that it permits.")
+
+
 class Drawn(NamedTuple):
     """A batch.
 
@@ -253,7 +262,17 @@ class Drawers:
         facts: dict[str, Any] = {"mass": None} if mass is None else {"mass": mass.total}
         if mass is not None:
             facts |= {name: getattr(mass, name) for name in ("rows", "smallest", "beta", "unit")}
-        return facts | {"largest_priority": float(self._rb.storage.priorities.largest)}
+        limits = self.read_limits()
+        return facts | {
+            "largest_priority": float(self._rb.storage.priorities.largest),
+            "limits": None if limits is None else limits.model_dump(),
+        }
+
+    def read_limits(self) -> Limited | None:
+        """Return the counts of the rate limiter and its ratio; None if there is no limiter."""
+        if self._limiter is None:
+            return None
+        return Limited(**self._limiter.count()._asdict(), samples_per_insert=self._limiter.samples_per_insert)
 
     def _resolve(self, spec: Any) -> Any:
         """Return a description if the name is that of a kind, and no sampler is kept under it."""

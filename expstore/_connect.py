@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, overload
 
 import torch
 
 from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
+from expstore.cluster.members import FileMembers, FixedMembers
+from expstore.core.rate_limiters import RateLimiter
+from expstore.disk.local_path import local_path
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.transport import Address, Connection, Retries
 
 __all__ = ["connect"]
+
+#: The end of text that is the path of a cluster file, and not an address.
+_CLUSTER_FILE = ".json"
 
 
 @overload
@@ -36,7 +43,7 @@ def connect(
 
 @overload
 def connect(
-    url: list[str] | tuple[str, ...],
+    url: list[str] | tuple[str, ...] | PathLike[str],
     *,
     token: str | None = None,
     timeout: float = 30.0,
@@ -54,11 +61,12 @@ def connect(
     down: Down | None = None,
     by: By | None = None,
     p: Sequence[float] | None = None,
+    rate_limiter: RateLimiter | None = None,
 ) -> ShardedReplayBuffer: ...
 
 
 def connect(
-    url: str | list[str] | tuple[str, ...],
+    url: str | list[str] | tuple[str, ...] | PathLike[str],
     *,
     token: str | None = None,
     timeout: float = 30.0,
@@ -77,12 +85,14 @@ def connect(
     down: Down | None = None,
     by: By | None = None,
     p: Sequence[float] | None = None,
+    rate_limiter: RateLimiter | None = None,
 ) -> RemoteReplayBuffer | ShardedReplayBuffer:
     """Connect to a store that `expstore serve` serves, or to several stores as the shards of one buffer.
 
     Args:
         url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
-            their positions in the list.
+            their positions in the list. A path, or text that ends in `.json`: the cluster file that lists
+            the shards, which may change while they are used.
         token: The access token; None to send none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
@@ -110,12 +120,15 @@ def connect(
         by: For shards, "mass" to draw as from one store with all rows, or "member" to draw from the shards in
             fixed shares. None for "mass".
         p: Share of each shard with `by="member"`; None for equal shares.
+        rate_limiter: For shards, an `expstore.SampleToInsertRatio` or another limiter, for the sums of all
+            shards. All clients should get the same one, and the servers must count: `expstore serve
+            --samples-per-insert RATIO --error-buffer inf`. None: only the servers' own limits.
 
     Returns:
         A buffer; close it, or use it in a `with` block.
 
     Raises:
-        NotFoundError: The server has no such store.
+        NotFoundError: The server has no such store, or there is no such cluster file.
         RemoteError: The server does not answer, or does not accept the token; see `status`.
         ValueError: `url` is not the URL of a store, or an argument is out of range or of no use here.
 
@@ -124,21 +137,25 @@ def connect(
         ...     for batch in rb:
         ...         train(batch)
         >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
+        >>> rb = expstore.connect(Path("cluster.json"), batch_size=256, seed=0)
     """
     shared: dict[str, Any] = {
         "batch_size": batch_size, "sampler": sampler, "where": where, "seed": seed, "draw": draw,
         "device": device, "priority_key": priority_key, "as_numpy": as_numpy,
     }  # fmt: skip
-    sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p}
+    sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p, "rate_limiter": rate_limiter}
     given = {name: value for name, value in sharded.items() if value is not None}
-    if not isinstance(url, str):
+    if not isinstance(url, str) or url.endswith(_CLUSTER_FILE):
         if prefetch is not None:
             raise ValueError("prefetch is for one store: pass ahead=, the number of batches drawn together")
+        members = FixedMembers(url) if isinstance(url, list | tuple) else FileMembers(local_path(url))
         return ShardedReplayBuffer(
-            list(url), token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
+            members, token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
         )
     if given:
-        raise ValueError(f"{next(iter(given))}= is for several shards: pass a list of addresses")
+        raise ValueError(
+            f"{next(iter(given))}= is for several shards: pass a list of addresses, or a cluster file"
+        )
     connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)
     try:
         buffer = RemoteReplayBuffer(

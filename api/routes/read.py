@@ -13,12 +13,22 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import JSON, choose_type, compression_of
-from expstore.api.dependencies import EPISODE_ANSWER, ROWS_ANSWER, EpisodeId, Known, Limits, Store, problems
+from expstore.api.dependencies import (
+    EPISODE_ANSWER,
+    ROWS_ANSWER,
+    EpisodeId,
+    Known,
+    Limits,
+    Session,
+    Store,
+    problems,
+)
 from expstore.api.episode_rows import Steps, read_fields, read_frames
 from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, check_ids
+from expstore.api.samplers import Limited
 from expstore.api.summary import Summary
 from expstore.buffers.read_limits import limit_reads
 from expstore.data.images import encode_png
@@ -53,6 +63,7 @@ class StoreInfo(BaseModel):
                     "fields": [],
                     "generation": 1,
                     "largest_priority": 1.0,
+                    "limits": None,
                     "meta": {},
                 }
             ]
@@ -69,6 +80,7 @@ class StoreInfo(BaseModel):
         "generation."
     )
     largest_priority: float = Field(description="The priority that new rows get.")
+    limits: Limited | None = Field(description="What the rate limiter counts; null: there is none.")
     meta: Any = Field(description="The store's `meta`: facts that were given when it was created.")
 
 
@@ -88,6 +100,7 @@ async def info(store: Store) -> StoreInfo:
     return StoreInfo(
         name=store.name, uuid=store.uuid, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
         generation=store.generation, largest_priority=float(rb.storage.priorities.largest), meta=rb.meta,
+        limits=store.drawers.read_limits(),
     )  # fmt: skip
 
 
@@ -95,6 +108,31 @@ async def info(store: Store) -> StoreInfo:
 async def summary(store: Store) -> Summary:
     """Return size, fields, episodes, sessions, rates and histograms of a store; at most a second old."""
     return await store.run(store.summarizer.summarize)
+
+
+class AskedSource(RequestModel):
+    """A source."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
+
+    source: str | None = Field(
+        max_length=200, description="Name of the source; null: the unnamed one of the session."
+    )
+
+
+class OpenEpisodes(BaseModel):
+    """The open episodes of a source."""
+
+    model_config = {"json_schema_extra": {"examples": [{"episodes": [12]}]}}
+
+    episodes: list[int] = Field(description="Their ids.")
+
+
+@router.post("/stores/{name}/episodes/open", summary="Find open episodes", responses=problems())
+async def find_open(store: Store, asked: AskedSource, session: Session = None) -> OpenEpisodes:
+    """Return the open episodes of a source, of all sessions: of a source in a cluster, its shard has them."""
+    found = await store.run(lambda: store.rb.episodes.find_open(asked.source, session=session))
+    return OpenEpisodes(episodes=found.tolist())
 
 
 class Ids(RequestModel):

@@ -20,7 +20,7 @@ from expstore.api.errors import Refusal
 from expstore.api.preview import Preview, preview
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, write_batch
-from expstore.api.samplers import AnySpec, Drawn, Spec
+from expstore.api.samplers import AnySpec, Drawn, Limited, Spec
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import limit_reads
@@ -142,7 +142,15 @@ class MassOf(BaseModel):
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
-                {"mass": 2.0, "rows": 2, "smallest": 1.0, "beta": None, "unit": 1, "largest_priority": 1.0}
+                {
+                    "mass": 2.0,
+                    "rows": 2,
+                    "smallest": 1.0,
+                    "beta": None,
+                    "unit": 1,
+                    "largest_priority": 1.0,
+                    "limits": None,
+                }
             ]
         }
     )
@@ -158,6 +166,7 @@ class MassOf(BaseModel):
     )
     unit: int | None = Field(None, description="Rows that are drawn together: the length of a slice, or 1.")
     largest_priority: float = Field(description="The priority that new rows of the store get.")
+    limits: Limited | None = Field(None, description="What the rate limiter counts; null: there is none.")
 
 
 @router.post(

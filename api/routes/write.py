@@ -30,6 +30,7 @@ from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import check_ids, take_rows
+from expstore.api.samplers import Limited
 from expstore.api.stores import Served
 from expstore.errors import SchemaError
 
@@ -65,6 +66,7 @@ class Written(BaseModel):
     )
     generation: int = Field(description="Ids name the same rows within one generation of the store.")
     largest_priority: float = Field(description="The priority that new rows of the store get.")
+    limits: Limited | None = Field(None, description="What the rate limiter counts. Missing without one.")
 
 
 class NewStore(RequestModel):
@@ -285,12 +287,16 @@ def _extend(
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
     run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
+    limits = store.drawers.read_limits()
+    more: dict[str, Any] = {} if run else {"ids": ids.tolist()}
+    if limits is not None:
+        more["limits"] = limits
     return Written(
         first_id=first,
         count=kept.numel(),
         generation=store.generation,
         largest_priority=float(store.rb.storage.priorities.largest),
-        **({} if run else {"ids": ids.tolist()}),
+        **more,
     )
 
 

@@ -252,6 +252,28 @@ class Episodes:
         to = None if session is None else remote_session(session)
         return torch.from_numpy(resume(self._store.storage, source, session=to, check=check))
 
+    def find_open(self, source: str | None, *, session: str | None = None) -> torch.Tensor:
+        """Return the open episodes of a stream.
+
+        Args:
+            source: Name of the stream, in all sessions that have not ended; None: the unnamed stream of one
+                session.
+            session: Id of the remote session whose unnamed stream it is; None: this handle's own session.
+
+        Returns:
+            Ids of the episodes. Shape `(n,)`, int64.
+        """
+        storage = self._store.storage
+        with storage.locks.episodes:
+            table = storage.episodes
+            if source is None:
+                key = table.session if session is None else remote_session(session)
+                numbers = table.find_unnamed_sources(key)
+            else:
+                numbers = table.sources_named(source)
+            found = sorted(one.episode for one in table.open_of(numbers))
+        return torch.tensor(found, dtype=torch.int64)
+
     def end_session(self, sessions: Collection[str]) -> None:
         """End remote sessions: the status of their open episodes becomes `cut`. Later rows reopen a session.
 

@@ -10,27 +10,31 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.cluster.batch_queue import BatchQueue
+from expstore.cluster.cluster_limit import ClusterLimit
 from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
-from expstore.cluster.routing import choose_shard
+from expstore.cluster.members import Members
 from expstore.cluster.shard import Shard
+from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
 from expstore.cluster.worker import run_together
+from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, RemoteError, SchemaError, SnapshotError, StateError
+from expstore.errors import RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes, LocalOnly
 from expstore.remote.transport import Retries
@@ -51,6 +55,8 @@ _OWN = ("index", "id", "index_generation", "priority_weight")
 _KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
 _MAIN, _OTHER = 0, 1
+#: Seconds after which a shard that was not heard of is asked for its largest priority before a write.
+_STALE_SECONDS = 5.0
 
 
 class ShardedReplayBuffer(LocalOnly):
@@ -116,7 +122,7 @@ class ShardedReplayBuffer(LocalOnly):
 
     def __init__(
         self,
-        urls: Sequence[str],
+        members: Members,
         *,
         token: str | None = None,
         timeout: float = 30.0,
@@ -131,12 +137,13 @@ class ShardedReplayBuffer(LocalOnly):
         wait: float | None = None,
         by: By = "mass",
         p: Sequence[float] | None = None,
+        rate_limiter: RateLimiter | None = None,
         device: torch.device | str | None = None,
         priority_key: str = "td_error",
         as_numpy: bool = False,
     ) -> None:
         self._batch_size = check_batch_size(batch_size)
-        shares = _check_shares(by, p, len(urls))
+        shares = _check_shares(by, p)
         if not isinstance(ahead, int) or ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead!r}")
         if draw < 0 or (draw and seed is None):
@@ -152,27 +159,26 @@ class ShardedReplayBuffer(LocalOnly):
         self._device = None if device is None else torch.device(device)
         self.priority_key, self._as_numpy = priority_key, as_numpy
         self._client = uuid.uuid4().hex
-        self._resumed: dict[str, Shard] = {}
         self._iterator: Generator[Any] | None = None
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
-        self._shards = [
-            Shard(
-                number, url, token, timeout=timeout, retries=retries, skips=down == "partial", options=options
-            )
-            for number, url in enumerate(urls)
-        ]
-        self._macro = MacroBatches(
-            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial"
+        make = partial(
+            Shard, token=token, timeout=timeout, retries=retries, skips=down == "partial", options=options
         )
+        self._shards = ShardSet(members, make)
+        try:
+            if shares and len(shares) != len(self._shards.all):
+                raise ValueError(f"p must be {len(self._shards.all)} numbers, one per shard; got {p}")
+            self._limit = None if rate_limiter is None else ClusterLimit(rate_limiter, self._shards)
+        except BaseException:
+            self._shards.close()
+            raise
+        self._macro = MacroBatches(
+            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial",
+            limit=self._limit,
+        )  # fmt: skip
         self._drawing = threading.Lock()
         self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw)
         self._ahead, self._others = ahead, 0
-        try:
-            self._each(lambda shard: shard.identify())
-            _check_different(self._shards)
-        except BaseException:
-            self.close()
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process."""
@@ -330,13 +336,14 @@ class ShardedReplayBuffer(LocalOnly):
             RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
                 rows were stored.
         """
-        shard = self._route(source)
-        ids = shard.call(
-            lambda buffer: buffer.extend(
-                data, source=source, return_ids=return_ids, episode_info=episode_info,
-                update_priority=update_priority, validate=validate,
-            )
-        )  # fmt: skip
+        with self._hold(data):
+            shard = self._route(source)
+            ids = shard.call(
+                lambda buffer: buffer.extend(
+                    data, source=source, return_ids=return_ids, episode_info=episode_info,
+                    update_priority=update_priority, validate=validate,
+                )
+            )  # fmt: skip
         self._raise_priorities(shard, ids, data, update_priority)
         return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
 
@@ -356,31 +363,32 @@ class ShardedReplayBuffer(LocalOnly):
             episode_info: Facts to record for the row's episode.
             validate: "domain": the server also checks the values against the specs of the store.
         """
-        shard = self._route(source)
-        row = shard.call(
-            lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
-        )
+        with self._hold([data]):
+            shard = self._route(source)
+            row = shard.call(
+                lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
+            )
         self._raise_priorities(shard, torch.tensor([row]), data, None)
         return shard.number, row
 
+    def _hold(self, data: Any) -> AbstractContextManager[None]:
+        """Return a context that waits until the rate limiter allows to write rows."""
+        return contextlib.nullcontext() if self._limit is None else self._limit.inserting(_count_rows(data))
+
     def _route(self, source: str | None) -> Shard:
         """Return the shard of a source."""
-        resumed = None if source is None else self._resumed.get(source)
-        if resumed is not None:
-            return resumed
-        name = self._client if source is None else source
-        return self._shards[choose_shard(name, {one.number: one.uuid for one in self._shards})]
+        return self._shards.route(source, self._client)
 
     def _resume(self, source: str, check: bool) -> tuple[Shard, torch.Tensor]:
         """Resume the episodes of a source in the shard that has them, to which the source stays bound.
 
-        It is another shard than that of the source's name if the list of shards was another one at that time.
+        It is another shard than that of the source's name if there were other shards at that time.
         """
         first = self._route(source)
-        for shard in [first, *(one for one in self._shards if one is not first)]:
+        for shard in [first, *(one for one in self._shards.all if one is not first)]:
             ids = shard.call(lambda buffer: buffer.episodes.resume(source, check=check))
             if ids.numel():
-                self._resumed[source] = shard
+                self._shards.bind(source, shard)
                 return shard, ids
         return first, ids
 
@@ -388,11 +396,10 @@ class ShardedReplayBuffer(LocalOnly):
         self, shard: Shard, ids: torch.Tensor, data: Any, update_priority: bool | None
     ) -> None:
         """Give new rows the largest priority of all shards, unless they have priorities of their own."""
-        shard.largest = shard.buffer.largest_priority
-        for other in self._shards:
+        for other in self._shards.all:
             if other is not shard:
-                other.refresh_largest()
-        largest = max(other.largest for other in self._shards)
+                other.refresh(_STALE_SECONDS)
+        largest = max(other.largest for other in self._shards.all)
         stored = ids[ids > 0]
         if largest > shard.largest and stored.numel() and not _has_priorities(data, update_priority):
             # The rows are stored: if the shard stops now, they keep the largest priority of their own shard.
@@ -494,7 +501,7 @@ class ShardedReplayBuffer(LocalOnly):
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
         (pair,) = self._check_pairs([episode])
-        shard = self._shards[pair[0]]
+        shard = self._shards.find(int(pair[0]))
         return _with_pairs(shard.call(lambda buffer: buffer.trajectory(int(pair[1]))), shard.number)
 
     def sql_each(
@@ -515,8 +522,10 @@ class ShardedReplayBuffer(LocalOnly):
             QueryError: A shard refuses the query, or without a limit, its result has more rows than a server
                 returns (kind "truncated").
         """
-        found = self._each(lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit)))
-        return join_parts(dict(enumerate(found)))
+        found = self._shards.each(
+            lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
+        )
+        return join_parts(found)
 
     def sql(
         self,
@@ -550,14 +559,14 @@ class ShardedReplayBuffer(LocalOnly):
     # -- the shards ------------------------------------------------------------------------------
 
     @property
-    def shards(self) -> tuple[RemoteReplayBuffer, ...]:
-        """The buffer over each shard alone."""
-        return tuple(shard.buffer for shard in self._shards)
+    def shards(self) -> dict[int, RemoteReplayBuffer]:
+        """The buffer over each shard alone, by the shard's number."""
+        return {number: shard.buffer for number, shard in self._shards.by_number.items()}
 
     @property
     def shards_missing(self) -> tuple[int, ...]:
         """Numbers of the shards from which draws do not wait for an answer at present."""
-        return tuple(shard.number for shard in self._shards if shard.is_down)
+        return tuple(shard.number for shard in self._shards.all if shard.is_down)
 
     def name_sampler(
         self, name: str, sampler: Mapping[str, Any], *, where: str | None = None, seed: int | None = None
@@ -581,9 +590,9 @@ class ShardedReplayBuffer(LocalOnly):
         self._each(lambda shard: shard.call(lambda buffer: buffer.flush()))
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics: `shards`, a list of those of each shard, and sums of some of them."""
-        found = self._each(lambda shard: shard.call(lambda buffer: buffer.stats()))
-        return {"shards": found, "write_count": sum(int(each["write_count"]) for each in found)}
+        """Return statistics: `shards`, those of each shard by its number, and sums of some of them."""
+        found = self._shards.each(lambda shard: shard.call(lambda buffer: buffer.stats()))
+        return {"shards": found, "write_count": sum(int(each["write_count"]) for each in found.values())}
 
     def __len__(self) -> int:
         return sum(self._each(lambda shard: shard.call(len)))
@@ -612,7 +621,7 @@ class ShardedReplayBuffer(LocalOnly):
         Raises:
             RemoteError: It is False.
         """
-        self._shards[0].buffer.share(shared)
+        self._shards.all[0].buffer.share(shared)
         return self
 
     @property
@@ -624,7 +633,7 @@ class ShardedReplayBuffer(LocalOnly):
     @property
     def meta(self) -> dict[int, dict[str, Any]]:
         """The user's metadata of each shard, by its number."""
-        return dict(enumerate(self._each(lambda shard: shard.call(lambda buffer: buffer.meta))))
+        return self._shards.each(lambda shard: shard.call(lambda buffer: buffer.meta))
 
     @property
     def batch_size(self) -> int | None:
@@ -645,11 +654,14 @@ class ShardedReplayBuffer(LocalOnly):
         """Return where the draws are, for `load_state_dict`. The rows are in the shards."""
         return {
             "seed": self._seed, "draw": self._queue.draw, "others": self._others, "ahead": self._ahead,
-            "batch_size": self._batch_size, "shards": [shard.uuid for shard in self._shards],
+            "batch_size": self._batch_size,
+            "shards": {str(number): shard.uuid for number, shard in self._shards.by_number.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Continue with the draw after the last one before `state_dict` was called.
+
+        If shards were added or removed since, the batches are drawn from the shards of now.
 
         Args:
             state_dict: The result of `state_dict` of a buffer with the same seed, shards, batch size and
@@ -661,8 +673,10 @@ class ShardedReplayBuffer(LocalOnly):
         mine = self.state_dict()
         if set(state_dict) != set(mine):
             raise StateError("this is not a state of a buffer over several shards")
-        for name in ("seed", "ahead", "batch_size", "shards"):
-            if state_dict[name] != mine[name]:
+        same = {name: state_dict[name] == mine[name] for name in ("seed", "ahead", "batch_size")}
+        same["shards"] = self._shards.can_follow(state_dict["shards"])
+        for name, is_same in same.items():
+            if not is_same:
                 raise StateError(
                     f"the state has {name} {state_dict[name]!r}, and this buffer {mine[name]!r}",
                     hint=f"connect with the same {name}",
@@ -693,8 +707,9 @@ class ShardedReplayBuffer(LocalOnly):
             StorageError: The file cannot be written.
         """
         tag, folder, draws = f"cluster-{uuid.uuid4().hex[:12]}", local_path(path), self.state_dict()
-        versions = self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.tag(tag)))
-        return write_version(folder, tag, draws["shards"], [version.rows for version in versions], draws)
+        made = self._each(lambda shard: (shard.uuid, shard.call(lambda buffer: buffer.snapshots.tag(tag))))
+        shards, rows = [shard for shard, _ in made], [version.rows for _, version in made]
+        return write_version(folder, tag, shards, rows, draws)
 
     def loads(self, path: str | PathLike[str]) -> ClusterVersion:
         """Replace the content of every shard by its version of the last `dumps`, for all users of the stores.
@@ -710,17 +725,18 @@ class ShardedReplayBuffer(LocalOnly):
             RemoteError: A shard did not answer.
         """
         version, mine = read_version(local_path(path)), self.state_dict()
-        if version.shards != mine["shards"]:
+        shards = list(mine["shards"].values())
+        if version.shards != shards:
             raise SnapshotError(
-                f"the version in {path} is of the shards {version.shards}, and these are {mine['shards']}",
-                hint="connect to the same shards in the same order",
+                f"the version in {path} is of the shards {version.shards}, and these are {shards}",
+                hint="connect to a list of the same shards in the same order",
             )
         self._each(lambda shard: shard.call(lambda buffer: buffer.snapshots.restore(version=version.tag)))
         same = all(version.draws[name] == mine[name] for name in ("seed", "ahead", "batch_size"))
         self._queue.reset(int((version.draws if same else mine)["draw"]))
         with self._drawing:
             self._others = int((version.draws if same else mine)["others"])
-            for shard in self._shards:
+            for shard in self._shards.all:
                 shard.mass = None
         return version
 
@@ -732,8 +748,7 @@ class ShardedReplayBuffer(LocalOnly):
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             iterator.close()
-        for shard in self._shards:
-            shard.close()
+        self._shards.close()
         self._queue.close()
 
     def __enter__(self) -> Self:
@@ -743,7 +758,7 @@ class ShardedReplayBuffer(LocalOnly):
         self.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards]})"
+        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards.all]})"
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -755,20 +770,19 @@ class ShardedReplayBuffer(LocalOnly):
 
     def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
         """Call a function for all shards at once; return the results in the order of the shards."""
-        return run_together([partial(act, shard) for shard in self._shards])
+        return list(self._shards.each(act).values())
 
     def _each_of(self, pairs: IntArray, act: Callable[[Shard, IntArray], _Found]) -> dict[int, _Found]:
         """Call a function for all shards of some rows at once, with the places of the shard's rows."""
         numbers = np.unique(pairs[:, 0]).tolist()
         places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
-        acts = [partial(act, self._shards[k], rows) for k, rows in zip(numbers, places, strict=True)]
+        acts = [partial(act, self._shards.find(k), rows) for k, rows in zip(numbers, places, strict=True)]
         return dict(zip(numbers, run_together(acts), strict=True))
 
     def _check_pairs(self, ids: Any) -> IntArray:
         """Return pairs of shards and ids as an array. Shape `(n, 2)`.
 
         Raises:
-            NotFoundError: There is no such shard.
             SchemaError: The values are not pairs of integers.
         """
         pairs = to_array(ids)
@@ -779,11 +793,6 @@ class ShardedReplayBuffer(LocalOnly):
                 f"rows of shards are identified by integers of shape (n, 2), got {pairs.dtype}"
                 f"{list(pairs.shape)}",
                 hint="pass pairs of shard and id, as in the entry 'id' of a sample",
-            )
-        unknown = (pairs[:, 0] < 0) | (pairs[:, 0] >= len(self._shards))
-        if unknown.any():
-            raise NotFoundError(
-                f"there is no shard {int(pairs[unknown][0, 0])}", hint=f"there are {len(self._shards)}"
             )
         return pairs.astype(np.int64, copy=False)
 
@@ -858,23 +867,21 @@ class ShardedEpisodes(LocalEpisodes):
         return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
 
 
-def _check_shares(by: str, p: Sequence[float] | None, count: int) -> list[float] | None:
-    """Return the fixed share of each shard; None if they are drawn from in proportion to their masses.
+def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:
+    """Return the fixed share of each shard, none for equal ones; None for shares by mass.
 
     Raises:
         ValueError: The arguments contradict each other.
     """
-    if count < 1:
-        raise ValueError("connect() needs at least one address")
     if by not in ("mass", "member"):
         raise ValueError(f"by must be 'mass' or 'member', got {by!r}")
     if by == "mass":
         if p is not None:
             raise ValueError('p is the share of each shard: it needs by="member"')
         return None
-    shares = [1.0] * count if p is None else [float(share) for share in p]
-    if len(shares) != count or min(shares) < 0 or not 0 < sum(shares) < np.inf:
-        raise ValueError(f"p must be {count} numbers >= 0 with a sum above 0, one per shard; got {p}")
+    shares = [] if p is None else [float(share) for share in p]
+    if p is not None and not (shares and min(shares) >= 0 and 0 < sum(shares) < np.inf):
+        raise ValueError(f"p must be numbers >= 0 with a sum above 0, one per shard; got {p}")
     return shares
 
 
@@ -911,12 +918,13 @@ def _choose_retries(retries: Retries, down: str, wait: float | None) -> Retries:
     return Retries(seconds=seconds, first=retries.first, longest=retries.longest, seed=retries.seed)
 
 
-def _check_different(shards: Sequence[Shard]) -> None:
-    known: dict[str, Shard] = {}
-    for shard in shards:
-        other = known.setdefault(shard.uuid, shard)
-        if other is not shard:
-            raise ValueError(f"{other.address} and {shard.address} are the same store: name it once")
+def _count_rows(data: Any) -> int:
+    """Return how many rows `extend` is given; 1 for what it refuses."""
+    while isinstance(data, Mapping) and not is_tensor_collection(data) and data:
+        data = next(iter(data.values()))
+    if is_tensor_collection(data):
+        return int(data.numel())
+    return len(data) if hasattr(data, "__len__") else 1
 
 
 def _has_priorities(data: Any, update_priority: bool | None) -> bool:

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from expstore.cluster.cluster_limit import ClusterLimit
 from expstore.cluster.shard import Part, Shard, does_not_answer
+from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.shares import ShardMass, derive_seed, draw_counts, find_factors
 from expstore.core.values import IntArray
 from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
@@ -28,18 +30,21 @@ _ID, _WEIGHT, _ENDS = "id", "priority_weight", "next.truncated"
 
 
 class ShardDraw(NamedTuple):
-    """How a batch was drawn: row i of shard k with chance assumed[k] / sum(assumed) * w_i / masses[k].total.
+    """How a batch was drawn: row i of shard k with chance assumed[k] / total * w_i / masses[k].total.
+
+    `total` is the sum of all values of `assumed`.
 
     Args:
         number: Number of the draw.
-        assumed: The mass of each shard by which the batch was divided; 0 if it took no part.
+        assumed: The mass of each shard by which the batch was divided, by the shard's number; 0 if it took no
+            part.
         masses: What each shard drew from; None if it took no part, or if its sampler has no mass.
         missing: Numbers of the shards that did not answer.
     """
 
     number: int
-    assumed: tuple[float, ...]
-    masses: tuple[ShardMass | None, ...]
+    assumed: dict[int, float]
+    masses: dict[int, ShardMass | None]
     missing: tuple[int, ...]
 
 
@@ -64,8 +69,9 @@ class _Body(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Which shards take part in some batches, and the rows of each."""
+    """Which shards take part in some batches, and the rows of each. Columns are in the order of `shards`."""
 
+    shards: tuple[Shard, ...]
     assumed: NDArray[np.float64]
     counts: IntArray  # units of each batch and shard
     unit: int
@@ -78,25 +84,28 @@ class MacroBatches:
     drawn together, and the rows, so the batches of shards at rest continue after any restart.
 
     Args:
-        shards: The shards.
+        shards: The shards. New ones take part from the next call on, others end with it.
         seed: Seed of the draws.
         ask: Returns the description of the sampler in requests for batches of a size.
-        shares: Fixed share of each shard; None for shares in proportion to the masses of the shards.
+        shares: Fixed share of each shard, or none for equal ones; None for shares in proportion to the masses
+            of the shards.
         skips: Whether to draw from the other shards if some do not answer.
+        limit: Holds draws to a rate limiter; None: there is none.
     """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: ShardSet,
         seed: int,
         ask: Callable[[int], dict[str, Any]],
         *,
         shares: Sequence[float] | None,
         skips: bool,
+        limit: ClusterLimit | None,
     ) -> None:
         self._shards, self._seed, self._ask = shards, seed, ask
-        self._shares = None if shares is None else np.asarray(shares, np.float64)
-        self._skips = skips
+        self._shares = shares
+        self._skips, self._limit = skips, limit
         self._joint: _Joint | None = None
         self._seeds: dict[tuple[int, int], int] = {}
 
@@ -110,13 +119,17 @@ class MacroBatches:
             size: Number of rows of each batch.
 
         Raises:
-            NotReadyError: No shard has rows that can be drawn.
+            NotReadyError: No shard has rows that can be drawn, or the limit's timeout passed.
             RemoteError: A shard does not answer; with `skips`, none does.
-            StateError: The sampler has no mass, or the batch size is not a multiple of the length of slices.
+            StateError: The sampler has no mass, the batch size is not a multiple of the length of slices, or
+                there are other shards than shares.
         """
         body = _Body(self._ask(size), size, lane)
-        for _ in range(2 * len(self._shards) + 2):
-            plan = self._plan(first, count, body)
+        self._shards.refresh()
+        for _ in range(2 * len(self._shards.all) + 2):
+            if self._limit is not None:
+                self._limit.wait_to_sample(count * size)
+            plan = self._plan(self._shards.all, first, count, body)
             parts = self._draw(plan, first, body)
             if parts is not None:
                 return self._build(plan, parts, first)
@@ -124,13 +137,12 @@ class MacroBatches:
 
     # -- dividing batches among shards -------------------------------------------------------------
 
-    def _plan(self, first: int, count: int, body: _Body) -> _Plan:
-        live = self._find_live()
-        self._weigh([shard for shard in live if shard.mass is None], body)
-        live = self._find_live()
+    def _plan(self, shards: tuple[Shard, ...], first: int, count: int, body: _Body) -> _Plan:
+        self._weigh([shard for shard in _find_live(shards) if shard.mass is None], body)
+        live = _find_live(shards)
         if not any(shard.mass is None or shard.mass.total > 0 for shard in live):
             self._weigh(live, body)  # rows may have been written since
-            live = self._find_live()
+            live = _find_live(shards)
         masses = [shard.mass for shard in live]
         if self._shares is None and None in masses:
             shard = live[masses.index(None)]
@@ -139,12 +151,12 @@ class MacroBatches:
                 "it remembers which rows it has drawn, or draws by other rules than weights of rows",
                 hint='draw from the shards in fixed shares: connect(..., by="member")',
             )
-        assumed = np.zeros(len(self._shards))
-        for shard, mass in zip(live, masses, strict=True):
-            if self._shares is not None:
-                assumed[shard.number] = self._shares[shard.number]
-            elif mass is not None:
-                assumed[shard.number] = mass.total
+        totals = [0.0 if mass is None else mass.total for mass in masses]
+        if self._shares is not None:
+            shares = dict(zip(shards, self._share(len(shards)), strict=True))
+            totals = [shares[shard] for shard in live]
+        by_shard = dict(zip(live, totals, strict=True))
+        assumed = np.array([by_shard.get(shard, 0.0) for shard in shards])
         if not assumed.sum() > 0:
             raise NotReadyError(
                 f"none of the {len(live)} shards has rows that can be drawn", hint="extend() them first"
@@ -156,21 +168,21 @@ class MacroBatches:
                 f"the batch size must be a multiple of the length of slices, got {body.size} and {unit}"
             )
         numbers = [(number, body.lane) for number in range(first, first + count)]
-        return _Plan(assumed, draw_counts(self._seed, numbers, body.size // unit, assumed), unit)
+        return _Plan(shards, assumed, draw_counts(self._seed, numbers, body.size // unit, assumed), unit)
 
-    def _find_live(self) -> list[Shard]:
-        """Return the shards that answer.
+    def _share(self, count: int) -> Sequence[float]:
+        """Return the fixed share of each shard.
 
         Raises:
-            RemoteError: None answers.
+            StateError: There are other shards than shares.
         """
-        live = [shard for shard in self._shards if not shard.is_down]
-        if not live:
-            raise RemoteError(
-                f"none of the {len(self._shards)} shards answers", kind="unreachable",
-                hint="they are asked in the background until they do: try again later",
-            )  # fmt: skip
-        return live
+        shares = self._shares or [1.0] * count
+        if len(shares) != count:
+            raise StateError(
+                f"p= has the shares of {len(shares)} shards, and there are {count} now",
+                hint="connect again with a share for each, or leave p= out for equal shares",
+            )
+        return shares
 
     def _weigh(self, shards: Sequence[Shard], body: _Body) -> None:
         self._collect({shard: shard.weigh(self._address(shard, body)) for shard in shards}, body)
@@ -188,11 +200,12 @@ class MacroBatches:
     # -- drawing -------------------------------------------------------------------------------------
 
     def _draw(self, plan: _Plan, first: int, body: _Body) -> dict[int, Part] | None:
-        """Return the rows of each shard; None if a shard had none, or did not answer: plan again."""
+        """Return the rows of each shard by its place; None if one had none, or did not answer: plan again."""
         futures: dict[Shard, Any] = {}
-        asked = plan.counts.sum(axis=0) * plan.unit
-        for shard in self._find_live():
-            rows = int(asked[shard.number])
+        asked = (plan.counts.sum(axis=0) * plan.unit).tolist()
+        for shard, rows in zip(plan.shards, asked, strict=True):
+            if shard.is_down and not rows:
+                continue
             request = self._address(shard, body)
             if not rows:
                 futures[shard] = shard.weigh(request)
@@ -203,7 +216,11 @@ class MacroBatches:
         found = self._collect(futures, body)
         if found is None:
             return None
-        return {shard.number: _join_parts(parts) for shard, parts in found.items() if isinstance(parts, list)}
+        return {
+            place: _join_parts(found[shard])
+            for place, shard in enumerate(plan.shards)
+            if isinstance(found.get(shard), list)
+        }
 
     def _collect(self, futures: Mapping[Shard, Any], body: _Body) -> dict[Shard, Any] | None:
         """Return the results of all shards; None if a shard had no rows, or did not answer and is skipped.
@@ -224,6 +241,8 @@ class MacroBatches:
                 shard.mass = ShardMass(0.0, 0)
             except ExpStoreError as exc:
                 is_whole = False
+                if shard.is_removed:
+                    continue
                 if self._skips and does_not_answer(exc):
                     shard.note_down(self._address(shard, body))
                 else:
@@ -235,8 +254,8 @@ class MacroBatches:
     # -- joining rows --------------------------------------------------------------------------------
 
     def _build(self, plan: _Plan, parts: Mapping[int, Part], first: int) -> list[Drawn]:
-        shards = range(len(self._shards))
-        masses = [parts[k].mass if k in parts else self._shards[k].mass for k in shards]
+        shards = plan.shards
+        masses = [parts[k].mass if k in parts else shard.mass for k, shard in enumerate(shards)]
         masses = [mass if plan.assumed[k] > 0 else None for k, mass in enumerate(masses)]
         factors = find_factors(plan.assumed, masses)
         bounds = {k: _find_bounds(part, plan.counts[:, k], plan.unit) for k, part in parts.items()}
@@ -244,12 +263,14 @@ class MacroBatches:
             [(k, int(bounds[k][b]), int(bounds[k][b + 1])) for k in parts if plan.counts[b, k]]
             for b in range(len(plan.counts))
         ]
+        numbers = [shard.number for shard in shards]
         joint = self._joint
-        if joint is None or not joint.fits(parts):
-            joint = self._joint = _Joint(parts)
+        if joint is None or not joint.fits(parts, numbers):
+            joint = self._joint = _Joint(parts, numbers)
         wholes = joint.join(parts, [piece for batch in pieces for piece in batch], factors)
-        missing = tuple(shard.number for shard in self._shards if shard.is_down)
-        facts = tuple(plan.assumed.tolist()), tuple(masses), missing
+        missing = tuple(shard.number for shard in shards if shard.is_down)
+        assumed = dict(zip(numbers, plan.assumed.tolist(), strict=True))
+        facts = assumed, dict(zip(numbers, masses, strict=True)), missing
         ends = np.cumsum([0, *(sum(stop - start for _, start, stop in batch) for batch in pieces)]).tolist()
         drawn = []
         for place in range(len(pieces)):
@@ -258,6 +279,21 @@ class MacroBatches:
                 rows.set_non_tensor(MISSING, list(missing))
             drawn.append(Drawn(rows, ShardDraw(first + place, *facts)))
         return drawn
+
+
+def _find_live(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards that answer.
+
+    Raises:
+        RemoteError: None answers.
+    """
+    live = [shard for shard in shards if not (shard.is_down or shard.is_removed)]
+    if not live:
+        raise RemoteError(
+            f"none of the {len(shards)} shards answers", kind="unreachable",
+            hint="they are asked in the background until they do: try again later",
+        )  # fmt: skip
+    return live
 
 
 def _join_parts(parts: Sequence[Part]) -> Part:
@@ -290,23 +326,24 @@ class _Joint:
     """Join columns of several shards.
 
     Args:
-        parts: Rows of the shards, by the shard's number.
+        parts: Rows of the shards, by the shard's place.
+        numbers: Number of the shard at each place.
 
     Raises:
         SchemaError: The shards have different fields.
     """
 
-    def __init__(self, parts: Mapping[int, Part]) -> None:
-        self._codecs = {number: part.codec for number, part in parts.items()}
-        number, first = next(iter(self._codecs.items()))
+    def __init__(self, parts: Mapping[int, Part], numbers: Sequence[int]) -> None:
+        self._codecs, self._numbers = {place: part.codec for place, part in parts.items()}, numbers
+        place, first = next(iter(self._codecs.items()))
         self.names = list(first.names)
         known = _describe(first)
         for other, codec in self._codecs.items():
             if (found := _describe(codec)) != known:
                 names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
                 raise SchemaError(
-                    f"field {names[0]!r} of shard {number} is {known.get(names[0])}, and of shard {other} "
-                    f"{found.get(names[0])}",
+                    f"field {names[0]!r} of shard {numbers[place]} is {known.get(names[0])}, and of shard "
+                    f"{numbers[other]} {found.get(names[0])}",
                     hint="give all shards the same fields",
                 )
         self._places = {
@@ -317,9 +354,10 @@ class _Joint:
             for name, entry in zip(self.names, first.schema.fields, strict=True)
         ]))  # fmt: skip
 
-    def fits(self, parts: Mapping[int, Part]) -> bool:
+    def fits(self, parts: Mapping[int, Part], numbers: Sequence[int]) -> bool:
         """Return whether these shards, with these fields, can be joined."""
-        return all(self._codecs.get(number) is part.codec for number, part in parts.items())
+        same = all(self._codecs.get(place) is part.codec for place, part in parts.items())
+        return same and self._numbers == numbers
 
     def join(
         self,
@@ -330,9 +368,9 @@ class _Joint:
         """Return the columns of all pieces, one after another.
 
         Args:
-            parts: Rows of the shards, by the shard's number.
-            pieces: Shard, first row, and the row after the last, of each piece.
-            factors: Factor of each shard's `priority_weight`.
+            parts: Rows of the shards, by the shard's place.
+            pieces: Place of the shard, first row, and the row after the last, of each piece.
+            factors: Factor of each shard's `priority_weight`, by its place.
         """
         wholes = []
         for place, name in enumerate(self.names):
@@ -341,7 +379,7 @@ class _Joint:
                 columns = {k: (column * factors[k]).astype(column.dtype) for k, column in columns.items()}
             if name == _ID:
                 columns = {
-                    k: np.stack([np.full(len(column), k, np.int64), column], axis=1)
+                    k: np.stack([np.full(len(column), self._numbers[k], np.int64), column], axis=1)
                     for k, column in columns.items()
                 }
             wholes.append(join_columns([columns[k][start:stop] for k, start, stop in pieces]))

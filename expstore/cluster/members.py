@@ -252,7 +252,8 @@ class ClusterFile:
             StorageError: The disk failed.
         """
         with _locked(path):
-            if Disk().exists(path):
+            disk = Disk()
+            if disk.exists(path):
                 raise StateError(
                     f"{path} exists", kind="exists", hint="choose another name, or add to it: cluster add"
                 )
@@ -290,7 +291,8 @@ def _parse_member(facts: dict[str, Any]) -> Member:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    file = Disk().open(path.with_name(path.name + ".lock"), create=True)
+    disk = Disk()
+    file = disk.open(path.with_name(path.name + ".lock"), create=True)
     try:
         if not file.try_lock():
             raise LockedError(f"another process changes {path} at the moment", hint="try again")

@@ -6,6 +6,7 @@ Used by the buffer over several shards. It draws, weighs and identifies; it divi
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,21 +15,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from expstore.cluster.members import Member
 from expstore.cluster.shares import ShardMass
 from expstore.cluster.worker import Worker
-from expstore.errors import ExpStoreError, RemoteError
+from expstore.core.rate_limiters import Counts
+from expstore.errors import ExpStoreError, RemoteError, StateError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.transport import ARROW, Address, Connection, Retries
 from expstore.wire.codec import Codec, Decoder, note_of
 from expstore.wire.stream import frames_in
 
-__all__ = ["Part", "Shard"]
+__all__ = ["Limits", "Part", "Shard", "does_not_answer"]
 
 _Found = TypeVar("_Found")
 #: Statuses of a server that has no time for a request.
 _BUSY = (429, 503)
-#: Seconds after which a shard that was not heard of is asked for its largest priority before a write.
-_STALE_SECONDS = 5.0
 
 
 class Part(NamedTuple):
@@ -47,6 +48,26 @@ class Part(NamedTuple):
     mass: ShardMass | None
 
 
+class Limits(NamedTuple):
+    """What the rate limiter of a shard's server counts.
+
+    Args:
+        counts: The rows that it has counted.
+        samples_per_insert: The ratio of its settings.
+    """
+
+    counts: Counts
+    samples_per_insert: float
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any] | None) -> Limits | None:
+        """Return the limits in a server's answer; None if it has no limiter."""
+        if facts is None:
+            return None
+        counts = Counts(int(facts["rows"]), int(facts["inserted"]), int(facts["sampled"]))
+        return cls(counts, float(facts["samples_per_insert"]))
+
+
 class Shard:
     """A served store that is one of several shards.
 
@@ -54,8 +75,7 @@ class Shard:
     opens connections and starts a thread of its own.
 
     Args:
-        number: Its number among the shards.
-        url: Address of the store.
+        member: Its entry in the list of shards.
         token: The access token; None to send none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: How long requests are repeated.
@@ -65,8 +85,7 @@ class Shard:
 
     def __init__(
         self,
-        number: int,
-        url: str,
+        member: Member,
         token: str | None,
         *,
         timeout: float,
@@ -74,47 +93,99 @@ class Shard:
         skips: bool,
         options: Mapping[str, Any],
     ) -> None:
-        self.number, self.address = number, Address.of(url)
-        self._connection = Connection(self.address, token, timeout=timeout, retries=retries)
-        self._once = Connection(self.address, token, timeout=timeout, retries=replace(retries, seconds=0.0))
+        self.number = member.number
+        #: Its entry in the list of shards.
+        self.member = member
+        address = Address.of(member.url)
+        self._connection = Connection(address, token, timeout=timeout, retries=retries)
+        self._once = Connection(address, token, timeout=timeout, retries=replace(retries, seconds=0.0))
         self._draws = self._once if skips else self._connection
         #: The buffer over this store alone.
-        self.buffer = RemoteReplayBuffer(self._connection, **options)
+        self.buffer = RemoteReplayBuffer(self._connection, on_write=self._hear_write, **options)
         #: Uuid of the store; the server refuses requests for another one.
         self.uuid = ""
+        if member.uuid is not None:
+            self._expect(member.uuid)
         #: What it draws from, as it told last; None before it told.
         self.mass: ShardMass | None = None
         #: The priority that new rows of this store get, as it told last.
         self.largest = 0.0
-        self._heard = -_STALE_SECONDS
+        #: What its rate limiter counted, as it told last; None if it has none, or before it told.
+        self.limits: Limits | None = None
+        #: When it answered last, in seconds of the monotonic clock.
+        self.heard = -math.inf
         #: Whether it did not answer the last draw, and has not answered since.
         self.is_down = False
-        self._worker = Worker(f"expstore-shard-{number}")
-        self._prober = Worker(f"expstore-probe-{number}")
-        self._is_probed = False
+        #: Whether the list of shards has it no longer.
+        self.is_removed = False
+        self._worker = Worker(f"expstore-shard-{self.number}")
+        self._prober = Worker(f"expstore-probe-{self.number}")
+        self._is_probed = self._is_asked = False
+        self._asked = -math.inf
         self._decoder = Decoder()
         self._ended = threading.Event()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
         return {name: value for name, value in self.__dict__.items() if name != "_ended"} | {
-            "is_down": False, "_is_probed": False,
+            "is_down": False, "_is_probed": False, "_is_asked": False, "heard": -math.inf,
+            "_asked": -math.inf,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""
         self.__dict__.update(state, _ended=threading.Event())
 
+    @property
+    def address(self) -> Address:
+        """Address of the store."""
+        return self._connection.address
+
+    def take_up(self, member: Member) -> None:
+        """Use a newer entry in the list of shards, possibly with another address.
+
+        Raises:
+            StateError: It is the entry of another store.
+        """
+        if member.uuid not in (None, self.uuid):
+            raise StateError(
+                f"shard {self.number} is store {self.uuid}, and the new list has store {member.uuid} there",
+                hint="give every store a number of its own",
+            )
+        address = Address.of(member.url)
+        if address != self.address:
+            for connection in (self._connection, self._once):
+                connection.move(address)
+        self.member = member
+
     def identify(self) -> None:
         """Ask for the uuid of the store; later requests are refused if it is another one."""
+        asked = time.monotonic()
         with self.name_errors():
             facts = self._connection.request("GET", "").json()
-        self.uuid = self._connection.store = self._once.store = str(facts["uuid"])
-        self.hear(facts)
+        self._expect(str(facts["uuid"]))
+        self.hear(facts, asked)
 
-    def hear(self, facts: Mapping[str, Any]) -> None:
-        """Keep the largest priority in an answer."""
-        self.largest, self._heard = float(facts["largest_priority"]), time.monotonic()
+    def _expect(self, uuid: str) -> None:
+        self.uuid = self._connection.store = self._once.store = uuid
+
+    def hear(self, facts: Mapping[str, Any], asked: float) -> None:
+        """Keep the largest priority and the counts in an answer.
+
+        Args:
+            facts: The answer.
+            asked: When the request was sent, in seconds of the monotonic clock.
+        """
+        limits, known = Limits.of(facts.get("limits")), self.limits
+        if limits is not None and known is not None and asked < self.heard:
+            # It overlapped with the last answer, and may be older. Counts grow, unless a version is restored.
+            merged = Counts(*map(max, limits.counts, known.counts))
+            limits = limits._replace(counts=merged)
+        self.limits, self.heard = limits, time.monotonic()
+        self.largest = float(facts["largest_priority"])
+
+    def _hear_write(self, facts: Mapping[str, Any]) -> None:
+        self.hear(facts, -math.inf)
 
     @contextmanager
     def name_errors(self) -> Iterator[None]:
@@ -122,6 +193,10 @@ class Shard:
         try:
             yield
         except ExpStoreError as exc:
+            if self.is_removed:
+                raise StateError(
+                    f"shard {self.number} ({self.address}) was removed from the cluster", kind="removed"
+                ) from exc
             error = type(exc)(
                 f"shard {self.number} ({self.address}): {exc.message}", kind=exc.kind, hint=exc.hint
             )
@@ -146,6 +221,7 @@ class Shard:
     def _draw(self, body: Mapping[str, Any], rows: int) -> list[Part]:
         parts: list[Part] = []
         while rows > 0:
+            asked = time.monotonic()
             with self.name_errors():
                 answer = self._draws.request(
                     "POST", "sample", body={**body, "batch_size": rows}, accept=ARROW
@@ -153,7 +229,7 @@ class Shard:
                 (frame,) = frames_in(answer.body)
                 facts = note_of(frame)
                 codec, columns = self._decoder.read_columns(frame)
-            self.hear(facts)
+            self.hear(facts, asked)
             self.mass = ShardMass.of(facts)
             parts.append(Part(codec, columns, frame.rows, self.mass))
             # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
@@ -161,9 +237,10 @@ class Shard:
         return parts
 
     def _weigh(self, body: Mapping[str, Any]) -> ShardMass | None:
+        asked = time.monotonic()
         with self.name_errors():
             facts = self._draws.request("POST", "mass", body=body).json()
-        self.hear(facts)
+        self.hear(facts, asked)
         self.mass = ShardMass.of(facts)
         return self.mass
 
@@ -186,18 +263,29 @@ class Shard:
             break  # any other error is raised by the next draw
         self.is_down = self._is_probed = False
 
-    def refresh_largest(self) -> None:
-        """Ask for the largest priority in the shard's thread, if the shard was not heard of recently."""
-        if time.monotonic() - self._heard > _STALE_SECONDS:
-            self._heard = time.monotonic()
-            self._worker.submit(self._ask_largest)
+    def refresh(self, seconds: float) -> None:
+        """Ask for the largest priority and the counts in a thread, unless the shard answered recently.
 
-    def _ask_largest(self) -> None:
-        with contextlib.suppress(ExpStoreError):
-            self.hear(self._once.request("GET", "").json())
+        Args:
+            seconds: How long ago the last answer may be.
+        """
+        now = time.monotonic()
+        if now - max(self.heard, self._asked) >= seconds and not self._is_asked:
+            self._is_asked, self._asked = True, now
+            self._worker.submit(self._ask)
+
+    def _ask(self) -> None:
+        with contextlib.suppress(ExpStoreError):  # draws and writes raise it
+            self.hear(self._once.request("GET", "").json(), self._asked)
+        self._is_asked = False
+
+    def remove(self) -> None:
+        """Close it because it is no longer a shard: requests that wait for it raise StateError."""
+        self.is_removed = True
+        self.close()
 
     def close(self) -> None:
-        """Close the connections of this process, and end the thread."""
+        """Close the connections of this process, and end the threads."""
         self._ended.set()
         self.buffer.close()
         self._once.close()

@@ -68,8 +68,12 @@ def draw_counts(
         units: Number of units of a batch: of rows, or of slices.
         totals: Mass of each shard, of which at least one is above 0. Shape `(shards,)`.
     """
-    draws, chances = Draws(seed, _SHARES), totals / totals.sum()
-    return np.array([draws.numbers(number).multinomial(units, chances) for number in numbers])
+    # Only shards with mass: the last entry of a multinomial gets what rounding leaves.
+    draws, some = Draws(seed, _SHARES), np.flatnonzero(totals)
+    chances = totals[some] / totals.sum()
+    counts = np.zeros((len(numbers), totals.size), np.int64)
+    counts[:, some] = [draws.numbers(number).multinomial(units, chances) for number in numbers]
+    return counts
 
 
 def find_factors(

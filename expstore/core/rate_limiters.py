@@ -14,12 +14,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from expstore.core.draw_state import DrawState
 from expstore.errors import NotReadyError, StateError
 
-__all__ = ["Limited", "MinSize", "RateLimiter", "SampleToInsertRatio"]
+__all__ = ["Counts", "Limited", "MinSize", "RateLimiter", "SampleToInsertRatio"]
 
 #: Poll interval of waiting threads: removed rows and signals do not notify them.
 _LOOK_SECONDS = 0.1
@@ -45,6 +45,20 @@ class Limited(Protocol):
         """Whether the storage is closed."""
 
     def __len__(self) -> int: ...
+
+
+class Counts(NamedTuple):
+    """What a limiter compares.
+
+    Args:
+        rows: Number of readable rows.
+        inserted: Number of rows that were ever inserted.
+        sampled: Number of rows that were sampled under the limiter's settings.
+    """
+
+    rows: int
+    inserted: int
+    sampled: int
 
 
 class RateLimiter:
@@ -173,9 +187,9 @@ class RateLimiter:
         """
         with self._changed:
             if len(self._open_storage()) >= self.min_size_to_sample and not needless():
-                self._check_rows(rows * self.samples_per_insert, f"an insert of {rows} rows")
+                self.check_insert(rows)
             self._newest = rows, self._newest[1]
-            self._wait(rows, lambda *args: needless() or self._may_insert(*args), self._refuse_insert)
+            self._wait(rows, lambda *args: needless() or self._may_insert(*args), self.refuse_insert)
             self._inserting += rows
         try:
             yield
@@ -212,9 +226,9 @@ class RateLimiter:
             StateError: The store is closed.
         """
         with self._changed:
-            self._check_rows(rows, f"a sample of {rows} rows")
+            self.check_sample(rows)
             self._newest = self._newest[0], rows
-            self._wait(rows, self._may_sample, self._refuse_sample)
+            self._wait(rows, self._may_sample, self.refuse_sample)
             self._sampling += rows
         try:
             yield self._count
@@ -240,17 +254,62 @@ class RateLimiter:
         with self._changed:
             return self._may_insert(self._open_storage(), rows)
 
+    def count(self) -> Counts:
+        """Return the counts of the storage."""
+        with self._changed:
+            return _read_counts(self._open_storage())
+
     def describe(self) -> dict[str, Any]:
         """Return the settings, the counts and the error, as JSON values."""
-        with self._changed:
-            storage = self._open_storage()
-            inserted, sampled = storage.write_count, storage.draws.limits[0]
+        counts = self.count()
         return {
             "limiter": repr(self),
-            "inserted": inserted,
-            "sampled": sampled,
-            "error": inserted * self.samples_per_insert - sampled,
+            "inserted": counts.inserted,
+            "sampled": counts.sampled,
+            "error": self.error_of(counts),
         }
+
+    # -- the rules, which need no storage: for counts of one, or sums over several ------------------
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the error has a bound; otherwise only the number of readable rows matters."""
+        return self.min_diff > -math.inf or self.max_diff < math.inf
+
+    def error_of(self, counts: Counts) -> float:
+        """Return `inserted * samples_per_insert - sampled`."""
+        return counts.inserted * self.samples_per_insert - counts.sampled
+
+    def allows_sample(self, counts: Counts, rows: int) -> bool:
+        """Return whether a number of rows may be sampled."""
+        return counts.rows >= self.min_size_to_sample and self.error_of(counts) - rows >= self.min_diff
+
+    def allows_insert(self, counts: Counts, rows: int) -> bool:
+        """Return whether a number of rows may be inserted."""
+        if counts.rows < self.min_size_to_sample:
+            return True
+        return self.error_of(counts._replace(inserted=counts.inserted + rows)) <= self.max_diff
+
+    def check_sample(self, rows: int) -> None:
+        """Raise ValueError if this number of rows could never be sampled at once."""
+        self._check_rows(rows, f"a sample of {rows} rows")
+
+    def check_insert(self, rows: int) -> None:
+        """Raise ValueError if this number of rows could never be inserted at once."""
+        self._check_rows(rows * self.samples_per_insert, f"an insert of {rows} rows")
+
+    def refuse_sample(self, counts: Counts, rows: int) -> NotReadyError:
+        """Return the error that says why a number of rows may not be sampled."""
+        if counts.rows < self.min_size_to_sample:
+            reason = f"the store has {counts.rows} of min_size_to_sample = {self.min_size_to_sample} rows"
+        else:
+            reason = f"{self._describe(counts)}, and min_diff is {self.min_diff:g}"
+        return self._refusal(f"cannot sample {rows} rows yet: {reason}", "extend() the store first")
+
+    def refuse_insert(self, counts: Counts, rows: int) -> NotReadyError:
+        """Return the error that says why a number of rows may not be inserted."""
+        reason = f"{self._describe(counts)}, and max_diff is {self.max_diff:g}"
+        return self._refusal(f"cannot insert {rows} rows yet: {reason}", "sample() first")
 
     # -- with the lock held ----------------------------------------------------------------------
 
@@ -261,29 +320,29 @@ class RateLimiter:
         return storage
 
     def _may_sample(self, storage: Limited, rows: int) -> bool:
-        if len(storage) < self.min_size_to_sample:
-            return False
-        sampled = storage.draws.limits[0] + self._sampling + rows
-        return storage.write_count * self.samples_per_insert - sampled >= self.min_diff
+        counts = _read_counts(storage)
+        return self.allows_sample(counts._replace(sampled=counts.sampled + self._sampling), rows)
 
     def _may_insert(self, storage: Limited, rows: int) -> bool:
-        if self._waived or len(storage) + self._inserting < self.min_size_to_sample:
+        counts, own = _read_counts(storage), self._inserting
+        if self._waived:
             return True
-        inserted = storage.write_count + self._inserting + rows
-        return inserted * self.samples_per_insert - storage.draws.limits[0] <= self.max_diff
+        return self.allows_insert(
+            counts._replace(rows=counts.rows + own, inserted=counts.inserted + own), rows
+        )
 
     def _wait(
         self,
         rows: int,
         may: Callable[[Limited, int], bool],
-        refusal: Callable[[Limited, int], NotReadyError],
+        refusal: Callable[[Counts, int], NotReadyError],
     ) -> None:
         due = None if self.timeout is None else time.monotonic() + self.timeout
         while not may(storage := self._open_storage(), rows):
             self._check_stuck(storage)
             left = math.inf if due is None else due - time.monotonic()
             if left <= 0:
-                raise refusal(storage, rows)
+                raise refusal(_read_counts(storage), rows)
             del storage  # do not keep a buffer alive that was dropped meanwhile
             self._changed.wait(min(left, _LOOK_SECONDS))
 
@@ -310,24 +369,10 @@ class RateLimiter:
                 f"{inserts * self.samples_per_insert + samples:g}; use a larger error_buffer"
             )
 
-    def _refuse_sample(self, storage: Limited, rows: int) -> NotReadyError:
-        have = len(storage)
-        if have < self.min_size_to_sample:
-            reason = f"the store has {have} of min_size_to_sample = {self.min_size_to_sample} rows"
-        else:
-            reason = f"{self._counts(storage)}, and min_diff is {self.min_diff:g}"
-        return self._refusal(f"cannot sample {rows} rows yet: {reason}", "extend() the store first")
-
-    def _refuse_insert(self, storage: Limited, rows: int) -> NotReadyError:
-        reason = f"{self._counts(storage)}, and max_diff is {self.max_diff:g}"
-        return self._refusal(f"cannot insert {rows} rows yet: {reason}", "sample() first")
-
-    def _counts(self, storage: Limited) -> str:
-        inserted, sampled = storage.write_count, storage.draws.limits[0]
-        error = inserted * self.samples_per_insert - sampled
+    def _describe(self, counts: Counts) -> str:
         return (
-            f"with {inserted} rows inserted and {sampled} sampled at {self.samples_per_insert:g} samples per "
-            f"insert the error is {error:g}"
+            f"with {counts.inserted} rows inserted and {counts.sampled} sampled at "
+            f"{self.samples_per_insert:g} samples per insert the error is {self.error_of(counts):g}"
         )
 
     def _refusal(self, text: str, act: str) -> NotReadyError:
@@ -345,6 +390,10 @@ class RateLimiter:
         """Restore the settings; the copy limits no storage."""
         self.__dict__.update(state)
         self._begin()
+
+
+def _read_counts(storage: Limited) -> Counts:
+    return Counts(len(storage), storage.write_count, storage.draws.limits[0])
 
 
 class MinSize(RateLimiter):

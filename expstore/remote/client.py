@@ -74,6 +74,7 @@ class RemoteReplayBuffer(LocalOnly):
         prefetch: Number of batches that an iteration prefetches, in a thread.
         priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+        on_write: Called with the server's answer to each write of rows, a dict.
     """
 
     #: The field in which `update_priority` finds the priorities of a sample.
@@ -93,6 +94,7 @@ class RemoteReplayBuffer(LocalOnly):
         prefetch: int = 8,
         priority_key: str = "td_error",
         as_numpy: bool = False,
+        on_write: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         batch_size = check_batch_size(batch_size)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
@@ -116,7 +118,7 @@ class RemoteReplayBuffer(LocalOnly):
         }  # fmt: skip
         self._wait, self._device = wait, None if device is None else torch.device(device)
         self._prefetch, self.priority_key, self._as_numpy = prefetch, priority_key, as_numpy
-        self._largest = 1.0
+        self._largest, self._on_write = 1.0, on_write
         self._keyed = True  # until the store reports that its writer does not support keys
         self._lock = threading.Lock()
         self._iterator: Generator[Any] | None = None
@@ -245,6 +247,8 @@ class RemoteReplayBuffer(LocalOnly):
         params = None if source is None else {"source": source}
         found = self._send(route, body, params).json()
         self._largest = float(found["largest_priority"])
+        if self._on_write is not None:
+            self._on_write(found)
         if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
@@ -744,6 +748,15 @@ class RemoteEpisodes(LocalEpisodes):
             source: The `source` that was passed to `extend`; None for the unnamed stream.
         """
         self._request("POST", "episodes/end", {"source": source, "unnamed": source is None})
+
+    def find_open(self, source: str | None) -> torch.Tensor:
+        """Return ids of the open episodes of a source, of all sessions that have not ended. Shape `(n,)`.
+
+        Args:
+            source: Name of the stream; None for the unnamed one of this connection's session.
+        """
+        found = self._request("POST", "episodes/open", {"source": source})
+        return torch.tensor(found["episodes"], dtype=torch.int64)
 
     def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
         """Continue the open episodes of the newest ended session that wrote to a source of this name.

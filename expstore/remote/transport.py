@@ -111,6 +111,11 @@ class Address:
         base = f"{urlsplit(self.root).path}/v1/stores/{quote(self.name, safe='')}"
         return f"{base}/{route}" if route else base
 
+    def url(self, route: str) -> str:
+        """Return the URL of one of the store's routes."""
+        parts = urlsplit(self.root)
+        return f"{parts.scheme}://{parts.netloc}{self.path(route)}"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -264,6 +269,18 @@ class Connection:
             for download in list(mine.downloads):
                 download.close()
 
+    def move(self, address: Address) -> None:
+        """Send requests to another address of the same store from now on, also repeated ones.
+
+        The session and the idempotency keys remain. Downloads that are running end by themselves.
+
+        Raises:
+            ValueError: One address uses TLS, and the other does not.
+        """
+        if urlsplit(address.root).scheme != urlsplit(self.address.root).scheme:
+            raise ValueError(f"a connection to {self.address} cannot move to {address}: use the same scheme")
+        self.address = address
+
     def check(self) -> None:
         """Raise StateError if the connection is closed."""
         if self._closed:
@@ -310,12 +327,12 @@ class Connection:
             self.begin_session()
         content = json.dumps(body).encode() if body is not None and kind == JSON else body
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
-        url = self.address.path(route)
 
         def ask() -> Answer:
             sent = mine.client.build_request(
-                method, url, content=content, headers=headers, params=params, timeout=timeout
-            )
+                method, self.address.url(route), content=content, headers=headers, params=params,
+                timeout=timeout,
+            )  # fmt: skip
             try:
                 answer = mine.client.send(sent, stream=True)
                 with contextlib.closing(answer):
@@ -332,7 +349,7 @@ class Connection:
                 _refuse(answer.status_code, answer.headers, found)
             return Answer(found, answer.headers)
 
-        return self._retry(f"{method} {url}", mine, ask)
+        return self._retry(f"{method} {self.address.path(route)}", mine, ask)
 
     def fetch(self, download: Download, route: str, body: Any, *, wait: float = 0.0) -> None:
         """Request a long answer of Arrow messages, over a socket of its own.
@@ -350,13 +367,13 @@ class Connection:
         """
         mine, content = self._get_in_process(), json.dumps(body).encode()
         headers = self._headers(ARROW, JSON) | {"Connection": "close"}
-        parts, url = urlsplit(self.address.root), self.address.path(route)
-        made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-
+        secure = self.address.root.startswith("https:")
+        made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         mine.downloads.add(download)
 
         def ask() -> None:
             download.check()
+            parts, url = urlsplit(self.address.root), self.address.path(route)
             link = made(parts.hostname or "", parts.port, timeout=self.timeout + wait)
             try:
                 link.connect()
@@ -375,7 +392,7 @@ class Connection:
                 link.close()
                 raise
 
-        self._retry(f"POST {url}", mine, ask, download.ended)
+        self._retry(f"POST {self.address.path(route)}", mine, ask, download.ended)
 
     def begin_session(self) -> None:
         """Start a thread that tells the server about this process's session, until the connection is closed.
@@ -406,7 +423,7 @@ class Connection:
     def _tell(self, route: str, timeout: float) -> None:
         mine = self._get_in_process()
         headers = self._headers(JSON, None) | {"X-Session": mine.session}
-        mine.client.post(self.address.path(route), headers=headers, timeout=timeout)
+        mine.client.post(self.address.url(route), headers=headers, timeout=timeout)
 
     def pauses(self) -> Iterator[float]:
         """Yield the pauses between attempts in seconds, each about twice as long as the one before."""
@@ -447,12 +464,9 @@ class Connection:
         return mine
 
     def _client(self) -> httpx.Client:
-        parts = urlsplit(self.address.root)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
-        return httpx.Client(
-            base_url=f"{parts.scheme}://{parts.netloc}", limits=limits, trust_env=False,
-            follow_redirects=False, verify=parts.scheme == "https",
-        )  # fmt: skip
+        secure = self.address.root.startswith("https:")
+        return httpx.Client(limits=limits, trust_env=False, follow_redirects=False, verify=secure)
 
     def _headers(self, accept: str, kind: str | None) -> dict[str, str]:
         headers = {"Accept": accept, "Accept-Encoding": "identity"}

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import Retries
 from expstore.api import Settings
-from expstore.cluster.routing import choose_shard
+from expstore.cluster.routing import Place, choose_shard
 from expstore.errors import (
     NotFoundError,
     NotReadyError,
@@ -287,7 +287,7 @@ def test_every_name_of_the_buffer_is_there() -> None:
 
 
 def test_few_sources_move_if_a_shard_is_added() -> None:
-    shards = {number: f"uuid-{number}" for number in range(5)}
+    shards = {number: Place(f"uuid-{number}") for number in range(5)}
     before = [choose_shard(f"actor-{n}", {k: shards[k] for k in range(4)}) for n in range(400)]
     after = [choose_shard(f"actor-{n}", shards) for n in range(400)]
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
@@ -371,9 +371,9 @@ def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
         wait_until(lambda: rb.shards_missing == ())
         assert rb.sample()["shards_missing"] == []
         for number in range(3):
-            rb._shards[number].note_down({})
+            rb._shards.find(number).note_down({})
         with pytest.raises(RemoteError, match="none of the 3 shards"):
-            rb._macro._find_live()
+            rb.sample()
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:
@@ -431,14 +431,14 @@ def test_another_store_under_the_name_of_a_shard_is_refused(tmp_path: Path) -> N
     state = pickle.dumps(rb)
     with Serving(settings) as server:
         again = pickle.loads(state)
-        for shard in again._shards:
+        for shard in again._shards.all:
             for connection in (shard._connection, shard._once):
                 connection._closed = False
                 connection.address = type(connection.address)(server.url, connection.address.name)
         with pytest.raises(StateError, match="shard 1.*is for"):
             again.sample()
         with pytest.raises(StateError, match="shard 1.*is for"):
-            again._shards[1].call(lambda buffer: buffer.extend(batch_of(3)))
+            again._shards.find(1).call(lambda buffer: buffer.extend(batch_of(3)))
         again.close()
 
 

@@ -229,7 +229,7 @@ def test_batches_keep_their_distribution_while_others_write(folder: Path, server
                 at_draw = masses[shard]
                 assert mass.rows == at_draw.size
                 np.testing.assert_allclose(at_draw.sum(), mass.total, rtol=1e-9)
-                share = draw.assumed[shard] / sum(draw.assumed)
+                share = draw.assumed[shard] / sum(draw.assumed.values())
                 changed += draw.assumed[shard] != mass.total
                 chances.append(share * at_draw / mass.total)
                 expected[shard, : mass.rows] += BATCH * chances[-1]
