@@ -1,0 +1,1 @@
+from expstore.cluster import ray as ray
