@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,15 +23,14 @@ from expstore.cluster.ray_actors import (
     ClusterSpec,
     Found,
     Registry,
+    Restored,
     Running,
     ShardActor,
     ShardSpec,
     find_store,
     load_file,
-    make_store,
     port_of,
     read_shard,
-    restore_store,
     split_shard,
 )
 from expstore.cluster.ray_buffer import RayShardedReplayBuffer
@@ -62,8 +60,8 @@ _HEAD = "node:__internal_head__"
 _PLACE = "{shard}"
 #: Seconds that an actor has to tell its status before it counts as not answering.
 _ANSWER_SECONDS = 5.0
-#: Seconds that Ray may take to start or stop an actor.
-_START_SECONDS, _STOP_SECONDS = 300.0, 60.0
+#: Seconds that a shard may take to close its store, and Ray to end an actor.
+_STOP_SECONDS = 60.0
 _PAUSE_SECONDS = 0.05
 #: Rows of a block of a Ray data set.
 _BLOCK_ROWS = 100_000
@@ -198,32 +196,31 @@ class Cluster:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n!r}")
         places = _choose_nodes(nodes)
-        return [
-            self._grow(self._pick(places, turn if nodes else None), _make_new, self._registry.add.remote)
-            for turn in range(n)
-        ]
+        return [self._grow(self._pick(places, turn if nodes else None), None) for turn in range(n)]
 
-    def _grow(
-        self,
-        node: _Node,
-        make: Callable[[ClusterSpec, _Node, Path], Found],
-        note: Callable[[int, str, str], Any],
-    ) -> int:
-        """Make a store and an actor on a node, then note it in the registry; return its number."""
+    def _grow(self, node: _Node, origin: Restored | None, lost: int | None = None) -> int:
+        """Start a shard on a node and note it in the registry; return its number.
+
+        Args:
+            node: The node.
+            origin: The version of which its store is made; None: it is empty.
+            lost: Number of the shard that it replaces.
+        """
         number: int = wait_for(self._registry.next_number.remote())
         path = self._spec.find_path(number)
-        known = _run_on(node, find_store, path)
-        if known.uuid is not None:
+        found: Found = _run_on(node, find_store, path)
+        if found.uuid is not None:
             raise StateError(
                 f"{path} on node {node.address} is a store already", kind="exists",
                 hint="move it away: the next shard has this path",
             )  # fmt: skip
-        found = make(self._spec, node, path)
-        assert found.uuid is not None
-        actor = _start_shard(ShardSpec(self._spec, number, found.uuid, node.address, found.port), node)
+        actor = _start_shard(ShardSpec(self._spec, number, node.address, found.port, origin=origin), node)
         try:
-            url = _wait_until_it_serves(actor).url
-            self._members.take(wait_for(note(number, url, found.uuid)))
+            running: Running = wait_for(actor.read_status.remote())
+            facts = (number, running.url, running.uuid)
+            registry = self._registry
+            change = registry.add.remote(*facts) if lost is None else registry.replace.remote(lost, *facts)
+            self._members.take(wait_for(change))
         except BaseException:
             ray.kill(actor, no_restart=True)
             raise
@@ -290,14 +287,8 @@ class Cluster:
                 f"shard {shard} answers at {status.url}: replacing it would lose rows",
                 hint="retire() it, or stop its node for good first",
             )
-        uuid = members[shard].uuid
-
-        def restore(spec: ClusterSpec, place: _Node, path: Path) -> Found:
-            found: Found = _run_on(place, restore_store, path, from_, version, uuid)
-            return found
-
         place = self._pick(_choose_nodes(None if node is None else [node]), None)
-        number = self._grow(place, restore, partial(self._registry.replace.remote, shard))
+        number = self._grow(place, Restored(from_, version, str(members[shard].uuid)), shard)
         self._kill_actor(shard)
         running = wait_for(_find_shard(self.name, number).read_status.remote())
         missing = None if status.written is None else max(0, status.written - running.written)
@@ -498,7 +489,7 @@ def start(
     if known is None:
         if allow_lost:
             raise ArgumentError(f"allow_lost is for an earlier cluster, and there is no file {spec.file}")
-        places = _make_stores(spec, _choose_nodes(nodes), shards)
+        places = _place_stores(spec, _choose_nodes(nodes), shards)
     else:
         if nodes is not None:
             raise ArgumentError(f"nodes= is for a new cluster: {spec.file} says where the shards are")
@@ -511,19 +502,18 @@ def start(
     actors: list[Any] = []
     try:
         actors += [_start_shard(shard, node) for shard, node in places]
-        urls = [None if allow_lost else _wait_until_it_serves(one).url for one in actors]
-        if known is None:
-            first = ClusterFile.of(
-                [(str(url), shard.uuid) for url, (shard, _) in zip(urls, places, strict=True)]
-            )
-        else:
-            first = known
-            for url, (shard, _) in zip(urls, places, strict=True):
-                if url is not None and url != first.find(shard.number).url:
-                    first = first.move(shard.number, url, shard.uuid)
+        running = {
+            shard.number: one
+            for actor, (shard, _) in zip(actors, places, strict=True)
+            if (one := _wait_until_it_serves(actor, allow_lost)) is not None
+        }
+        first = known or ClusterFile.of([(one.url, one.uuid) for one in running.values()])
+        for number, one in running.items():
+            if one.url != first.find(number).url:
+                first = first.move(number, one.url, one.uuid)
         registry = _start_actor(Registry, name_registry(name), head, {"num_cpus": 0}, spec, first)
         actors.append(registry)
-        wait_for(registry.read.remote(0), seconds=_START_SECONDS)
+        wait_for(registry.read.remote(0))
         return Cluster(spec)
     except BaseException:
         for one in actors:
@@ -573,10 +563,10 @@ def _describe(
     return spec
 
 
-def _make_stores(
+def _place_stores(
     spec: ClusterSpec, nodes: Sequence[_Node], shards: int | None
 ) -> list[tuple[ShardSpec, _Node]]:
-    """Create the stores of a new cluster, or find all of them."""
+    """Choose the nodes of a new cluster; the actors create the stores, unless all of them exist."""
     count = len(nodes) if shards is None else shards
     places = [nodes[number % len(nodes)] for number in range(count)]
     paths = [spec.find_path(number) for number in range(count)]
@@ -590,12 +580,8 @@ def _make_stores(
             f"{places[missing].address} does not; there is no cluster file {spec.file}",
             kind="exists", hint="choose another path, pass the nodes= of the existing stores, or their file=",
         )  # fmt: skip
-    if not there:
-        found = wait_for(
-            [_submit(node, make_store, path, spec.store) for node, path in zip(places, paths, strict=True)]
-        )
     return [
-        (ShardSpec(spec, number, str(one.uuid), node.address, one.port), node)
+        (ShardSpec(spec, number, node.address, one.port, one.uuid), node)
         for number, (one, node) in enumerate(zip(found, places, strict=True))
     ]
 
@@ -607,7 +593,7 @@ def _find_stores(spec: ClusterSpec, known: ClusterFile, allow_lost: bool) -> lis
     for member in known.list.members:
         node = nodes.get(_address_of(member))
         if node is not None:
-            shard = ShardSpec(spec, member.number, str(member.uuid), node.address, port_of(member.url))
+            shard = ShardSpec(spec, member.number, node.address, port_of(member.url), member.uuid)
             places.append((shard, node))
         elif not allow_lost:
             raise StateError(
@@ -667,11 +653,6 @@ def _run_on(node: _Node, function: Callable[..., Any], *arguments: Any) -> Any:
     return wait_for(_submit(node, function, *arguments))
 
 
-def _make_new(spec: ClusterSpec, node: _Node, path: Path) -> Found:
-    found: Found = _run_on(node, make_store, path, spec.store)
-    return found
-
-
 def _start_actor(cls: type, name: str, node: _Node, options: Mapping[str, Any], *arguments: Any) -> Any:
     """Start a detached actor on a node.
 
@@ -720,9 +701,19 @@ def _has_actor(name: str) -> bool:
     return True
 
 
-def _wait_until_it_serves(actor: Any) -> Running:
-    found: Running = wait_for(actor.read_status.remote(), seconds=_START_SECONDS)
-    return found
+def _wait_until_it_serves(actor: Any, allow_lost: bool) -> Running | None:
+    """Return the status of a shard once it serves.
+
+    Raises:
+        ExpStoreError: Its store cannot be served; with `allow_lost`, the result is None then.
+    """
+    try:
+        found: Running = wait_for(actor.read_status.remote())
+        return found
+    except ExpStoreError:
+        if allow_lost:
+            return None
+        raise
 
 
 def _wait_until_free(name: str) -> None:

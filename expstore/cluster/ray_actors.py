@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from expstore.api.stores import Served
 
 __all__ = [
-    "ClusterSpec", "Found", "Registry", "Running", "ShardActor", "ShardSpec", "find_store", "load_file",
-    "make_store", "port_of", "read_shard", "restore_store", "split_shard",
+    "ClusterSpec", "Found", "Registry", "Restored", "Running", "ShardActor", "ShardSpec", "find_store",
+    "load_file", "port_of", "read_shard", "split_shard",
 ]  # fmt: skip
 
 #: Seconds that an actor waits for the lock of its store, which a process that ends may still hold.
@@ -67,22 +67,40 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True)
+class Restored:
+    """A version of a store, of which a new store is made.
+
+    Args:
+        source: Where it is: as for `expstore.cold.pull`, or a folder that `dumps` was given.
+        version: Number or tag; None: the newest.
+        expected: Uuid of the store that the version must be of.
+    """
+
+    source: Any
+    version: int | str | None
+    expected: str
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """What the actor of a shard serves.
 
     Args:
         cluster: The cluster.
         number: Number of the shard.
-        uuid: Uuid of its store.
         address: The address of its node.
         port: The port, which it had before if it is restarted.
+        uuid: Uuid of its store; None: the first start creates the store, and the registry knows its uuid
+            later.
+        origin: The version of which the first start creates the store; None: it creates an empty one.
     """
 
     cluster: ClusterSpec
     number: int
-    uuid: str
     address: str
     port: int
+    uuid: str | None = None
+    origin: Restored | None = None
 
 
 class Found(NamedTuple):
@@ -102,12 +120,14 @@ class Running(NamedTuple):
 
     Args:
         url: Address of the store.
+        uuid: Its uuid.
         pid: Id of the process.
         rows: Number of readable rows.
         written: Number of rows that were ever written.
     """
 
     url: str
+    uuid: str
     pid: int
     rows: int
     written: int
@@ -128,8 +148,8 @@ class ShardActor:
     def __init__(self, spec: ShardSpec) -> None:
         self._spec, self._lock = spec, threading.Lock()
         self._server: ServerThread | None = None
-        # The registry has the address of the first start.
-        self._is_announced = not ray.get_runtime_context().was_current_actor_reconstructed
+        self._is_restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        self._is_announced = not self._is_restarted  # the registry has the address of the first start
         self._ended = threading.Event()
         with contextlib.suppress(ExpStoreError):  # the first `read_status` raises it
             self._serve()
@@ -146,13 +166,20 @@ class ShardActor:
         spec = self._spec
         with self._lock:
             if self._server is None:
-                self._server = _start_server(spec)
+                uuid = spec.uuid
+                if uuid is None:
+                    uuid = self._find_uuid() if self._is_restarted else _make_store(spec)
+                self._server = _start_server(spec, uuid)
             (name,) = self._server.stores.names()
             url = f"{self._server.listening.url}/{name}"
             if not self._is_announced:
-                wait_for(find_registry(spec.cluster.name).move.remote(spec.number, url, spec.uuid))
+                wait_for(find_registry(spec.cluster.name).move.remote(spec.number, url))
                 self._is_announced = True
             return self._server.stores.get(name)
+
+    def _find_uuid(self) -> str:
+        found: str = wait_for(find_registry(self._spec.cluster.name).find_uuid.remote(self._spec.number))
+        return found
 
     def read_status(self) -> Running:
         """Return the address of the store and its counts.
@@ -163,7 +190,7 @@ class ShardActor:
         served = self._serve()
         assert self._server is not None
         url = f"{self._server.listening.url}/{served.name}"
-        return Running(url, os.getpid(), len(served.rb), served.rb.write_count)
+        return Running(url, served.uuid, os.getpid(), len(served.rb), served.rb.write_count)
 
     def _report(self) -> None:
         """Tell the registry every second how many rows were written: it knows them if the node is lost."""
@@ -185,12 +212,12 @@ class ShardActor:
                 self._server.stop()
 
 
-def _start_server(spec: ShardSpec) -> ServerThread:
+def _start_server(spec: ShardSpec, uuid: str) -> ServerThread:
     from expstore.api.server import ServerThread
     from expstore.api.settings import Settings
 
     cluster, path = spec.cluster, spec.cluster.find_path(spec.number)
-    _check_store(path, spec)
+    _check_store(path, spec, uuid)
     hosts = (spec.address, *cluster.server.get("hosts", ()))
     settings = Settings(path=path, token=cluster.token.encode(), **(dict(cluster.server) | {"hosts": hosts}))
 
@@ -205,7 +232,7 @@ def _start_server(spec: ShardSpec) -> ServerThread:
         return _wait_for_lock(lambda: listen(0))
 
 
-def _check_store(path: Path, spec: ShardSpec) -> None:
+def _check_store(path: Path, spec: ShardSpec, uuid: str) -> None:
     found = _read_uuid(path)
     if found is None:
         raise NotFoundError(
@@ -213,9 +240,9 @@ def _check_store(path: Path, spec: ShardSpec) -> None:
             f"{spec.address}",
             hint="bring the folder back, or replace the shard: cluster.replace()",
         )
-    if found != spec.uuid:
+    if found != uuid:
         raise StateError(
-            f"shard {spec.number} of cluster {spec.cluster.name!r} is store {spec.uuid}, and {path} on node "
+            f"shard {spec.number} of cluster {spec.cluster.name!r} is store {uuid}, and {path} on node "
             f"{spec.address} is store {found}",
             kind="other_store", hint="bring the folder back, or replace the shard: cluster.replace()",
         )  # fmt: skip
@@ -224,6 +251,37 @@ def _check_store(path: Path, spec: ShardSpec) -> None:
 def _read_uuid(path: Path) -> str | None:
     disk = Disk()
     return Manifest.load(disk, path).uuid if disk.exists(path / MANIFEST) else None
+
+
+def _make_store(spec: ShardSpec) -> str:
+    """Create the store of a new shard; return its uuid."""
+    from expstore._open import open as open_store
+
+    path = spec.cluster.find_path(spec.number)
+    if spec.origin is None:
+        open_store(path, mode="x", **spec.cluster.store).close()
+    else:
+        _restore(path, spec.origin)
+    uuid = _read_uuid(path)
+    assert uuid is not None, "it was created"
+    return uuid
+
+
+def _restore(path: Path, origin: Restored) -> None:
+    from expstore.cold.download import pull, restore
+    from expstore.cold.object_storage import is_object_url
+    from expstore.cold.version_list import versions
+    from expstore.storages.snapshots.catalog import find_version
+
+    source, disk = origin.source, Disk()
+    if isinstance(source, str | os.PathLike) and not is_object_url(source):
+        folder = find_version(disk, Path(source), origin.version)
+        _check_origin(Manifest.load(disk, folder).uuid, origin)
+        restore(folder, path)
+    else:
+        for known in versions(source):
+            _check_origin(known.store, origin)
+        pull(source, path, version=origin.version)
 
 
 def _wait_for_lock(start: Callable[[], ServerThread]) -> ServerThread:
@@ -292,10 +350,15 @@ class Registry:
         """Remove a retired shard."""
         return self._change(self._file.remove(number))
 
-    def move(self, number: int, url: str, store: str) -> MemberList:
+    def find_uuid(self, number: int) -> str:
+        """Return the uuid of a shard's store."""
+        return str(self._file.find(number).uuid)
+
+    def move(self, number: int, url: str) -> None:
         """Note the address of a shard, unless it is known."""
         known = self._file.find(number)
-        return self._file.list if known.url == url else self._change(self._file.move(number, url, store))
+        if known.url != url:
+            self._change(self._file.move(number, url, str(known.uuid)))
 
     def replace(self, lost: int, number: int, url: str, store: str) -> MemberList:
         """Remove a lost shard and add another one, by one change."""
@@ -338,51 +401,11 @@ def find_store(path: Path) -> Found:
     return Found(uuid, _find_port(where))
 
 
-def make_store(path: Path, options: Mapping[str, Any]) -> Found:
-    """Create a store on this node.
-
-    Raises:
-        ExpStoreError: As for `expstore.open`.
-    """
-    from expstore._open import open as open_store
-
-    open_store(path, mode="x", **options).close()
-    return Found(_read_uuid(path), _find_port(_name_node()))
-
-
-def restore_store(path: Path, source: Any, version: int | str | None, expected: str) -> Found:
-    """Create a store on this node from a version of another one, which is a shard's.
-
-    Args:
-        path: The new store.
-        source: Where the version is: as for `expstore.cold.pull`, or a folder that `dumps` was given.
-        version: Number or tag; None: the newest.
-        expected: Uuid of the store that the version must be of.
-
-    Raises:
-        StateError: The version is of another store.
-        ExpStoreError: As for `expstore.cold.pull`.
-    """
-    from expstore.cold.download import pull, restore
-    from expstore.cold.object_storage import is_object_url
-    from expstore.cold.version_list import versions
-    from expstore.storages.snapshots.catalog import find_version
-
-    if isinstance(source, str | os.PathLike) and not is_object_url(source):
-        folder = find_version(Disk(), Path(source), version)
-        _check_origin(Manifest.load(Disk(), folder).uuid, expected, source)
-        restore(folder, path)
-    else:
-        for known in versions(source):
-            _check_origin(known.store, expected, source)
-        pull(source, path, version=version)
-    return Found(_read_uuid(path), _find_port(_name_node()))
-
-
-def _check_origin(found: str, expected: str, source: Any) -> None:
-    if found != expected:
+def _check_origin(found: str, origin: Restored) -> None:
+    if found != origin.expected:
         raise StateError(
-            f"the versions in {source} are of store {found}, and the shard was store {expected}",
+            f"the versions in {origin.source} are of store {found}, and the shard was store "
+            f"{origin.expected}",
             kind="other_store", hint="pass the address to which this shard was pushed",
         )  # fmt: skip
 
