@@ -20,6 +20,7 @@ import typer
 
 from expstore import __version__
 from expstore.cli import checks, export, migrate, object_storage, reshape, retain, serve, snapshots
+from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
 from expstore.cli.datasets import datasets
@@ -573,3 +574,4 @@ app.add_typer(datasets)
 
 app.command(epilog=serve.SERVE_NOTES)(serve.serve)
 app.command(epilog=serve.UI_NOTES)(serve.ui)
+app.add_typer(cluster)

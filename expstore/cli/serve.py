@@ -18,7 +18,7 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
-from expstore.errors import StateError
+from expstore.cli.tokens import read_token
 
 if TYPE_CHECKING:
     from expstore.api.server import Listening
@@ -120,7 +120,7 @@ def serve(
     from expstore.api.settings import Settings
 
     settings = Settings(
-        path=path, token=_token(token_file), read_token=_token(read_token_file), read_only=read_only,
+        path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
         hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, sql_seconds=sql_seconds,
         max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate,
         min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer,
@@ -188,28 +188,10 @@ def _line(settings: Settings, listening: Listening) -> str:
     return f"serving {what} at {listening.url}" + (", read-only" if settings.read_only else "")
 
 
-def _token(path: Path | None) -> bytes | None:
-    """Return the token in a file; None without a file.
-
-    Raises:
-        StateError: The file contains no token.
-        StorageError: The file cannot be read.
-    """
-    from expstore.disk.files import Disk
-
-    if path is None:
-        return None
-    disk = Disk()
-    token = disk.read_whole(path.resolve()).strip()  # Kubernetes mounts secrets as links
-    if not token or any(byte <= 32 or byte >= 127 for byte in token):
-        raise StateError(
-            f"{path} does not contain a token",
-            kind="token",
-            hint="write one line of letters and digits into it",
-        )
-    if disk.is_shared(path):  # only a warning: secrets of Docker and Kubernetes are readable by others
-        typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)
-    return token
+def _read(path: Path | None) -> bytes | None:
+    """Return the token in a file; None without a file."""
+    token = read_token(path)
+    return None if token is None else token.encode()
 
 
 def _log_requests() -> None:

@@ -1,4 +1,4 @@
-"""A replay buffer over several served stores: `expstore.connect` of a list of addresses.
+"""A replay buffer over several served stores: `expstore.connect` of a list of addresses or a cluster file.
 
 `ShardedReplayBuffer.sample` and `extend` are the two paths. This module keeps no rows except batches that
 were drawn ahead.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.cluster.batch_queue import BatchQueue
 from expstore.cluster.cluster_limit import ClusterLimit
@@ -30,13 +30,14 @@ from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
 from expstore.cluster.worker import run_together
 from expstore.core.rate_limiters import RateLimiter
-from expstore.core.values import IntArray, key_name, to_key
+from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
 from expstore.errors import RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
-from expstore.remote.local_only import LocalEpisodes, LocalOnly
+from expstore.remote.local_only import LocalEpisodes
+from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.transport import Retries
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
@@ -59,7 +60,7 @@ _MAIN, _OTHER = 0, 1
 _STALE_SECONDS = 5.0
 
 
-class ShardedReplayBuffer(LocalOnly):
+class ShardedReplayBuffer(ServedBuffer):
     """A replay buffer over several served stores, its shards, each of which holds different rows.
 
     Batches are drawn as from one store with all rows. The number of rows that each shard draws is multinomial
@@ -75,8 +76,13 @@ class ShardedReplayBuffer(LocalOnly):
 
     Rows of a source go to one shard, chosen by a hash of the source's name, so all clients with the same
     shards agree without a coordinator. An episode is never divided. Rows without a source go to the shard
-    that the id of this buffer selects. New rows get the largest priority of all shards, as far as this
-    buffer knows it: from answers, at most about 5 seconds old.
+    that the id of this buffer selects.
+
+    The list of shards may change while the buffer is used. A new list is taken up between requests for
+    batches, and in any case within about a second. A new shard gets sources that are new to this buffer,
+    unless another shard has an open episode of the source. A retired shard is sampled as before, and sources
+    leave it when it has no open episode of them. New rows get the largest priority of all shards, as far as
+    this buffer knows it: from answers, at most about 5 seconds old.
 
     Threads: any number may use it. Processes: in a forked child, and in a process that unpickles it, it opens
     new connections, and continues to count draws where the original was. Crashes: as for one store: rows
@@ -85,7 +91,7 @@ class ShardedReplayBuffer(LocalOnly):
     clients, for the same order of shards, `batch_size` and `ahead`.
 
     Args:
-        urls: Addresses of the shards; their numbers are the positions in this list.
+        members: Says which shards there are.
         token: The access token of all servers; None to send none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: Pauses between repeated requests, and if `wait` is None, how long they are repeated.
@@ -103,12 +109,15 @@ class ShardedReplayBuffer(LocalOnly):
         by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also
             works for samplers that remember which rows they have drawn.
         p: Share of each shard with `by="member"`; None for equal shares.
+        rate_limiter: Limits the draws and writes of all clients that have it, by the sums of what the shards
+            count; None: only the servers' own limits.
         device: Device of the returned batches.
         priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
 
     Raises:
         RemoteError: A shard does not answer: all must answer when the buffer is made.
+        StateError: A shard has another store than `members` says, or does not count for `rate_limiter`.
         ValueError: An argument is out of range, or two addresses lead to the same store.
 
     Example:
@@ -116,9 +125,6 @@ class ShardedReplayBuffer(LocalOnly):
         >>> rb.sample()["id"].shape
         torch.Size([256, 2])
     """
-
-    #: The field in which `update_priority` finds the priorities of a sample.
-    priority_key = "td_error"
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class ShardedReplayBuffer(LocalOnly):
         priority_key: str = "td_error",
         as_numpy: bool = False,
     ) -> None:
-        self._batch_size = check_batch_size(batch_size)
+        super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
         shares = _check_shares(by, p)
         if not isinstance(ahead, int) or ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead!r}")
@@ -156,10 +162,7 @@ class ShardedReplayBuffer(LocalOnly):
         self._sampler_of = _describe_sampler(sampler)
         self._where = where
         self._seed = uuid.uuid4().int >> 65 if seed is None else seed
-        self._device = None if device is None else torch.device(device)
-        self.priority_key, self._as_numpy = priority_key, as_numpy
         self._client = uuid.uuid4().hex
-        self._iterator: Generator[Any] | None = None
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
         make = partial(
             Shard, token=token, timeout=timeout, retries=retries, skips=down == "partial", options=options
@@ -182,12 +185,11 @@ class ShardedReplayBuffer(LocalOnly):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process."""
-        own = ("_drawing", "_iterator")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {name: value for name, value in super().__getstate__().items() if name != "_drawing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
-        self.__dict__.update(state, _iterator=None, _client=uuid.uuid4().hex)
+        self.__dict__.update(state, _client=uuid.uuid4().hex)
         self._drawing = threading.Lock()
 
     # -- sampling --------------------------------------------------------------------------------
@@ -216,7 +218,8 @@ class ShardedReplayBuffer(LocalOnly):
             field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
-            NotReadyError: No shard has rows that can be drawn, or a server limits how fast rows are sampled.
+            NotReadyError: No shard has rows that can be drawn, or the time limit of a rate limiter passed
+                (kind "rate_limited").
             RemoteError: A shard did not answer; with `down="partial"`, none did.
             StateError: The sampler cannot draw from several stores; the message says what to do.
         """
@@ -262,25 +265,6 @@ class ShardedReplayBuffer(LocalOnly):
             return to_arrays(batch)
         return to_arrays(batch.exclude(MISSING)) | {MISSING: list(batch[MISSING])}
 
-    def stream(
-        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
-    ) -> Generator[Any]:
-        """Yield batches; a thread draws the next ones meanwhile. They are those that `sample` would return.
-
-        Args:
-            batches: Number of batches; None for an endless stream.
-            batch_size: Rows per batch; None for the buffer's.
-            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
-
-        Raises:
-            NotReadyError: No shard has rows that can be drawn.
-            RemoteError: A shard did not answer.
-        """
-        size = self._require_size(batch_size)
-        if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches!r}")
-        return self._stream(size, batches, as_numpy)
-
     def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         given = 0
         while batches is None or given < batches:
@@ -290,20 +274,6 @@ class ShardedReplayBuffer(LocalOnly):
             else:
                 yield self.sample(size, as_numpy=as_numpy)
             given += 1
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end, as `stream` does.
-
-        Raises:
-            StateError: The buffer has no batch size.
-        """
-        return self.stream()
-
-    def next(self) -> Any:
-        """Return the next batch of one iteration that is shared by all calls."""
-        if self._iterator is None:
-            self._iterator = self.stream()
-        return next(self._iterator)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -332,7 +302,8 @@ class ShardedReplayBuffer(LocalOnly):
 
         Raises:
             SchemaError: The batch does not fit the store, or its specs.
-            StateError: The store cannot be written.
+            NotReadyError: The time limit of a rate limiter passed (kind "rate_limited").
+            StateError: The store cannot be written, or the shard was removed meanwhile (kind "removed").
             RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
                 rows were stored.
         """
@@ -345,7 +316,7 @@ class ShardedReplayBuffer(LocalOnly):
                 )
             )  # fmt: skip
         self._raise_priorities(shard, ids, data, update_priority)
-        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+        return _pair(shard.number, ids)
 
     def add(
         self,
@@ -409,62 +380,14 @@ class ShardedReplayBuffer(LocalOnly):
 
     # -- priorities ------------------------------------------------------------------------------
 
-    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows by shard and id, or of the rows of a sample. Removed rows are skipped.
-
-        Each shard sets the priorities of its rows at once; the shards do so one independently of another.
-
-        Args:
-            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
-                another row by now.
-            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
-                1)`.
-            id: Shard and id of the rows. Shape `(n, 2)`.
-
-        Returns:
-            The number of rows whose priority was set.
-
-        Raises:
-            PriorityError: A priority is negative, NaN or infinite; none was set in its shard.
-        """
-        if isinstance(index, TensorDictBase) and priority is None and id is None:
-            return self.update_tensordict_priority(index)
-        if index is not None:
-            raise RemoteError(
-                "shards do not set priorities by index, which may belong to another row by now",
-                kind="local_only", hint="pass id=, or the sample itself",
-            )  # fmt: skip
-        if id is None or priority is None:
-            raise TypeError("update_priority takes a priority and an id, or a sample")
-        pairs = self._check_pairs(id)
-        values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
-        if values.size not in (1, len(pairs)):
-            raise SchemaError(
-                f"got {values.size} priorities for {len(pairs)} rows", hint="pass one per row, or one for all"
-            )
-        values = np.broadcast_to(values, (len(pairs),))
-
+    def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
         def update(shard: Shard, rows: IntArray) -> int:
             given = values[rows]
-            count = shard.call(lambda buffer: buffer.update_priority(id=pairs[rows, 1], priority=given))
+            count = shard.call(lambda buffer: buffer.update_priority(id=ids[rows, 1], priority=given))
             shard.largest = max(shard.largest, float(given.max()))
             return count
 
-        return sum(self._each_of(pairs, update).values())
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
-
-        Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
-        """
-        key, ids = to_key(self.priority_key), data.get("id")
-        priority = data.get(key)
-        if priority is None:
-            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
-        if ids is None:
-            raise SchemaError("the sample has no entry 'id' with the shards and ids of its rows")
-        return self.update_priority(id=ids, priority=priority)
+        return sum(self._each_of(ids, update).values())
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -477,7 +400,7 @@ class ShardedReplayBuffer(LocalOnly):
         Raises:
             NotFoundError: One of the rows was overwritten or deleted, or never existed.
         """
-        pairs = self._check_pairs(ids)
+        pairs = self._to_ids(ids)
         if not len(pairs):
             return TensorDict({}, [0])
         places: list[IntArray] = []
@@ -500,7 +423,7 @@ class ShardedReplayBuffer(LocalOnly):
         Raises:
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
-        (pair,) = self._check_pairs([episode])
+        (pair,) = self._to_ids([episode])
         shard = self._shards.find(int(pair[0]))
         return _with_pairs(shard.call(lambda buffer: buffer.trajectory(int(pair[1]))), shard.number)
 
@@ -598,33 +521,6 @@ class ShardedReplayBuffer(LocalOnly):
         return sum(self._each(lambda shard: shard.call(len)))
 
     @property
-    def write_count(self) -> int:
-        """Number of rows that were ever written."""
-        return int(self.stats()["write_count"])
-
-    @property
-    def initialized(self) -> bool:
-        """Always True: served stores exist."""
-        return True
-
-    @property
-    def shared(self) -> bool:
-        """Always True: copies in other processes write over connections of their own."""
-        return True
-
-    def share(self, shared: bool = True) -> Self:
-        """Return the buffer: its copies in other processes can write as they are.
-
-        Args:
-            shared: Must be True.
-
-        Raises:
-            RemoteError: It is False.
-        """
-        self._shards.all[0].buffer.share(shared)
-        return self
-
-    @property
     def schema(self) -> Schema | None:
         """The fields, of the first shard that has any; None before the first rows."""
         found = self._each(lambda shard: shard.call(lambda buffer: buffer.schema))
@@ -634,11 +530,6 @@ class ShardedReplayBuffer(LocalOnly):
     def meta(self) -> dict[int, dict[str, Any]]:
         """The user's metadata of each shard, by its number."""
         return self._shards.each(lambda shard: shard.call(lambda buffer: buffer.meta))
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` gets a `batch_size`."""
-        return self._batch_size
 
     @property
     def seed(self) -> int:
@@ -743,30 +634,14 @@ class ShardedReplayBuffer(LocalOnly):
     dump = save = dumps
     load = loads
 
-    def close(self) -> None:
-        """Close the connections of this process; the servers keep the stores open."""
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator.close()
+    def _close(self) -> None:
         self._shards.close()
         self._queue.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(shard.address) for shard in self._shards.all]})"
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _require_size(self, batch_size: int | None) -> int:
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
-        return check_batch_size(size)
 
     def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
         """Call a function for all shards at once; return the results in the order of the shards."""
@@ -779,13 +654,13 @@ class ShardedReplayBuffer(LocalOnly):
         acts = [partial(act, self._shards.find(k), rows) for k, rows in zip(numbers, places, strict=True)]
         return dict(zip(numbers, run_together(acts), strict=True))
 
-    def _check_pairs(self, ids: Any) -> IntArray:
+    def _to_ids(self, given: Any) -> IntArray:
         """Return pairs of shards and ids as an array. Shape `(n, 2)`.
 
         Raises:
             SchemaError: The values are not pairs of integers.
         """
-        pairs = to_array(ids)
+        pairs = to_array(given)
         if pairs.size == 0:
             return np.zeros((0, 2), np.int64)
         if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
@@ -853,6 +728,20 @@ class ShardedEpisodes(LocalEpisodes):
         """
         self._owner._route(source).call(lambda buffer: buffer.episodes.end_stream(source))
 
+    def find_open(self, source: str) -> torch.Tensor:
+        """Return the open episodes of a source, of all sessions that have not ended.
+
+        Args:
+            source: Name of the stream.
+
+        Returns:
+            Shard and id of the episodes. Shape `(n, 2)`, int64.
+        """
+        found = self._owner._shards.each(
+            lambda shard: shard.call(lambda buffer: buffer.episodes.find_open(source))
+        )
+        return torch.cat([_pair(number, ids) for number, ids in found.items()])
+
     def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
         """Continue the open episodes of the newest ended session that wrote to a source of this name.
 
@@ -864,7 +753,7 @@ class ShardedEpisodes(LocalEpisodes):
             Shard and id of the resumed episodes. Shape `(n, 2)`, int64.
         """
         shard, ids = self._owner._resume(source, check)
-        return torch.stack([torch.full_like(ids, shard.number), ids], dim=1)
+        return _pair(shard.number, ids)
 
 
 def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:
@@ -938,9 +827,14 @@ def _has_priorities(data: Any, update_priority: bool | None) -> bool:
         return False
 
 
+def _pair(number: int, ids: torch.Tensor) -> torch.Tensor:
+    """Return pairs of a shard and ids there. Shape `(n, 2)`."""
+    return torch.stack([torch.full_like(ids, number), ids], dim=1)
+
+
 def _with_pairs(rows: TensorDict, number: int) -> TensorDict:
     """Return rows of a shard whose entry `id` has pairs."""
     ids = rows.get("id", None)
     if ids is not None:
-        rows.set("id", torch.stack([torch.full_like(ids, number), ids], dim=1))
+        rows.set("id", _pair(number, ids))
     return rows

@@ -9,31 +9,31 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
-from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.buffers.domain_checks import asks_for_domain
-from expstore.core.values import IntArray, key_name, to_key
+from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
 from expstore.data.containers import Layout
 from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.to_arrays import to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
-from expstore.remote.local_only import LocalEpisodes, LocalOnly
+from expstore.remote.local_only import LocalEpisodes
+from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.stream import Feed
 from expstore.remote.transport import ARROW, Answer, Connection
 from expstore.schema.schema import Schema
 from expstore.sql.result import Result
-from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
@@ -48,7 +48,7 @@ _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
 _OWN = ("index", "id", "index_generation", "priority_weight")
 
 
-class RemoteReplayBuffer(LocalOnly):
+class RemoteReplayBuffer(ServedBuffer):
     """A replay buffer over a store on a server.
 
     It has the methods of the buffer that `expstore.open` returns. Methods that need direct access to the rows
@@ -77,9 +77,6 @@ class RemoteReplayBuffer(LocalOnly):
         on_write: Called with the server's answer to each write of rows, a dict.
     """
 
-    #: The field in which `update_priority` finds the priorities of a sample.
-    priority_key = "td_error"
-
     def __init__(
         self,
         connection: Connection,
@@ -96,7 +93,7 @@ class RemoteReplayBuffer(LocalOnly):
         as_numpy: bool = False,
         on_write: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        batch_size = check_batch_size(batch_size)
+        super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
             raise RemoteError(
                 f"a {type(sampler).__name__} object cannot be sent to a server", kind="local_only",
@@ -111,22 +108,20 @@ class RemoteReplayBuffer(LocalOnly):
             raise ValueError("draw= is the number of a draw of a seed; give seed= too")
         self._connection, self._decoder = connection, Decoder()
         self._fields: Schema | None = None
-        self._batch_size, self._seed, self._draw = batch_size, seed, draw
+        self._seed, self._draw = seed, draw
         self._asked = {
             "sampler": dict(sampler) if isinstance(sampler, Mapping) else sampler, "where": where,
             "seed": seed, "wait": wait,
         }  # fmt: skip
-        self._wait, self._device = wait, None if device is None else torch.device(device)
-        self._prefetch, self.priority_key, self._as_numpy = prefetch, priority_key, as_numpy
+        self._wait, self._prefetch = wait, prefetch
         self._largest, self._on_write = 1.0, on_write
         self._keyed = True  # until the store reports that its writer does not support keys
         self._lock = threading.Lock()
-        self._iterator: Generator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process, without locks and the current iteration."""
         own = ("_lock", "_encoder")
-        return {name: value for name, value in self.__dict__.items() if name not in own} | {"_iterator": None}
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
@@ -306,28 +301,6 @@ class RemoteReplayBuffer(LocalOnly):
         """Return a batch, as NumPy arrays if `as_numpy` is True; None means the buffer's setting."""
         return to_arrays(batch) if (self._as_numpy if as_numpy is None else as_numpy) else batch
 
-    def stream(
-        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
-    ) -> Generator[Any]:
-        """Yield batches that the server streams over one connection, prefetched in a thread.
-
-        Much faster than `sample`, which sends a request for every batch. With a seed, the batches are the
-        ones that `sample` would have drawn.
-
-        Args:
-            batches: Number of batches; None for an endless stream.
-            batch_size: Rows per batch; None for the buffer's.
-            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
-
-        Raises:
-            NotReadyError: The sampler has no rows left to draw.
-            RemoteError: The server did not answer.
-        """
-        size = self._require_size(batch_size)
-        if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches!r}")
-        return self._stream(size, batches, as_numpy)
-
     def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         given = 0
         while batches is None or given < batches:
@@ -363,23 +336,6 @@ class RemoteReplayBuffer(LocalOnly):
             if self._seed is not None:
                 self._draw = number + 1
             return True
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end, as `stream` does.
-
-        Raises:
-            StateError: The buffer has no batch size.
-        """
-        return self.stream()
-
-    def next(self) -> Any:
-        """Return the next batch of one iteration that is shared by all calls; None at its end."""
-        if self._iterator is None:
-            self._iterator = self.stream()
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = None
-        return batch
 
     def by_id(self, ids: Any) -> TensorDict:
         """Return rows by id, in the order of `ids`.
@@ -458,54 +414,12 @@ class RemoteReplayBuffer(LocalOnly):
 
     # -- priorities ------------------------------------------------------------------------------
 
-    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows by id, or of the rows of a sample. Rows that were removed are skipped.
+    def _to_ids(self, given: Any) -> IntArray:
+        return to_array(given).reshape(-1).astype(np.int64, copy=False)
 
-        Args:
-            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
-                another row by now.
-            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
-                1)`.
-            id: Ids of the rows. Shape `(n,)`.
-
-        Returns:
-            The number of rows whose priority was set.
-
-        Raises:
-            PriorityError: A priority is negative, NaN or infinite; none was set.
-        """
-        if isinstance(index, TensorDictBase) and priority is None and id is None:
-            return self.update_tensordict_priority(index)
-        if index is not None:
-            raise RemoteError(
-                "a served store does not set priorities by index, which may belong to another row by now",
-                kind="local_only", hint="pass id=, or the sample itself",
-            )  # fmt: skip
-        if id is None or priority is None:
-            raise TypeError("update_priority takes a priority and an id, or a sample")
-        ids = to_array(id).reshape(-1).astype(np.int64, copy=False)
-        values = to_array(priority).astype(np.float64, copy=False)
-        if values.size not in (1, ids.size):
-            raise SchemaError(
-                f"got {values.size} priorities for {ids.size} rows", hint="pass one per row, or one for all"
-            )
-        values = np.broadcast_to(check_priorities(values.reshape(-1)), ids.shape)
+    def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
         body = {"ids": ids.tolist(), "priorities": values.tolist()}
         return int(self._json("POST", "priorities", body, write=True)["updated"])
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> int:
-        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
-
-        Args:
-            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
-        """
-        key, ids = to_key(self.priority_key), data.get("id")
-        priority = data.get(key)
-        if priority is None:
-            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
-        if ids is None:
-            raise SchemaError("the sample has no entry 'id' with the ids of its rows")
-        return self.update_priority(id=ids, priority=priority)
 
     # -- queries and versions --------------------------------------------------------------------
 
@@ -573,37 +487,6 @@ class RemoteReplayBuffer(LocalOnly):
         return int(self._json("GET", "")["rows"])
 
     @property
-    def write_count(self) -> int:
-        """Number of rows that were ever written."""
-        return int(self.stats()["write_count"])
-
-    @property
-    def initialized(self) -> bool:
-        """Always True: a served store exists."""
-        return True
-
-    @property
-    def shared(self) -> bool:
-        """Always True: copies in other processes write over connections of their own."""
-        return True
-
-    def share(self, shared: bool = True) -> Self:
-        """Return the buffer: its copies in other processes can write as they are.
-
-        Args:
-            shared: Must be True.
-
-        Raises:
-            RemoteError: It is False.
-        """
-        if not shared:
-            raise RemoteError(
-                "a connection cannot forbid other processes to write", kind="local_only",
-                hint="give them no token that may write",
-            )  # fmt: skip
-        return self
-
-    @property
     def schema(self) -> Schema | None:
         """The fields; None before the first rows."""
         fields = self._json("GET", "")["fields"]
@@ -615,11 +498,6 @@ class RemoteReplayBuffer(LocalOnly):
         return dict(self._json("GET", "")["meta"])
 
     @property
-    def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` gets a `batch_size`."""
-        return self._batch_size
-
-    @property
     def largest_priority(self) -> float:
         """The priority that rows of the last write of this buffer got; 1 before the first."""
         return self._largest
@@ -629,18 +507,8 @@ class RemoteReplayBuffer(LocalOnly):
         """Number of the seed's next draw."""
         return self._draw
 
-    def close(self) -> None:
-        """Close the connections of this process; the server keeps the store open."""
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator.close()
+    def _close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._connection.address)!r})"
@@ -655,12 +523,6 @@ class RemoteReplayBuffer(LocalOnly):
         self, method: str, route: str, body: Any = None, *, write: bool = False, once: bool = False
     ) -> Any:
         return self._connection.request(method, route, body=body, write=write, once=once).json()
-
-    def _require_size(self, batch_size: int | None) -> int:
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
-        return check_batch_size(size)
 
 
 class RemoteEpisodes(LocalEpisodes):

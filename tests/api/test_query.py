@@ -191,7 +191,9 @@ def test_a_fast_client_waits(tmp_path: Path) -> None:
         client.put(RUN, json={})
         early = client.post(f"{RUN}/sample", json={"batch_size": 10})
         assert (early.status_code, early.json()["error"]["kind"]) == (429, "rate_limited")
-        assert post_rows(client, 20).status_code == 200
+        told = {"rows": 20, "inserted": 20, "sampled": 0, "samples_per_insert": 1.0}
+        assert post_rows(client, 20).json()["limits"] == told
+        assert client.get(RUN).json()["limits"] == told
         assert post_rows(client, 20, 20).status_code == 200
         refused = post_rows(client, 10, 40)
         assert (refused.status_code, refused.json()["error"]["kind"]) == (429, "rate_limited")
@@ -204,6 +206,8 @@ def test_a_fast_client_waits(tmp_path: Path) -> None:
             assert client.post(f"{RUN}/sample", json={"batch_size": 10} | asked).status_code == 200
         waiting.join(30)
         assert answers == [200]
+        told = client.post(f"{RUN}/mass", json={}).json()["limits"]
+        assert told == {"rows": 50, "inserted": 50, "sampled": 20, "samples_per_insert": 1.0}
 
 
 def test_limits_that_could_stop_both_sides_are_refused(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def test_a_source_follows_its_open_episode_to_another_client(cluster: Cluster) -
         cluster.add()
         with cluster.connect() as other:
             assert [int(other.extend(batch_of(5), source=name)[0, 0]) for name in moved] == [*homes[:2], 2]
+            assert rb.episodes.find_open(moved[0])[:, 0].tolist() == [homes[0]] * 2
 
 
 def test_a_retired_shard_gives_its_sources_away_as_their_episodes_end(cluster: Cluster) -> None:

@@ -33,7 +33,7 @@ from expstore.errors import (
     SnapshotError,
     StateError,
 )
-from expstore.remote.transport import Address
+from expstore.remote.transport import Address, Connection
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import KillableServer, Serving
 from tests.support.tcp_proxy import Proxy
@@ -471,6 +471,48 @@ def test_addresses_are_parsed_and_checked(url: str) -> None:
     found = Address.of("https://host:1/behind/a%20name/")
     assert (found.root, found.name) == ("https://host:1/behind", "a name")
     assert found.path("sample") == "/behind/v1/stores/a%20name/sample"
+    assert found.url("") == "https://host:1/behind/v1/stores/a%20name"
+
+
+def test_a_connection_moves_with_its_session(server: Serving, name: str) -> None:
+    refuses = threading.Event()
+    with Proxy(server.port, lambda _: "refuse" if refuses.is_set() else "") as proxy:
+        connection = Connection(
+            Address(f"http://127.0.0.1:{proxy.port}", name), None, timeout=30, retries=SOON
+        )
+        rb = RemoteReplayBuffer(connection)
+        rb.extend(batch_of(5), source="actor")
+        refuses.set()
+        proxy.cut()
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(rb.extend, batch_of(5, 5), source="actor")
+            connection.move(Address(server.url, name))
+            assert written.result(30).tolist() == list(range(6, 11))
+        assert rb.sql("SELECT count(*) FROM episodes").fetchone() == (1,)
+        with pytest.raises(ValueError, match="same scheme"):
+            connection.move(Address("https://127.0.0.1", name))
+        rb.close()
+
+
+def test_open_episodes_of_a_source_are_found(server: Serving, folder: Path, name: str) -> None:
+    with connect(server, name) as rb, connect(server, name) as other:
+        assert rb.episodes.find_open("actor").tolist() == []
+        rb.extend(batch_of(5), source="actor")
+        rb.extend(batch_of(3))
+        other.extend(batch_of(5), source="actor")
+        other.extend(batch_of(10), source="ended")
+        found = rb.sql("SELECT episode_id, source FROM episodes ORDER BY ALL").fetchall()
+        assert [number for number, source in found if source == "actor"] == [1, 3]
+        assert rb.episodes.find_open("actor").tolist() == [1, 3]  # of all sessions
+        assert rb.episodes.find_open(None).tolist() == [2]
+        assert other.episodes.find_open(None).tolist() == []
+        assert other.episodes.find_open("ended").tolist() == []
+        rb.episodes.end("actor")
+        assert rb.episodes.find_open("actor").tolist() == [3]
+    with expstore.open(folder / f"{name}own.exp") as rb:
+        rb.extend(batch_of(5), source="actor")
+        rb.extend(batch_of(5))
+        assert (rb.episodes.find_open("actor").tolist(), rb.episodes.find_open(None).tolist()) == ([1], [2])
 
 
 def test_a_wrong_name_and_a_server_that_is_gone(server: Serving) -> None:

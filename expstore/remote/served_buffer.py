@@ -1,0 +1,224 @@
+"""What a buffer over one served store and one over several have in common.
+
+Base class of `RemoteReplayBuffer` and `ShardedReplayBuffer`. It sends no requests: they do.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+
+from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.batch_builder import to_array
+from expstore.core.values import IntArray, key_name, to_key
+from expstore.errors import RemoteError, SchemaError, StateError
+from expstore.remote.local_only import LocalOnly
+from expstore.storages.columns.priorities import check_priorities
+
+__all__ = ["ServedBuffer"]
+
+
+class ServedBuffer(LocalOnly):
+    """The parts of a replay buffer that do not depend on how many served stores it is over.
+
+    Args:
+        batch_size: Rows per batch of `sample` and iteration.
+        device: Device of the returned batches.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
+        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+    """
+
+    #: The field in which `update_priority` finds the priorities of a sample.
+    priority_key = "td_error"
+
+    def __init__(
+        self,
+        *,
+        batch_size: int | None,
+        device: torch.device | str | None,
+        priority_key: str,
+        as_numpy: bool,
+    ) -> None:
+        self._batch_size = check_batch_size(batch_size)
+        self._device = None if device is None else torch.device(device)
+        self.priority_key, self._as_numpy = priority_key, as_numpy
+        self._iterator: Generator[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy in another process, without the current iteration."""
+        return self.__dict__ | {"_iterator": None}
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def stream(
+        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
+    ) -> Generator[Any]:
+        """Yield batches; a thread draws the next ones meanwhile, which is much faster than `sample`.
+
+        With a seed, they are the batches that `sample` would have drawn.
+
+        Args:
+            batches: Number of batches; None for an endless stream.
+            batch_size: Rows per batch; None for the buffer's.
+            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
+
+        Raises:
+            NotReadyError: There are no rows that can be drawn.
+            RemoteError: A server did not answer.
+        """
+        size = self._require_size(batch_size)
+        if batches is not None and batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches!r}")
+        return self._stream(size, batches, as_numpy)
+
+    @abstractmethod
+    def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
+        """Yield batches of a size."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches without end, as `stream` does.
+
+        Raises:
+            StateError: The buffer has no batch size.
+        """
+        return self.stream()
+
+    def next(self) -> Any:
+        """Return the next batch of one iteration that is shared by all calls; None at its end."""
+        if self._iterator is None:
+            self._iterator = self.stream()
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = None
+        return batch
+
+    # -- priorities ------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
+        """Set the priorities of rows by id, or of the rows of a sample. Rows that were removed are skipped.
+
+        Each store sets the priorities of its rows at once; several stores do so independently.
+
+        Args:
+            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
+                another row by now.
+            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
+                1)`.
+            id: Ids of the rows. Shape `(n,)`; of several shards, pairs of shard and id, shape `(n, 2)`.
+
+        Returns:
+            The number of rows whose priority was set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set.
+            SchemaError: There are other numbers of priorities and ids, or ids have another shape.
+        """
+        if isinstance(index, TensorDictBase) and priority is None and id is None:
+            return self.update_tensordict_priority(index)
+        if index is not None:
+            raise RemoteError(
+                "served stores do not set priorities by index, which may belong to another row by now",
+                kind="local_only", hint="pass id=, or the sample itself",
+            )  # fmt: skip
+        if id is None or priority is None:
+            raise TypeError("update_priority takes a priority and an id, or a sample")
+        ids = self._to_ids(id)
+        values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
+        if values.size not in (1, len(ids)):
+            raise SchemaError(
+                f"got {values.size} priorities for {len(ids)} rows", hint="pass one per row, or one for all"
+            )
+        return self._set_priorities(ids, np.broadcast_to(check_priorities(values), (len(ids),)))
+
+    @abstractmethod
+    def _to_ids(self, given: Any) -> IntArray:
+        """Return what identifies rows as an array, one entry or row per row."""
+
+    @abstractmethod
+    def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
+        """Set the priorities of rows; return how many rows are still there."""
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> int:
+        """Set the priorities of a sample's rows from its `priority_key`; return how many were set.
+
+        Args:
+            data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
+        """
+        key, ids = to_key(self.priority_key), data.get("id")
+        priority = data.get(key)
+        if priority is None:
+            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
+        if ids is None:
+            raise SchemaError("the sample has no entry 'id' with the ids of its rows")
+        return self.update_priority(id=ids, priority=priority)
+
+    # -- the buffer ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Return statistics, as JSON values."""
+
+    @property
+    def write_count(self) -> int:
+        """Number of rows that were ever written."""
+        return int(self.stats()["write_count"])
+
+    @property
+    def initialized(self) -> bool:
+        """Always True: served stores exist."""
+        return True
+
+    @property
+    def shared(self) -> bool:
+        """Always True: copies in other processes write over connections of their own."""
+        return True
+
+    def share(self, shared: bool = True) -> Self:
+        """Return the buffer: its copies in other processes can write as they are.
+
+        Args:
+            shared: Must be True.
+
+        Raises:
+            RemoteError: It is False.
+        """
+        if not shared:
+            raise RemoteError(
+                "a connection cannot forbid other processes to write", kind="local_only",
+                hint="give them no token that may write",
+            )  # fmt: skip
+        return self
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` gets a `batch_size`."""
+        return self._batch_size
+
+    def close(self) -> None:
+        """Close the connections of this process; the servers keep the stores open."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+        self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close the connections."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_size(self, batch_size: int | None) -> int:
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
+        return check_batch_size(size)
