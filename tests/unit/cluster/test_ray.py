@@ -79,8 +79,13 @@ def fill(rb: Any, first: int = 0, sources: int = 8) -> dict[tuple[int, ...], int
     return found
 
 
-def actions(rb: Any) -> list[int]:
-    return sorted(row[0] for row in rb.sql_each("SELECT action FROM transitions").fetchall())
+def actions(cluster: Cluster) -> list[int]:
+    """Return the actions of all rows, as the files of the stores have them."""
+    found: list[int] = []
+    for shard in cluster.status():
+        with expstore.open(shard.path, mode="r") as rb:
+            found += rb[:]["action"].tolist()
+    return sorted(found)
 
 
 def kill(cluster: Cluster, shard: int) -> int:
@@ -130,7 +135,7 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
     """Kill shards under writers and a sampler; all acknowledged rows are stored once."""
     with cluster.buffer() as rb:
         before = fill(rb, first=-1_000_000)
-        known = actions(rb)
+    known = actions(cluster)
     assert {shard for shard, _ in before} == {0, 1}
     clients = Clients(cluster)
     with ThreadPoolExecutor(3) as pool:
@@ -154,8 +159,7 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
             future.result(120)
     written = [action for mine in clients.acknowledged for action in mine.values()]
     assert len(written) > 20
-    with cluster.buffer() as rb:
-        assert actions(rb) == sorted(known + written)
+    assert actions(cluster) == sorted(known + written)
 
 
 def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cluster) -> None:
@@ -290,6 +294,35 @@ def test_what_cannot_be_started_is_refused(cluster: Cluster, folder: Path, tmp_p
     with pytest.raises(RemoteError, match="token"):
         expstore.connect([member.url for member in cluster.members.members], token="wrong")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0.exp"]
+
+
+@pytest.mark.torture  # importing torchrl in two workers takes ten seconds of CPU
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_ray_collector_of_torchrl_fills_it(connected: None, tmp_path: Path) -> None:
+    from torchrl.collectors.distributed import RayCollector
+
+    from tests.support.counting_env import Make
+
+    cluster = expstore.cluster.ray.start(tmp_path / "run-{shard}.exp", shards=2, name="collected")
+    with cluster.buffer() as rb:
+        collector = RayCollector(
+            [Make(0, 3), Make(1, 4)], None, frames_per_batch=40, total_frames=200, replay_buffer=rb,
+            collector_class="single", remote_configs={"num_cpus": 0.5, "memory": 1 << 28},
+        )  # fmt: skip
+        assert [batch for batch in collector] == [None] * 5  # noqa: C416: it has no length; the workers write
+        collector.shutdown()
+        assert ray.is_initialized()
+        assert len(rb) == 200
+        workers = set()
+        found = rb.sql_each("SELECT episode_id, length, status FROM episodes").fetchall()
+        for episode, length, status, shard in found:
+            rows = rb.trajectory((shard, episode))["observation"].tolist()
+            worker, number, _ = rows[0]
+            assert rows == [[worker, number, step] for step in range(length)]
+            assert length == (3, 4)[worker] or status != "terminated"
+            workers.add(worker)
+        assert workers == {0, 1}
+    cluster.stop()
 
 
 @pytest.mark.torture
