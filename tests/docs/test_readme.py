@@ -32,7 +32,7 @@ PAGES = (
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
     "README", "benchmarks", "cleanrl", "cluster", "datasets", "development", "disk", "errors", "format",
-    "http", "numpy", "object_storage", "page", "storages", "torchrl_names", "trackers",
+    "http", "numpy", "object_storage", "page", "ray", "storages", "torchrl_names", "trackers",
 )  # fmt: skip
 
 

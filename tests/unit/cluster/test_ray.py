@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -28,6 +33,7 @@ from expstore.errors import (
 )
 from tests.support.arrow_bodies import batch_of
 from tests.support.paths import ROOT
+from tests.support.s3_server import S3Server, start_moto
 from tests.support.waits import wait_until
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'expstore[ray]'")
@@ -208,7 +214,7 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
         fill(rb)
         (number,) = cluster.add()
         assert number == cluster.members.members[-1].number
-        wait_until(lambda: number in dict(rb.shards))
+        wait_until(lambda: number in rb.shards)
         pairs = [rb.extend(batch_of(10, 10 * k), source=f"new-{k}") for k in range(12)]
         assert number in {int(found[0, 0]) for found in pairs}  # new sources go there
         assert number in rb.sample()["id"][:, 0]
@@ -238,14 +244,14 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
         done = cluster.replace(number, from_=tmp_path / "versions")
         assert done.shard > number
         assert (done.rows, done.missing) == (version.rows, 7)
-        wait_until(lambda: set(dict(rb.shards)) == {0, 1, done.shard})
+        wait_until(lambda: set(rb.shards) == {0, 1, done.shard})
         found = rb.shards[done.shard].sql("SELECT _id, action FROM transitions ORDER BY _id").fetchall()
         assert found == kept
         cluster.retire(done.shard)
         cluster.remove(done.shard)
         with pytest.raises(NotFoundError, match="there is no shard"):
             cluster.retire(done.shard)
-        wait_until(lambda: set(dict(rb.shards)) == {0, 1})
+        wait_until(lambda: set(rb.shards) == {0, 1})
     assert [one.state for one in cluster.status()] == ["serving", "serving"]
 
 
@@ -309,7 +315,8 @@ def test_a_ray_collector_of_torchrl_fills_it(connected: None, tmp_path: Path) ->
             [Make(0, 3), Make(1, 4)], None, frames_per_batch=40, total_frames=200, replay_buffer=rb,
             collector_class="single", remote_configs={"num_cpus": 0.5, "memory": 1 << 28},
         )  # fmt: skip
-        assert [batch for batch in collector] == [None] * 5  # noqa: C416: it has no length; the workers write
+        batches = iter(collector)  # list() would ask for a length, which it does not have
+        assert [next(batches) for _ in range(5)] == [None] * 5  # the workers write
         collector.shutdown()
         assert ray.is_initialized()
         assert len(rb) == 200
@@ -331,13 +338,13 @@ def test_it_continues_after_a_stop_and_its_registry_after_a_kill(connected: None
     cluster = start(path, shards=1, name=name)
     with pytest.raises(NotReadyError, match="no shard has rows"):
         cluster.to_ray_dataset()
-    registry = ray.get_actor(f"{name}:registry", namespace="expstore")
     with cluster.buffer(batch_size=8) as rb:
         fill(rb)
+        registry = ray.get_actor(f"{name}:registry", namespace="expstore")
         ray.kill(registry, no_restart=False)  # Ray starts it again
         assert len(rb.sample()) == 8  # the list is known
         cluster.add()
-        wait_until(lambda: set(dict(rb.shards)) == {0, 1})
+        wait_until(lambda: set(rb.shards) == {0, 1})
     cluster.retire(0)
     cluster.stop()
     with pytest.raises(NotFoundError):
@@ -347,6 +354,81 @@ def test_it_continues_after_a_stop_and_its_registry_after_a_kill(connected: None
     with again.buffer() as rb:
         assert len(rb) == 80
     again.stop()
+
+
+@pytest.mark.torture
+def test_a_shard_whose_port_is_taken_is_found_at_another_one(connected: None, tmp_path: Path) -> None:
+    cluster = expstore.cluster.ray.start(tmp_path / "run-{shard}.exp", shards=1, name="moved")
+    (member,) = cluster.members.members
+    address = urlsplit(member.url)
+    assert address.hostname is not None
+    assert address.port is not None
+    taken: list[socket.socket] = []
+
+    def take_port() -> bool:
+        with contextlib.suppress(OSError):
+            taken.append(socket.create_server((address.hostname, address.port)))
+        return bool(taken)
+
+    with cluster.buffer() as rb:
+        fill(rb)
+        kill(cluster, 0)
+        wait_until(take_port)
+        wait_until(lambda: cluster.members.members[0].url != member.url)
+        fill(rb, first=1000)
+        assert len(rb) == 160
+    taken[0].close()
+    cluster.stop()
+
+
+@pytest.mark.torture
+def test_a_shard_on_a_lost_node_is_replaced_from_an_object_storage(connected: None, tmp_path: Path) -> None:
+    pytest.importorskip("moto", reason="moto is not installed: there is no server to ask")
+    from obstore.store import S3Store
+
+    start, name, path = expstore.cluster.ray.start, "lost", tmp_path / "run-{shard}.exp"
+    cluster = start(path, shards=2, name=name)
+    with cluster.buffer() as rb:
+        fill(rb)
+        expected = rb.shards[1].sql("SELECT action FROM transitions ORDER BY _id").fetchall()
+        rb.shards[1].snapshots.tag("kept")
+    cluster.stop()
+    file = tmp_path / f"{name}.cluster.json"
+    facts = json.loads(file.read_text())
+    facts["shards"][1]["url"] = "http://203.0.113.9:8420/run-1"  # no node has this address
+    file.write_text(json.dumps(facts))
+    with pytest.raises(StateError, match="shard 1 was on node 203.0.113.9"):
+        start(path, name=name)
+    cluster = start(path, name=name, allow_lost=True)
+    assert [one.state for one in cluster.status()] == ["serving", "lost"]
+    with start_moto() as port, S3Server(port, "bucket") as server:
+        where = S3Store.from_url(
+            "s3://bucket/run-1", endpoint=server.url, access_key_id="key", secret_access_key="secret",
+            region="us-east-1", client_options={"allow_http": True},
+        )  # fmt: skip
+        expstore.cold.push(tmp_path / "run-1.exp", where)
+        done = cluster.replace(1, from_=where)
+    assert (done.shard, done.rows, done.missing) == (2, len(expected), None)
+    with cluster.buffer() as rb:
+        assert set(rb.shards) == {0, 2}
+        found = rb.shards[2].sql("SELECT action FROM transitions ORDER BY _id").fetchall()
+        assert found == expected
+    cluster.stop()
+
+
+@pytest.mark.torture
+def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    monkeypatch.setattr(ray, "init", lambda: None)  # this process is connected already
+    names: dict[str, Any] = {"batch": batch_of}
+    for block in blocks:
+        exec(compile(block.replace("/data", str(tmp_path)), "docs/ray.md", "exec"), names)
+    assert names["states"] == ["serving"] * 3
+    assert 0 < names["rows"].count() <= 4000
+    names["rb"].close()
+    names["cluster"].stop()
 
 
 def test_without_ray_the_error_says_what_to_install() -> None:
