@@ -77,7 +77,8 @@ def serve(
 
 def _listen(settings: Settings, host: str, port: int) -> tuple[FastAPI, socket.socket, Listening]:
     """Create the application and the socket, as the arguments of `serve` say."""
-    if not ReadingDisk().is_dir(settings.path):
+    disk = ReadingDisk()
+    if not disk.is_dir(settings.path):
         raise NotFoundError(
             f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
         )

@@ -196,7 +196,7 @@ class Cluster:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n!r}")
         places = _choose_nodes(nodes)
-        return [self._grow(self._pick(places, turn if nodes else None), None) for turn in range(n)]
+        return [self._grow(self._pick(places, lap if nodes else None), None) for lap in range(n)]
 
     def _grow(self, node: _Node, origin: Restored | None, lost: int | None = None) -> int:
         """Start a shard on a node and note it in the registry; return its number.
@@ -226,9 +226,9 @@ class Cluster:
             raise
         return number
 
-    def _pick(self, nodes: Sequence[_Node], turn: int | None) -> _Node:
-        if turn is not None:
-            return nodes[turn % len(nodes)]
+    def _pick(self, nodes: Sequence[_Node], lap: int | None) -> _Node:
+        if lap is not None:
+            return nodes[lap % len(nodes)]
         used = [_address_of(member) for member in self._members.read().members]
         return min(nodes, key=lambda node: used.count(node.address))
 
@@ -318,7 +318,7 @@ class Cluster:
         return [self._read_status(member) for member in self._ask_members().members]
 
     def _read_status(self, member: Member) -> ShardStatus:
-        written: int | None = wait_for(self._registry.written.remote(member.number))
+        written: int | None = wait_for(self._registry.find_written.remote(member.number))
         address = _address_of(member)
         running: Running | None = None
         state = "serving"

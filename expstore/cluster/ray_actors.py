@@ -334,7 +334,7 @@ class Registry:
         """Note how many rows were ever written to a shard."""
         self._written[number] = written
 
-    def written(self, number: int) -> int | None:
+    def find_written(self, number: int) -> int | None:
         """Return how many rows were ever written to a shard, as far as it reported; None: it did not."""
         return self._written.get(number)
 
@@ -412,7 +412,8 @@ def _check_origin(found: str, origin: Restored) -> None:
 
 def load_file(path: Path) -> ClusterFile | None:
     """Return the cluster file of an earlier start; None if there is none."""
-    return ClusterFile.load(path) if Disk().exists(path) else None
+    disk = Disk()
+    return ClusterFile.load(path) if disk.exists(path) else None
 
 
 def split_shard(path: Path, rows: int) -> list[tuple[int, int]]:

@@ -232,7 +232,7 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
         with pytest.raises(StateError, match="answers at"):
             cluster.replace(number, from_=tmp_path / "versions")
         registry = expstore.cluster.ray_members.find_registry("tests")
-        wait_until(lambda: ray.get(registry.written.remote(number)) == len(kept) + 7)
+        wait_until(lambda: ray.get(registry.find_written.remote(number)) == len(kept) + 7)
         path.rename(tmp_path / "lost.exp")
         expstore.open(path, mode="x").close()
         kill(cluster, number)
