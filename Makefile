@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test torture lint format bench bench-embed bench-check bench-smoke profile clean
+.PHONY: help .venv run test torture soak lint format bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
@@ -39,6 +39,9 @@ test: .venv .venv/.loops  ## run the tests
 
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
 	$(BIN)/python -m tests.support.torture
+
+soak: .venv  ## an hour of steady work: a server's memory, descriptors and threads stay as they are
+	$(BIN)/python -m tests.support.soak
 
 lint: .venv  ## check format, style, imports, types, spelling and the shape of the code
 	$(BIN)/ruff format --check .

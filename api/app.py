@@ -5,13 +5,13 @@ Used by `expstore serve`, and by programs that mount it into their own applicati
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.to_thread
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 import expstore
 from expstore.api import docs_page, errors, page
@@ -24,7 +24,14 @@ from expstore.api.routes import events, health, query, read, sample, snapshots, 
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "reading_routes"]
+
+#: Routers with the prefixes of their paths: those of every server, and those of servers that write.
+_READING = (
+    ("", health.router),
+    *(("/v1", part.router) for part in (read, events, sample, query, snapshots)),
+)
+_CHANGING = (("/v1", write.router), ("/v1", snapshots.changing))
 
 
 class _Api(FastAPI):
@@ -83,20 +90,23 @@ def create_app(settings: Settings) -> FastAPI:
     # The last middleware is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    routers = [("", health.router)]
-    routers += [("/v1", part.router) for part in (read, events, sample, query, snapshots)]
-    if not settings.read_only:
-        routers += [("/v1", write.router), ("/v1", snapshots.changing)]
+    routers = _READING if settings.read_only else _READING + _CHANGING
     for prefix, router in routers:
         app.include_router(router, prefix=prefix)
-
-    def describe() -> dict[str, Any]:
-        own = (("", route) for route in app.routes)
-        return outline([*own, *((prefix, route) for prefix, router in routers for route in router.routes)])
-
     open_folder = page.PATH if settings.ui else None
-    app.add_middleware(Watch, routes=RouteTable(describe, open_folder), metrics=metrics)
+    table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
+    app.add_middleware(Watch, routes=table, metrics=metrics)
     return app
+
+
+def reading_routes() -> RouteTable:
+    """Return the routes of a server that only reads, with the page."""
+    return RouteTable(lambda: _outline(_READING), page.PATH)
+
+
+def _outline(routers: Sequence[tuple[str, APIRouter]], own: Sequence[object] = ()) -> dict[str, Any]:
+    included = ((prefix, route) for prefix, router in routers for route in router.routes)
+    return outline([*(("", route) for route in own), *included])
 
 
 async def _end_silent(stores: Stores, seconds: float) -> None:

@@ -28,7 +28,7 @@ from expstore.api.stores import Stores
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, StateError
 
-__all__ = ["Listening", "ServerThread", "configure", "serve"]
+__all__ = ["Listening", "ServerThread", "configure", "run", "serve"]
 
 #: Python's thread switch interval.
 _SWITCH_SECONDS = 0.0005
@@ -69,26 +69,53 @@ def serve(
         NotFoundError: There is neither a store nor a folder of stores.
         LockedError: Another process writes to the store, if a single store is served.
     """
-    app, listener, listening = _listen(settings, host, port)
+    _check_path(settings)
+    run(create_app(settings), settings, host=host, port=port, ready=ready, stopping=stopping)
+
+
+def run(
+    app: FastAPI,
+    settings: Settings,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[Listening], None],
+    stopping: Callable[[], None],
+) -> None:
+    """Run an application until a signal arrives, as `serve` does.
+
+    Args:
+        app: The application; `app.state.stores` has its stores.
+        settings: The settings that it was made with.
+        host: A name or an address of this machine.
+        port: The port; 0: a free one.
+        ready: Called when the server accepts requests.
+        stopping: Called when the shutdown begins.
+
+    Raises:
+        StateError: Other machines could reach the address and there is no token, or the address is in use.
+    """
+    listener, listening = _listen(app, settings, host, port)
     with contextlib.closing(listener), _use_one_thread():
         server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
         server.run(sockets=[listener])
 
 
-def _listen(settings: Settings, host: str, port: int) -> tuple[FastAPI, socket.socket, Listening]:
-    """Create the application and the socket, as the arguments of `serve` say."""
+def _check_path(settings: Settings) -> None:
     disk = ReadingDisk()
     if not disk.is_dir(settings.path):
         raise NotFoundError(
             f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
         )
+
+
+def _listen(app: FastAPI, settings: Settings, host: str, port: int) -> tuple[socket.socket, Listening]:
     family, address = _resolve(host, port)
     _check_token(settings, address)
     _allow_many_files()
-    app = create_app(settings)
     listener = _bound(family, address, port)
     where = f"[{host}]" if ":" in host else host
-    return app, listener, Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
+    return listener, Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
 
 
 class ServerThread:
@@ -111,7 +138,9 @@ class ServerThread:
     def __init__(
         self, settings: Settings, *, host: str, port: int, failed: Callable[[], None] = lambda: None
     ) -> None:
-        self._app, self._listener, self.listening = _listen(settings, host, port)
+        _check_path(settings)
+        self._app = create_app(settings)
+        self._listener, self.listening = _listen(self._app, settings, host, port)
         self._started, self._failed = threading.Event(), failed
         self._errors: list[BaseException] = []
         config = configure(self._app, settings)

@@ -1,6 +1,6 @@
 """Learning curves of Stable-Baselines3's DQN and SAC with its own replay buffer and with `expstore.sb3`.
 
-Run as `python benchmarks/sb3_learning.py`; all runs take about ten minutes of one core. Figures are written
+Run as `python benchmarks/sb3_learning.py`; all runs take about half an hour of one core. Figures are written
 to `benchmarks/results/sb3_curves.json` after each run, runs that the file has are skipped, and the picture is
 `docs/images/sb3_curves.png`. `--draw` only draws.
 """
@@ -57,7 +57,7 @@ TASKS = {
     "DQN, CartPole-v1": Task(
         "CartPole-v1",
         DQN,
-        20_000,
+        40_000,
         20,
         {
             "learning_rate": 2.3e-3,
@@ -76,7 +76,7 @@ TASKS = {
     "SAC, Pendulum-v1": Task(
         "Pendulum-v1",
         SAC,
-        3_000,
+        6_000,
         5,
         {
             "learning_rate": 1e-3,

@@ -12,13 +12,14 @@ import signal
 import threading
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import read_token
+from expstore.errors import StateError
 
 if TYPE_CHECKING:
     from expstore.api.server import Listening
@@ -34,6 +35,7 @@ SERVE_NOTES = (
 UI_NOTES = (
     "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
     "It runs with a low priority (nice 10), so that the writer is not slowed down. "
+    "Of a cluster file (expstore cluster init) it shows the shards, under the names shard-0 and so on. "
     "Only this machine can open the page. To look at stores of another machine, run `expstore serve` there: "
     "it has the same page at /ui/, which can also change facts of episodes."
 )
@@ -145,7 +147,7 @@ def ui(
             callback=to_local,
             autocompletion=complete_store,
             metavar="PATH",
-            help="A store, or a folder of stores.",
+            help="A store, a folder of stores, or a cluster file.",
         ),
     ] = Path("."),
     port: Annotated[
@@ -154,20 +156,44 @@ def ui(
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Only print the address of the page.")
     ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            callback=to_local,
+            metavar="FILE",
+            help="File with the token of the shards, for a cluster file. Without it the page asks for one.",
+        ),
+    ] = None,
 ) -> int:
-    """Look at stores in the browser."""
+    """Look at stores, or at the shards of a cluster, in the browser."""
     from expstore.api.page import PATH
-    from expstore.api.server import serve as run
+    from expstore.api.server import run
+    from expstore.api.server import serve as serve_stores
     from expstore.api.settings import Settings
+    from expstore.api.shards_app import create_shards_app
+    from expstore.cluster.members import FileMembers
+    from expstore.disk.files import ReadingDisk
 
     def ready(listening: Listening) -> None:
+        os.nice(_NICE)
         address = f"{listening.url}{PATH}/"
         typer.echo(f"showing {path} at {address} (Ctrl-C ends it)")
         if not no_browser and not webbrowser.open_new_tab(address):
             typer.echo("no browser was found; open the address yourself", err=True)
 
-    os.nice(_NICE)
-    run(Settings(path=path, read_only=True), port=port, ready=ready, stopping=lambda: _limit_end(5.0))
+    disk = ReadingDisk()
+    is_cluster = disk.exists(path) and not disk.is_dir(path)
+    if token_file is not None and not is_cluster:
+        raise StateError(
+            f"{path} is not a cluster file, so no token is sent to shards", hint="leave --token-file out"
+        )
+    options: Any = {"port": port, "ready": ready, "stopping": lambda: _limit_end(5.0)}
+    if is_cluster:
+        settings = Settings(path=path.parent, read_only=True)
+        app = create_shards_app(FileMembers(path), settings, read_token(token_file))
+        run(app, settings, host="127.0.0.1", **options)
+    else:
+        serve_stores(Settings(path=path, read_only=True), **options)
     return 0
 
 

@@ -307,7 +307,7 @@ class ShardedReplayBuffer(ServedBuffer):
             RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
                 rows were stored.
         """
-        with self._hold(data):
+        with self._wait_to_insert(data):
             shard = self._route(source)
             ids = shard.call(
                 lambda buffer: buffer.extend(
@@ -334,7 +334,7 @@ class ShardedReplayBuffer(ServedBuffer):
             episode_info: Facts to record for the row's episode.
             validate: "domain": the server also checks the values against the specs of the store.
         """
-        with self._hold([data]):
+        with self._wait_to_insert([data]):
             shard = self._route(source)
             row = shard.call(
                 lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
@@ -342,7 +342,7 @@ class ShardedReplayBuffer(ServedBuffer):
         self._raise_priorities(shard, torch.tensor([row]), data, None)
         return shard.number, row
 
-    def _hold(self, data: Any) -> AbstractContextManager[None]:
+    def _wait_to_insert(self, data: Any) -> AbstractContextManager[None]:
         """Return a context that waits until the rate limiter allows to write rows."""
         return contextlib.nullcontext() if self._limit is None else self._limit.inserting(_count_rows(data))
 

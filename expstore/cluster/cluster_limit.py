@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,8 +83,8 @@ class ClusterLimit:
         limiter = self._limiter
         if self._sum().rows >= limiter.min_size_to_sample:
             limiter.check_insert(rows)
-        for shard in self._shards.all:
-            shard.refresh(_STALE_SECONDS)
+        asked = [shard.refresh(_STALE_SECONDS) for shard in self._shards.all]
+        wait([future for future in asked if future is not None], _STALE_SECONDS)
 
         def allows(counts: Counts) -> bool:
             own = self._inserting

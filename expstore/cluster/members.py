@@ -251,7 +251,7 @@ class ClusterFile:
             StateError: The file exists.
             StorageError: The disk failed.
         """
-        with _locked(path):
+        with _lock(path):
             disk = Disk()
             if disk.exists(path):
                 raise StateError(
@@ -275,7 +275,7 @@ class ClusterFile:
             StateError: The file cannot be read, or the change is refused.
             StorageError: The disk failed.
         """
-        with _locked(path):
+        with _lock(path):
             changed = act(cls.load(path))
             changed.save(path)
         return changed
@@ -290,7 +290,7 @@ def _parse_member(facts: dict[str, Any]) -> Member:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     disk = Disk()
     file = disk.open(path.with_name(path.name + ".lock"), create=True)
     try:

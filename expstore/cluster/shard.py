@@ -263,16 +263,20 @@ class Shard:
             break  # any other error is raised by the next draw
         self.is_down = self._is_probed = False
 
-    def refresh(self, seconds: float) -> None:
+    def refresh(self, seconds: float) -> Future[None] | None:
         """Ask for the largest priority and the counts in a thread, unless the shard answered recently.
 
         Args:
             seconds: How long ago the last answer may be.
+
+        Returns:
+            Done when the shard has answered, or does not; None if it was not asked.
         """
         now = time.monotonic()
         if now - max(self.heard, self._asked) >= seconds and not self._is_asked:
             self._is_asked, self._asked = True, now
-            self._worker.submit(self._ask)
+            return self._worker.submit(self._ask)
+        return None
 
     def _ask(self) -> None:
         with contextlib.suppress(ExpStoreError):  # draws and writes raise it
@@ -288,7 +292,10 @@ class Shard:
         """Close the connections of this process, and end the threads."""
         self._ended.set()
         self.buffer.close()
-        self._once.close()
+        if self._is_asked:  # its request would leave a socket behind
+            self._worker.submit(self._once.close)
+        else:
+            self._once.close()
         self._worker.close()
         self._prober.close()
 

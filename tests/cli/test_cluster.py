@@ -46,9 +46,9 @@ def test_a_cluster_from_init_to_remove(
         assert "now has 3 shards; accepting sources: 0, 1, 2" in told("add", c, "--token-file", token)
         assert "accepting sources: 1, 2; retired: 0" in told("retire", "0")
         wait_until(lambda: list(rb.shards) == [0, 1, 2])  # a thread looks at the file
-    shown = told("show", "--token-file", token)
-    assert "retired" in shown
-    assert c in shown
+    listed = told("show", "--token-file", token)
+    assert "retired" in listed
+    assert c in listed
     found = json.loads(told("show", "--json", code=1))  # the token is missing
     assert [(one["number"], one["rows"]) for one in found["shards"]] == [(0, None), (1, None), (2, None)]
     found = json.loads(told("show", "--json", "--token-file", token))

@@ -89,9 +89,13 @@ def test_only_terminals_get_a_progress_bar(store: Path) -> None:
         assert not ESCAPE.search(out + err)
 
 
-def test_collecting_and_filling_show_progress(store: Path, tmp_path: Path) -> None:
+@pytest.mark.torture
+def test_collecting_shows_progress(tmp_path: Path) -> None:
     output = on_terminal("collect", "CartPole-v1", tmp_path / "a.exp", "--steps", 64)
     assert "collecting" in output.split("\n", 1)[1]
+
+
+def test_filling_shows_progress(store: Path) -> None:
     assert "filling" in on_terminal("add-column", store, "weight", "--fill", "1.0")
     with expstore.open(store, mode="r") as rb:
         assert set(rb[:]["weight"].tolist()) == {1.0}

@@ -229,6 +229,7 @@ def test_a_second_run_continues(rb: Any, store_path: Path) -> None:
             assert steps[:, 2].tolist() == list(range(len(steps)))
 
 
+@pytest.mark.torture
 def test_workers_that_are_spawned(store_path: Path) -> None:
     """TorchRL's default: workers get the buffer pickled."""
     import multiprocessing

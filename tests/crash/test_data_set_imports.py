@@ -159,6 +159,7 @@ def test_a_full_disk_is_one_error_and_the_import_resumes(tmp_path: Path) -> None
 # -- a large source --------------------------------------------------------------------------------------
 
 
+@pytest.mark.torture
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     """Four times as many rows (340 MB of frames instead of 85) need no more memory."""
     game = made_up(500)

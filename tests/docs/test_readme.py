@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import expstore
+from expstore.cli.app import run
 from expstore.sql.result import Result
 from tests.support.commands import Cli
 from tests.support.paths import ROOT
@@ -32,7 +34,7 @@ PAGES = (
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
     "README", "benchmarks", "cleanrl", "cluster", "datasets", "development", "disk", "errors", "format",
-    "http", "numpy", "object_storage", "page", "ray", "storages", "torchrl_names", "trackers",
+    "http", "installing", "numpy", "object_storage", "page", "ray", "storages", "torchrl_names", "trackers",
 )  # fmt: skip
 
 
@@ -111,24 +113,32 @@ def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_shards_of_their_page_are_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stores of one server in place of two machines."""
+    """Three stores of one server in place of three machines."""
     page = read_page("cluster")
-    (block,) = blocks(page, "python")
-    (command,) = blocks(page, "sh")
+    fixed, changing = blocks(page, "python")
+    command, changes = blocks(page, "sh")
     assert command.startswith("expstore serve runs")
     monkeypatch.chdir(tmp_path)
     Path("token").write_text("that-nobody-guesses\n")
     names: dict[str, object] = {}
     execute(blocks(README, "python")[0], names)
-    for name in ("a", "b"):
+    for name in "abc":
         expstore.open(f"runs/{name}.exp", mode="x").close()
-    with serving("runs", "--token-file", "token") as (_, facts):
-        for name in ("a", "b"):
-            block = block.replace(f"http://{name}:8420/demo", f"{facts['listening']}/{name}")
-        execute(block, names)
-    counts = names["counts"]
+    limits = "--samples-per-insert", "4", "--error-buffer", "inf"
+    assert f"expstore serve runs {' '.join(limits)}\n" in page
+    with serving("runs", "--token-file", "token", *limits) as (_, facts):
+        for name in "abc":
+            url, own = f"http://{name}:8420/demo", f"{facts['listening']}/{name}"
+            fixed, changes = fixed.replace(url, own), changes.replace(url, own)
+        execute(fixed, names)
+        for line in changes.splitlines():
+            assert run(shlex.split(line)[1:]) == 0
+        execute(changing, names)
+    counts, shards = names["counts"], names["shards"]
     assert isinstance(counts, Result)
     assert counts.fetchone() == (4000,)
+    assert isinstance(shards, torch.Tensor)
+    assert set(shards.tolist()) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", ["exchange", "notebooks", "sql"])

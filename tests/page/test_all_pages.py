@@ -35,7 +35,7 @@ PAGES = {
     "compare nothing": "/compare",
 }
 #: Pages that are usable on a phone.
-NARROW = ("store", "episode")
+NARROW = ("store", "hostile store", "episode", "episode of texts", "hostile episode")
 #: Text that a page shows once it has its data.
 MARKS = {
     "stores": "Tick up to", "no such page": "no such page", "no such store": "missing", "store": "Show these",

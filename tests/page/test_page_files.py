@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from expstore.api import Settings
+from expstore.cluster.members import ClusterFile
 from tests.support import warm_processes
+from tests.support.commands import Cli
 from tests.support.paths import ROOT
 from tests.support.servers import Serving, serving
 
@@ -114,3 +116,37 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
         finally:
             child.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_shows_the_shards_of_a_cluster_file(tmp_path: Path) -> None:
+    ClusterFile.create(tmp_path / "cluster.json", [("http://127.0.0.1:9/a", "1" * 32)])
+    arguments = ["ui", str(tmp_path / "cluster.json"), "--port", "0", "--no-browser"]
+    command = [sys.executable, "-m", "expstore", *arguments]
+    with warm_processes.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            found = re.search(r"(http://127\.0\.0\.1:\d+)/ui/ \(Ctrl-C", child.stdout.readline())
+            assert found
+            with httpx.Client(base_url=found[1]) as client:
+                assert client.get("/ui/").status_code == 200
+                assert client.get("/v1/stores").json()["stores"] == ["shard-0"]
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("notes.txt", [], "is not a cluster file"),
+        (".", ["--token-file", "notes.txt"], "no token is sent to shards"),
+        ("missing", [], "neither a store nor a folder of stores"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("a text")
+    done = cli("ui", name, *options, "--no-browser")
+    assert done.code == 2
+    assert message in done.err

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
+from fastapi import FastAPI
 
 from expstore.api import Settings, create_app
 from expstore.api.server import configure
@@ -25,11 +26,12 @@ class Serving:
 
     Args:
         settings: Settings of the server.
+        app: The application; None: one that serves stores.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, app: FastAPI | None = None) -> None:
         self.root = settings.path
-        self.app = create_app(settings)
+        self.app = create_app(settings) if app is None else app
         config = configure(self.app, settings)
         config.port = 0
         self._server = uvicorn.Server(config)

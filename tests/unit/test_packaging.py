@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -100,3 +101,11 @@ def test_the_sdist_holds_each_folder_once(unpacked_sdist: Path) -> None:
 def test_the_sdist_makes_the_same_wheel(unpacked_sdist: Path, wheel: Path, tmp_path: Path) -> None:
     again = build(unpacked_sdist, "wheel", tmp_path)
     assert sorted(names_in_wheel(again)) == sorted(names_in_wheel(wheel))
+
+
+def test_every_extra_is_described() -> None:
+    """The page about installing has a row for each extra that users may want."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "installing.md").read_text()
+    rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in extras if f"`{name}`" not in rows] == []

@@ -36,7 +36,7 @@ export async function render(root, context) {
     h("div.split", null, parts.map((part) => part.place)));
 
   const show = (/** @type {any} */ now) => {
-    refresh(head, [now, "head"], () => heading(now));
+    refresh(head, [now, "head"], () => heading(now, context.params.store));
     ages.show(now.ages);
     priorities.show(now.priorities);
     sampled.show(now.times_sampled);
@@ -68,10 +68,10 @@ function endedOf({ episodes }) {
   return episodes.count - episodes.open;
 }
 
-/** @param {any} now */
-function heading(now) {
+/** @param {any} now @param {string} name */
+function heading(now, name) {
   const left = [
-    h("h1", null, now.name), h("span.badge", null, now.storage), now.read_only ? h("span.badge", null, "read only here") : null,
+    h("h1", null, name), h("span.badge", null, now.storage), now.read_only ? h("span.badge", null, "read only here") : null,
     ...Object.entries(now.meta ?? {}).slice(0, 8).map(([name, value]) => h("span.badge", { title: `${name}: ${cell(value)}` }, `${shorten(name, 30)}: ${shorten(cell(value), 40)}`)),
   ];
   const { episodes, rates } = now;

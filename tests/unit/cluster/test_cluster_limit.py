@@ -125,6 +125,16 @@ def test_writers_wait_for_samplers_of_other_clients(urls: list[str]) -> None:
         assert counts_of(rb) == (60, 20)
 
 
+def test_a_writer_asks_for_counts_that_are_old(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = SampleToInsertRatio(RATIO, 1, (-1000.0, 100.0), timeout=0)
+    with connect(urls, limiter) as rb, connect(urls) as other:
+        other.extend(batch_of(50), source=source_for(other, 0))
+        for shard in rb._shards.all:
+            shard.heard = shard._asked = -math.inf  # long ago
+        with pytest.raises(NotReadyError, match="50 rows inserted"):
+            rb.extend(batch_of(10), source=source_for(other, 1))
+
+
 def test_several_clients_stay_within_the_stated_bound(urls: list[str]) -> None:
     """Each of n samplers exceeds the sum by what it and the others draw together, at most."""
     samplers, writers = 3, 2

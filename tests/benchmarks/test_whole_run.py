@@ -1,130 +1,24 @@
-"""All benchmarks run, and fail if a result is below its bar.
+"""One tiny run of all benchmarks, as `make bench-smoke` does it: every part ends, and has its results.
 
-Run with the other tests; sizes are tiny and the figures are meaningless.
+It takes a minute of CPU, so it belongs to the long run.
 """
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
-import itertools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import larger_than_memory
-from benchmarks.atari import made_up
-from benchmarks.datasets import write_run
-from tests.support.atari_files import LoggedRing, Step
 from tests.support.paths import ROOT
 
 #: Seconds. Nothing here is about time: on a busy machine it may take long.
 LIMIT = 1000
-pytestmark = pytest.mark.timeout(LIMIT + 100)
-
-SCRIPT = ROOT / "benchmarks" / "vs_torchrl.py"
-
-ROWS = {
-    *(f"{kind}/sample" for kind in ("locomotion", "pixels")),
-    *(
-        f"{kind}/{act}-{ring}"
-        for kind in ("locomotion", "pixels")
-        for act in ("extend", "add")
-        for ring in ("filling", "full")
-    ),
-    "locomotion/extend-busy",
-    "reopen/closed",
-    "reopen/killed",
-    "memory/growth",
-    "cli/help",
-    "cli/info",
-    "cli/sql",
-}
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), "--smoke", "--folder", str(folder), *arguments]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_every_row_is_printed_and_bars_can_fail(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    # One bar that is a least, one that is a most.
-    bars = ("--bar", "locomotion/sample=1e9", "--bar", "memory/growth=-1e9", "--bar", "pixels/sample=0")
-    planted = start(tmp_path / "a", "--json", str(figures), *bars)
-    passing = start(tmp_path / "b", "--only", "cli/help", "--bar", "cli/help=1e9")
-    table, trouble = planted.communicate(timeout=LIMIT)
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
-    assert {row[0].split(" ")[0] for row in rows} == ROWS, trouble
-    assert len(rows) == len(ROWS)
-    assert sorted(row[0].split(" ")[0] for row in rows if "no" in row[-1]) == [
-        "locomotion/sample",
-        "memory/growth",
-    ]
-    assert planted.returncode == 1
-    told = json.loads(figures.read_text())
-    assert told["whole"]
-    assert {row["name"] for row in told["results"]} == ROWS
-    assert {row["name"] for row in told["results"] if not row["ok"]} == {"locomotion/sample", "memory/growth"}
-    _, trouble = passing.communicate(timeout=LIMIT)
-    assert passing.returncode == 0, trouble
-    assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
-
-
-@pytest.mark.torture
-def test_served_stores_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("remote.py")), "--smoke", "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
-    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())["results"]}
-    assert [*found] == ["sample", "stream", "stream/pixels", "extend", "limit"]
-    assert min(found.values()) > 0
-
-
-@pytest.mark.torture
-def test_many_writers_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("many_writers.py")), "--smoke", "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
-    told = json.loads(figures.read_text())["results"]
-    found = {row["name"].removeprefix("many-writers/"): row["value"] for row in told}
-    sides = [
-        f"{kind}-{what}" for kind in ("locomotion", "pixels") for what in ("throughput", "torchrl", "cpu")
-    ]
-    acts = [f"latency-{act}-{part}" for act in ("waiting", "training", "python") for part in ("p50", "p99")]
-    assert [*found] == [*sides, "latency-idle", *acts]
-    assert min(found.values()) > 0
-
-
-@pytest.mark.torture
-def test_open_pages_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("page.py")), "--smoke", "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
-    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())["results"]}
-    assert [*found] == ["page/first data", "page/filter", "page/frames", "page/writer"]
-    assert min(found.values()) > 0
-
-
-# -- one run of all -----------------------------------------------------------------------------------
+SB3_SIDES = (("add", 1), ("add", 16), ("add", 64), ("learn", 1), ("learn", 4), ("learn", 16))
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(LIMIT + 100)]
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +120,6 @@ def test_slices_are_measured(run: dict[str, Any]) -> None:
     assert many < 3
 
 
-SB3_SIDES = (("add", 1), ("add", 16), ("add", 64), ("learn", 1), ("learn", 4), ("learn", 16))
-
-
 def test_recording_is_measured(run: dict[str, Any]) -> None:
     found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["recording"].items()}
     ours = {"record-1", "record-16", "add-dict", "add-tensordict"}
@@ -251,36 +142,6 @@ def test_offered_rows_are_measured(run: dict[str, Any]) -> None:
     }
     assert found["locomotion-p50"]["rate"] == 100
     assert all(min(found[name]["expstore"]) > 0 for name in ("locomotion-p50", "no-pause-disk"))
-
-
-def test_a_cgroup_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path / "nothing")
-    told: list[str] = []
-    arguments = ["--smoke", "--folder", str(tmp_path / "stores")]
-    assert larger_than_memory.main(arguments, lambda line: told.append(str(line))) == 0
-    left_out = [line for line in told if "is left out" in line]
-    assert [line.split(" ")[0] for line in left_out] == [
-        f"larger-than-memory/{act}" for act in ("sample", "slices")
-    ]
-
-
-def test_cgroups_are_removed_however_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path)
-
-    def run_out_of_luck() -> None:
-        with larger_than_memory.memory_cgroup("one", 1 << 30) as group:
-            assert (group / "memory.max").read_text() == str(1 << 30)
-            (group / "memory.max").unlink()  # the rmdir of a cgroup does not mind its files
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        run_out_of_luck()
-    ended = tmp_path / f"{larger_than_memory.PREFIX}{2**30}-expstore"
-    ours = tmp_path / f"{larger_than_memory.PREFIX}{os.getpid()}-expstore"
-    ended.mkdir()
-    ours.mkdir()
-    larger_than_memory.remove_leftovers()
-    assert [*tmp_path.iterdir()] == [ours]
 
 
 def test_looking_at_other_steps_is_measured(run: dict[str, Any]) -> None:
@@ -338,29 +199,3 @@ def test_importing_a_data_set_is_measured(run: dict[str, Any]) -> None:
     # A frame, action, reward, terminal; and some files that have few bytes.
     assert 84 * 84 + 9 < found["Pong/size"]["data"]["torchrl"] < 84 * 84 + 200
     assert min(row["value"] for row in found.values()) > 0
-
-
-def test_the_files_to_import_are_dopamines(tmp_path: Path) -> None:
-    """What `datasets.py` writes of a game is what a ring buffer logs that is given the game's steps."""
-    game = made_up(60)
-    write_run(game, tmp_path / "found", rows=700, checkpoints=3)
-    ring = LoggedRing(tmp_path / "wanted", slots=_array(tmp_path / "found", "add_count", 0).item() + 1)
-    for at in itertools.cycle(game.steps(1).tolist()):
-        reward, over = float(game.reward[at].clip(-1, 1)), bool(game.last[at + 1])
-        ring.add(Step(game.frames[at], int(game.action[at]), reward, over))
-        if ring.dumps == 3:
-            break
-    assert not ring.lost_rounds
-    names = sorted(path.name for path in (tmp_path / "wanted").iterdir())
-    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == names
-    assert len(names) == 18
-    for name in names:
-        stem, _, number = name.removesuffix(".gz").partition("_ckpt.")
-        found, wanted = (_array(tmp_path / folder, stem, int(number)) for folder in ("found", "wanted"))
-        assert found.dtype == wanted.dtype
-        np.testing.assert_array_equal(found, wanted)
-
-
-def _array(folder: Path, name: str, number: int) -> Any:
-    with gzip.open(folder / f"{name}_ckpt.{number}.gz") as file:
-        return np.load(file)

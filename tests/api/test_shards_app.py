@@ -1,0 +1,161 @@
+"""The page over the shards of a cluster: what is passed to them, what is refused, shards that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import expstore
+from expstore.api import Settings
+from expstore.api.shards_app import create_shards_app
+from expstore.cluster.members import FixedMembers, Member, MemberList
+from tests.support.arrow_bodies import batch_of
+from tests.support.servers import Serving
+
+TOKEN = "writes-7a"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+ROWS = {"a": 20, "b": 30}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server of two stores that needs a token."""
+    folder = tmp_path_factory.mktemp("shards")
+    for name, count in ROWS.items():
+        with expstore.open(folder / f"{name}.exp") as rb:
+            rb.extend(batch_of(count), source=f"actor-{name}")
+            rb.extend(batch_of(5, 100), source="other")
+    with Serving(Settings(path=folder, token=TOKEN.encode())) as server:
+        yield server
+
+
+def members_of(shards: Serving) -> FixedMembers:
+    return FixedMembers([f"{shards.url}/{name}" for name in ROWS])
+
+
+@pytest.fixture(scope="module")
+def client(shards: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the page's server, which knows the token."""
+    settings = Settings(path=tmp_path_factory.mktemp("page"), read_only=True)
+    app = create_shards_app(members_of(shards), settings, TOKEN)
+    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def test_the_stores_are_the_shards(client: httpx.Client) -> None:
+    assert client.get("/v1/stores").json() == {
+        "stores": ["shard-0", "shard-1"], "access": "read", "sql": True
+    }  # fmt: skip
+    told = [client.get(f"/v1/stores/shard-{number}/summary").json() for number in range(2)]
+    assert [one["rows"] for one in told] == [count + 5 for count in ROWS.values()]
+    assert client.get("/v1/stores/shard-1").json()["rows"] == 35
+
+
+def test_questions_are_passed_as_they_are(client: httpx.Client, shards: Serving) -> None:
+    """Bodies, parameters and compressed answers, byte by byte."""
+    direct = httpx.Client(base_url=shards.url, headers=HEADERS, timeout=60)
+    with direct:
+        for path, params in (
+            ("episodes", {"where": "source = 'actor-b' AND length > 1", "order": "-length", "limit": 2}),
+            ("series", {"y": "length", "by": "source", "points": 5}),
+            ("episodes/1", {"fields": "action,next.reward"}),
+            ("relations", {}),
+        ):
+            ours = client.get(f"/v1/stores/shard-1/{path}", params=params)
+            theirs = direct.get(f"/v1/stores/b/{path}", params=params)
+            assert (ours.status_code, ours.json()) == (200, theirs.json())
+            assert ours.headers.get("X-Next") == theirs.headers.get("X-Next")
+        body = {"query": "SELECT count(*) AS n FROM transitions"}
+        assert client.post("/v1/stores/shard-1/sql", json=body).json()["rows"] == [[35]]
+        preview = client.post("/v1/stores/shard-0/sample/preview", json={"sampler": {"kind": "uniform"}})
+        assert preview.status_code == 200
+        arrow = {"Accept": "application/vnd.apache.arrow.stream"}
+        ours = client.get("/v1/stores/shard-0/episodes", headers=arrow)
+        assert ours.content == direct.get("/v1/stores/a/episodes", headers=arrow).content
+
+
+def test_errors_of_a_shard_are_passed(client: httpx.Client) -> None:
+    answer = client.get("/v1/stores/shard-0/episodes/999999")
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "not_found")
+    assert client.get("/v1/stores/shard-0/episodes", params={"limit": 0}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "extend"), ("POST", "sample"), ("PUT", "samplers/mine"), ("PATCH", "episodes/1"),
+     ("DELETE", ""), ("POST", "loads"), ("POST", "../b/extend"), ("POST", "sql/../extend")],
+)  # fmt: skip
+def test_nothing_is_changed(client: httpx.Client, shards: Serving, method: str, path: str) -> None:
+    answer = client.request(method, f"/v1/stores/shard-0/{path}".rstrip("/"), json={})
+    assert answer.status_code in (403, 404, 405)
+    told = httpx.get(f"{shards.url}/v1/stores", headers=HEADERS).json()["stores"]
+    assert told == ["a", "b"]
+    assert httpx.get(f"{shards.url}/v1/stores/a", headers=HEADERS).json()["rows"] == 25
+
+
+@pytest.mark.parametrize(
+    "name", ["shard-2", "shard-x", "run", "shard-00000000000", "..", "shard-0%2f..%2fb", "shard-0%2f%2fb"]
+)
+def test_an_unknown_shard(client: httpx.Client, name: str) -> None:
+    assert client.get(f"/v1/stores/{name}/summary").status_code == 404
+
+
+def test_other_hosts_and_sites_are_refused(client: httpx.Client) -> None:
+    """The rules of a server hold: the page's server is reachable for all programs of this machine."""
+    assert client.get("/v1/stores", headers={"Host": "evil.example"}).status_code == 400
+    foreign = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
+    assert client.post("/v1/stores/shard-0/sql", json={}, headers=foreign).status_code == 403
+    headers = client.get("/v1/stores/shard-0/summary").headers
+    assert headers.get_list("X-Content-Type-Options") == ["nosniff"]
+    assert len(headers.get_list("Content-Security-Policy")) == 1
+
+
+def test_the_token_of_the_browser_is_passed_where_none_is_known(shards: Serving, tmp_path: Path) -> None:
+    settings = Settings(path=tmp_path, read_only=True)
+    app = create_shards_app(members_of(shards), settings)
+    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.get("/v1/stores/shard-0/summary").status_code == 401
+        assert client.get("/v1/stores/shard-0/summary", headers=HEADERS).json()["rows"] == 25
+
+
+def test_events_arrive_while_they_happen(client: httpx.Client, shards: Serving) -> None:
+    with client.stream("GET", "/v1/stores/shard-0/events") as answer:
+        lines = answer.iter_lines()
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        assert any(line.startswith("data:") for line in lines)
+        with expstore.connect(f"{shards.url}/a", token=TOKEN) as rb:
+            before = len(rb)
+            rb.extend(batch_of(3, 200), source="late")
+        assert any(f'"rows":{before + 3}' in line.replace(" ", "") for line in lines)
+
+
+class Changing:
+    """A list of shards that a test changes."""
+
+    def __init__(self, *members: Member) -> None:
+        self.members = members
+
+    def read(self) -> MemberList:
+        return MemberList(1, self.members)
+
+
+def test_shards_that_are_gone_and_new_ones(shards: Serving, tmp_path: Path) -> None:
+    """A shard that does not answer is an error of its own requests; the list is read for each request."""
+    alive = Member(3, f"{shards.url}/b", None, accepts=True)
+    members = Changing(alive, Member(5, "http://127.0.0.1:9/gone", None, accepts=True))
+    settings = Settings(path=tmp_path, read_only=True)
+    app = create_shards_app(members, settings, TOKEN)
+    with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        answer = client.get("/v1/stores/shard-5/summary")
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (502, "shard_down")
+        assert "http://127.0.0.1:9" in answer.json()["error"]["message"]
+        assert client.get("/v1/stores/shard-3/summary").status_code == 200
+        members.members = (alive, Member(6, f"{shards.url}/a", None, accepts=True))
+        assert client.get("/v1/stores").json()["stores"] == ["shard-3", "shard-6"]
+        assert client.get("/v1/stores/shard-5/summary").status_code == 404
+        ids = client.get("/v1/stores/shard-6/episodes").json()["rows"]
+        assert np.shape(ids)[0] > 0
