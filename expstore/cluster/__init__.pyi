@@ -1,1 +1,1 @@
-from expstore.cluster import ray as ray
+from expstore.on_ray import cluster as ray

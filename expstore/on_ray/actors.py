@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from expstore.cluster.members import ClusterFile, MemberList
-from expstore.cluster.ray_members import find_registry, ray, wait_for
 from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError, LockedError, NotFoundError, StateError
+from expstore.on_ray.members import find_registry, ray, wait_for
 from expstore.storages.format.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:

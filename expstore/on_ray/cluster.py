@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from expstore.cluster.members import ClusterFile, Member, MemberList
-from expstore.cluster.ray_actors import (
+from expstore.disk.local_path import local_path
+from expstore.errors import (
+    ArgumentError,
+    ExpStoreError,
+    NotFoundError,
+    NotReadyError,
+    RemoteError,
+    StateError,
+)
+from expstore.on_ray.actors import (
     ClusterSpec,
     Found,
     Registry,
@@ -33,8 +42,8 @@ from expstore.cluster.ray_actors import (
     read_shard,
     split_shard,
 )
-from expstore.cluster.ray_buffer import RayShardedReplayBuffer
-from expstore.cluster.ray_members import (
+from expstore.on_ray.buffer import RayShardedReplayBuffer
+from expstore.on_ray.members import (
     NAMESPACE,
     RayMembers,
     check_initialized,
@@ -42,15 +51,6 @@ from expstore.cluster.ray_members import (
     name_registry,
     ray,
     wait_for,
-)
-from expstore.disk.local_path import local_path
-from expstore.errors import (
-    ArgumentError,
-    ExpStoreError,
-    NotFoundError,
-    NotReadyError,
-    RemoteError,
-    StateError,
 )
 
 __all__ = ["Cluster", "RayMembers", "RayShardedReplayBuffer", "Replaced", "ShardStatus", "find", "start"]

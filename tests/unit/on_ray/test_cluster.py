@@ -231,7 +231,7 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
         rb.shards[number].extend(batch_of(7, 700))
         with pytest.raises(StateError, match="answers at"):
             cluster.replace(number, from_=tmp_path / "versions")
-        registry = expstore.cluster.ray_members.find_registry("tests")
+        registry = ray.get_actor("tests:registry", namespace="expstore")
         wait_until(lambda: ray.get(registry.find_written.remote(number)) == len(kept) + 7)
         path.rename(tmp_path / "lost.exp")
         expstore.open(path, mode="x").close()
