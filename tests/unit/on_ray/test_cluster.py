@@ -312,8 +312,8 @@ def test_a_ray_collector_of_torchrl_fills_it(connected: None, tmp_path: Path) ->
     cluster = expstore.cluster.ray.start(tmp_path / "run-{shard}.exp", shards=2, name="collected")
     with cluster.buffer() as rb:
         collector = RayCollector(
-            [Make(0, 3), Make(1, 4)], None, frames_per_batch=40, total_frames=200, replay_buffer=rb,
-            collector_class="single", remote_configs={"num_cpus": 0.5, "memory": 1 << 28},
+            [Make(0, 3), Make(1, 4)], None, frames_per_batch=40, total_frames=200, sync=True,
+            replay_buffer=rb, collector_class="single", remote_configs={"num_cpus": 0.5, "memory": 1 << 28},
         )  # fmt: skip
         batches = 0
         for batch in collector:
