@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -23,10 +24,11 @@ from expstore.api.app import create_app
 from expstore.api.auth import is_loopback
 from expstore.api.connections import connections_of
 from expstore.api.settings import Settings
+from expstore.api.stores import Stores
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, StateError
 
-__all__ = ["Listening", "configure", "run", "serve"]
+__all__ = ["Listening", "ServerThread", "configure", "run", "serve"]
 
 #: Python's thread switch interval.
 _SWITCH_SECONDS = 0.0005
@@ -67,11 +69,7 @@ def serve(
         NotFoundError: There is neither a store nor a folder of stores.
         LockedError: Another process writes to the store, if a single store is served.
     """
-    disk = ReadingDisk()
-    if not disk.is_dir(settings.path):
-        raise NotFoundError(
-            f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
-        )
+    _check_path(settings)
     run(create_app(settings), settings, host=host, port=port, ready=ready, stopping=stopping)
 
 
@@ -97,15 +95,85 @@ def run(
     Raises:
         StateError: Other machines could reach the address and there is no token, or the address is in use.
     """
+    listener, listening = _listen(app, settings, host, port)
+    with contextlib.closing(listener), _use_one_thread():
+        server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
+        server.run(sockets=[listener])
+
+
+def _check_path(settings: Settings) -> None:
+    disk = ReadingDisk()
+    if not disk.is_dir(settings.path):
+        raise NotFoundError(
+            f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
+        )
+
+
+def _listen(app: FastAPI, settings: Settings, host: str, port: int) -> tuple[socket.socket, Listening]:
     family, address = _resolve(host, port)
     _check_token(settings, address)
     _allow_many_files()
-    with contextlib.closing(_bound(family, address, port)) as listener:
-        where = f"[{host}]" if ":" in host else host
-        listening = Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
-        server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
-        with _use_one_thread():
-            server.run(sockets=[listener])
+    listener = _bound(family, address, port)
+    where = f"[{host}]" if ":" in host else host
+    return listener, Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
+
+
+class ServerThread:
+    """Serve stores in a thread of this process, from the constructor until `stop`.
+
+    Threads: any number may use it. Processes: it is not copied. Crashes: as for `serve`.
+
+    Args:
+        settings: What is served.
+        host: A name or an address of this machine.
+        port: The port; 0: a free one.
+        failed: Called in the thread if the server ends by itself.
+
+    Raises:
+        StateError: Other machines could reach the address and there is no token, or the address is in use.
+        NotFoundError: There is neither a store nor a folder of stores.
+        LockedError: Another process writes to the store, if a single store is served.
+    """
+
+    def __init__(
+        self, settings: Settings, *, host: str, port: int, failed: Callable[[], None] = lambda: None
+    ) -> None:
+        _check_path(settings)
+        self._app = create_app(settings)
+        self._listener, self.listening = _listen(self._app, settings, host, port)
+        self._started, self._failed = threading.Event(), failed
+        self._errors: list[BaseException] = []
+        config = configure(self._app, settings)
+        self._server = _Server(config, self._app, self._started.set, lambda: None)
+        self._thread = threading.Thread(target=self._run, name="expstore-server", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._errors:
+            self._thread.join()
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        with contextlib.closing(self._listener):
+            try:
+                with _use_one_thread():
+                    self._server.run(sockets=[self._listener])
+            except BaseException as exc:
+                self._errors.append(exc)
+        if not self._started.is_set():
+            self._started.set()
+        elif not self._server.should_exit:
+            self._failed()
+
+    @property
+    def stores(self) -> Stores:
+        """The stores that it serves."""
+        found: Stores = self._app.state.stores
+        return found
+
+    def stop(self) -> None:
+        """Accept no more requests, finish running ones, flush and close the stores."""
+        self._server.should_exit = True
+        self._thread.join()
 
 
 @contextlib.contextmanager
@@ -172,7 +240,13 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals in the block; uvicorn's handler would raise the first signal again at its end."""
+        """Handle signals in the block; uvicorn's handler would raise the first signal again at its end.
+
+        Only the main thread can: in another one, `ServerThread.stop` ends the server.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         signals = (signal.SIGINT, signal.SIGTERM)
         former = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:

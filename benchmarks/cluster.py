@@ -1,20 +1,25 @@
 """Two shards behind one buffer, compared with one stream from one server: CPU time per row, of all processes.
 
 Run as `python -m benchmarks.cluster`; exits 1 below a bar. The servers run in their own processes. The sides
-alternate, so that other load on the machine affects both.
+alternate, so that other load on the machine affects both. If ray and torchrl are installed, TorchRL's
+`RayReplayBuffer` (one actor, pickled TensorDicts) is one of the sides: CPU of this process and of the actor,
+without Ray's own processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,13 @@ from benchmarks.workloads import LOCOMOTION, Workload  # noqa: E402
 BATCH, SHARDS = 256, 2
 #: Numbers of batches that are drawn together.
 AHEAD = (4, 16, 64)
-BARS = {f"ahead={AHEAD[-1]}": Bar(1.25, "x the CPU of one stream")}
+RAY = "TorchRL's RayReplayBuffer"
+BARS = {
+    f"ahead={AHEAD[-1]}": Bar(1.25, "x the CPU of one stream"),
+    RAY: Bar(10.0, f"x the CPU of ahead={AHEAD[-1]}", at_least=True),
+}
+#: A batch of RayReplayBuffer takes some ten times as long: fewer are measured.
+RAY_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,31 @@ def serving(folder: Path) -> Iterator[tuple[str, int]]:
             server.wait(60)
 
 
+@contextmanager
+def ray_buffer(workload: Workload) -> Iterator[tuple[Iterator[Any], int]]:
+    """Fill a RayReplayBuffer; yield its batches, and the id of the process of its actor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+        from torchrl.data import LazyTensorStorage, RayReplayBuffer
+
+        ray.init(
+            num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, logging_level="error",
+            log_to_driver=False,
+        )  # fmt: skip
+        try:
+            rb = RayReplayBuffer(
+                storage=partial(LazyTensorStorage, workload.rows), batch_size=BATCH,
+                remote_config={"num_cpus": 0},
+            )  # fmt: skip
+            for start in range(0, workload.rows, workload.extend_rows):
+                rb.extend(workload.batch(workload.extend_rows, start=start, seed=start))
+            process = ray.get(rb._rb.__ray_call__.remote(lambda _: os.getpid()))
+            yield iter(rb.sample, None), process
+        finally:
+            ray.shutdown()
+
+
 def cpu_seconds(processes: Sequence[int]) -> float:
     """Return the CPU time of this process and of others so far."""
     ticks = 0
@@ -96,22 +132,27 @@ def run(folder: Path, effort: Effort) -> Iterator[Result]:
         for ahead in AHEAD:
             rb = stack.enter_context(expstore.connect(urls, batch_size=BATCH, seed=1, ahead=ahead))
             sides[f"ahead={ahead}"] = rb.stream()
+        ours = list(sides.values())
+        if importlib.util.find_spec("ray") and importlib.util.find_spec("torchrl"):
+            sides[RAY], actor = stack.enter_context(ray_buffer(workload))
+            processes.append(actor)
+        counts = {name: effort.batches // (RAY_SHARE if name == RAY else 1) for name in sides}
         times: dict[str, list[float]] = {name: [] for name in sides}
-        for batches in sides.values():
-            measure(batches, AHEAD[-1], processes)
+        for name, batches in sides.items():
+            measure(batches, min(counts[name], AHEAD[-1]), processes)
         for _ in range(effort.rounds):
             for name, batches in sides.items():
-                times[name].append(measure(batches, effort.batches, processes))
-        for batches in sides.values():
+                times[name].append(measure(batches, counts[name], processes))
+        for batches in ours:
             batches.close()
-    known = statistics.median(times["one stream"])
     for name, found in times.items():
-        mine = statistics.median(found)
-        ratio = statistics.median(us / other for us, other in zip(found, times["one stream"], strict=True))
+        other = f"ahead={AHEAD[-1]}" if name == RAY else "one stream"
+        mine, known = statistics.median(found), statistics.median(times[other])
+        ratio = statistics.median(us / theirs for us, theirs in zip(found, times[other], strict=True))
+        servers = {"one stream": "1 server", RAY: "1 actor"}.get(name, f"{SHARDS} servers")
         yield Result(
-            name, ratio, f"{mine:.2f} µs CPU a row", f"{known:.2f} µs", f"{ratio:.2f}x",
-            note=f"{SHARDS if name != 'one stream' else 1} servers, {BATCH} locomotion rows a batch",
-            data={"us": found},
+            name, ratio, f"{mine:.2f} µs CPU a row", f"{known:.2f} µs ({other})", f"{ratio:.2f}x",
+            note=f"{servers}, {BATCH} locomotion rows a batch", data={"us": found},
         )  # fmt: skip
 
 
@@ -121,7 +162,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     wanted: argparse.Namespace = parser.parse_args(argv)
     effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
     with scratch(wanted.folder, 6 * effort.workload.rows * effort.workload.row_bytes) as folder:
-        report = Report({} if wanted.smoke else BARS, out, other="one stream", file=wanted.json)
+        report = Report({} if wanted.smoke else BARS, out, other="compared with", file=wanted.json)
         for result in run(folder, effort):
             report.add(result)
     return report.end()

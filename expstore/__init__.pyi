@@ -1,3 +1,4 @@
+from expstore import cluster as cluster
 from expstore import cold as cold
 from expstore import collectors as collectors
 from expstore import datasets as datasets

@@ -1,4 +1,4 @@
-"""`pull`: make a store of a version on an object storage.
+"""`pull`: make a store of a version on an object storage; `restore`: of one in a local folder.
 
 Used by programs and by the command line. The store is built next to its path and renamed.
 """
@@ -19,8 +19,9 @@ from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import Manifest as StoreManifest
 from expstore.storages.format.manifest import check_target
+from expstore.storages.snapshots.catalog import find_version
 
-__all__ = ["pull"]
+__all__ = ["pull", "restore"]
 
 
 def pull(
@@ -61,13 +62,38 @@ def pull(
         folder = temporary / "version"
         with note_removal(bucket, found):
             fetch_tree(bucket, disk, found, Manifest.load(bucket, found), folder)
-        origin = StoreManifest.load(disk, folder)
-        settings = Settings(
-            storage=origin.storage, layout=ColumnLayout(**origin.layout), compression=origin.compression
-        )
-        storage = open_storage(temporary / target.name, origin.capacity, settings=settings)
-        try:
-            storage.snapshots.restore(folder)
-        finally:
-            storage.close()
+        _restore(disk, folder, temporary / target.name)
     return found
+
+
+def restore(version: str | Path, store: str | Path) -> None:
+    """Create a store from a version in a local folder, completely or not at all; see `pull`.
+
+    Args:
+        version: The folder that `dumps` was given, or one of its versions.
+        store: The new store's folder, which must not exist yet.
+
+    Raises:
+        StateError: `store` exists, or is inside another store.
+        NotFoundError: The folder above `store` does not exist.
+        SnapshotError: There is no version in the folder, or it is incomplete.
+        StorageError: The disk failed or is full.
+    """
+    disk, target = Disk(), local_path(store)
+    check_target(disk, target)
+    folder = find_version(disk, local_path(version))
+    with build_atomically(disk, target, single=True, doing="restores to") as temporary:
+        _restore(disk, folder, temporary / target.name)
+
+
+def _restore(disk: Disk, version: Path, store: Path) -> None:
+    """Create a store with the settings and the content of a version."""
+    origin = StoreManifest.load(disk, version)
+    settings = Settings(
+        storage=origin.storage, layout=ColumnLayout(**origin.layout), compression=origin.compression
+    )
+    storage = open_storage(store, origin.capacity, settings=settings)
+    try:
+        storage.snapshots.restore(version)
+    finally:
+        storage.close()

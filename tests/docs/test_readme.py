@@ -34,7 +34,7 @@ PAGES = (
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
     "README", "benchmarks", "cleanrl", "cluster", "datasets", "development", "disk", "errors", "format",
-    "http", "installing", "numpy", "object_storage", "page", "storages", "torchrl_names", "trackers",
+    "http", "installing", "numpy", "object_storage", "page", "ray", "storages", "torchrl_names", "trackers",
 )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
         "wire",
     },
     "pydantic": {"api"},
+    "ray": {"on_ray"},
     "rich": {"cli", "exchange.progress_bar"},
     "starlette": {"api"},
     "torchrl": {"integrations", "specs"},

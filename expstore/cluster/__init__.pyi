@@ -1,0 +1,1 @@
+from expstore.on_ray import cluster as ray

@@ -1,0 +1,1 @@
+"""Shards of a cluster on Ray; programs use it as `expstore.cluster.ray`."""
