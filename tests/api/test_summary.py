@@ -73,11 +73,11 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "shown"),
+    ("origin", "expected"),
     [({"environment": "CartPole-v1", "seed": 3}, {"environment": "CartPole-v1", "seed": 3}),
      ("<b>", None), ({"text": "x" * 5000}, None)],
 )  # fmt: skip
-def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, shown: Any) -> None:
+def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, expected: Any) -> None:
     """It is on the first episode of a source; a text, or a very long object, is none."""
     client.put(RUN, json={}).raise_for_status()
     post_rows(client, 25, source="left").raise_for_status()
@@ -87,7 +87,7 @@ def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, shown
     answer = client.patch(f"{RUN}/episodes/{episode}", json={"info": {"origin": origin}})
     answer.raise_for_status()
     (session,) = read_summary(client)["sessions"]
-    assert session["provenance"] == shown
+    assert session["provenance"] == expected
 
 
 def test_an_empty_store_has_a_summary(client: httpx.Client) -> None:

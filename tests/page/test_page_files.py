@@ -142,7 +142,7 @@ def test_the_command_shows_the_shards_of_a_cluster_file(tmp_path: Path) -> None:
         ("missing", [], "neither a store nor a folder of stores"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(
+def test_other_paths_are_refused(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -31,7 +31,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "gymnasium": {"cli", "collectors", "integrations", "specs"},
     "h11": {"api"},
     "h5py": {"exchange"},
-    "httpx": {"datasets", "remote"},
+    "httpx": {"api", "datasets", "remote"},  # api: the page over shards asks their servers
     "llvmlite": {"kernels"},
     "matplotlib": {"integrations"},
     "numba": {"kernels"},
@@ -94,7 +94,7 @@ FILE_LIBRARIES = {"fcntl", "fileinput", "glob", "mmap", "pickle", "shelve", "shu
 
 #: The names of `os` that touch no file.
 OS_ALLOWED = {
-    "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid",
+    "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid", "nice",
     "getppid", "kill", "linesep", "name", "path", "register_at_fork", "sched_getaffinity", "sep", "strerror",
     "uname", "urandom",
 }  # fmt: skip
