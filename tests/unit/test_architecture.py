@@ -94,9 +94,9 @@ FILE_LIBRARIES = {"fcntl", "fileinput", "glob", "mmap", "pickle", "shelve", "shu
 
 #: The names of `os` that touch no file.
 OS_ALLOWED = {
-    "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid", "nice",
-    "getppid", "kill", "linesep", "name", "path", "register_at_fork", "sched_getaffinity", "sep", "strerror",
-    "uname", "urandom",
+    "PathLike", "cpu_count", "environ", "fsdecode", "fsencode", "fspath", "get_terminal_size", "getpid",
+    "getppid", "kill", "linesep", "name", "nice", "path", "register_at_fork", "sched_getaffinity", "sep",
+    "strerror", "uname", "urandom",
 }  # fmt: skip
 OS_PATH_ALLOWED = {
     "basename",
