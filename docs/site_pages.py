@@ -113,9 +113,16 @@ def source_of(module: str, *, missing: bool = False) -> Path | None:
 
 
 def find_definition(module: str, name: str) -> ast.AST | None:
-    """Return the class, function or assignment that defines a name in a module; None if there is none."""
+    """Return the class, function or assignment that defines a name in a module; None if there is none.
+
+    Overloads of a function are passed over.
+    """
     for node in ast.walk(ast.parse(source_of(module).read_text())):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+        if (
+            isinstance(node, ast.ClassDef | ast.FunctionDef)
+            and node.name == name
+            and "overload" not in map(ast.unparse, node.decorator_list)
+        ):
             return node
         if isinstance(node, ast.Assign) and any(ast.unparse(one) == name for one in node.targets):
             return node
@@ -187,8 +194,8 @@ def render_commands() -> str:
     """Return the page of the command line: the help of every command, as the parser prints it."""
     lines = [
         "# Command line", "",
-        "Each section is what `expstore COMMAND --help` prints. Exit codes: 0 success, 1 findings or a failure, "
-        "2 wrong usage, 3 the store is locked, 4 the store is damaged, 130 interrupted.", "",
+        "Each section is what `expstore COMMAND --help` prints. Exit codes: 0 success, 1 findings or a "
+        "failure, 2 wrong usage, 3 the store is locked, 4 the store is damaged, 130 interrupted.", "",
     ]  # fmt: skip
     for name, command in commands():
         command.rich_markup_mode = None
@@ -223,8 +230,14 @@ def render_routes(document: dict[str, Any]) -> str:
                 for one in parameters:
                     lines.append(f"| `{one['name']}` | {one['in']} | {_cell(one.get('description', ''))} |")
                 lines.append("")
-            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            model = document.get("components", {}).get("schemas", {}).get(body.get("$ref", "").rpartition("/")[2], {})
+            body = (
+                route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            )
+            model = (
+                document.get("components", {})
+                .get("schemas", {})
+                .get(body.get("$ref", "").rpartition("/")[2], {})
+            )
             if model.get("properties"):
                 lines += ["| field of the body | meaning |", "|---|---|"]
                 for name, one in model["properties"].items():
@@ -247,8 +260,8 @@ def render_settings() -> str:
     names = [*(f"{home}.{name}" for name, home in SETTINGS.items()), "expstore.api.settings.Settings"]
     lines = [
         "# Settings", "",
-        "`expstore.open` takes these groups as objects, dicts or single words. The last one has the limits of a "
-        "server; `expstore serve --help` lists them as options.", "",
+        "`expstore.open` takes these groups as objects, dicts or single words. The last one has the limits "
+        "of a server; `expstore serve --help` lists them as options.", "",
     ]  # fmt: skip
     for name in names:
         lines += [f"::: {name}", "    options:", "      members: false", ""]
@@ -276,7 +289,9 @@ def render_pages() -> dict[str, str]:
     """Return all generated pages: paths below docs/, and Markdown whose links are those of the site."""
     pages = {page: (ROOT / name).read_text() for name, page in DOCUMENTS.items()}
     pages |= {f"api/{page}.md": render_namespace(page) for page in NAMESPACES}
-    pages |= {f"examples/{path.relative_to(ROOT / 'examples')}.md": render_example(path) for path in examples()}
+    pages |= {
+        f"examples/{path.relative_to(ROOT / 'examples')}.md": render_example(path) for path in examples()
+    }
     pages["commands.md"] = render_commands()
     pages["routes.md"] = render_routes(openapi())
     pages["settings.md"] = render_settings()

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.index
 DOCS = ROOT / "docs"
 #: Pages whose blocks run here. Pages directly in docs/ are run by test_readme.py, except the front page.
 FOLDERS = ("explanation", "howto", "reference", "tutorials")
-PAGES = ["index", *(f"{path.parent.name}/{path.stem}" for name in FOLDERS for path in (DOCS / name).glob("*.md"))]
+PAGES = [
+    "index",
+    *(f"{path.parent.name}/{path.stem}" for name in FOLDERS for path in (DOCS / name).glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Where the server of tutorials/serve.md listens.
 SERVER = "http://127.0.0.1:8420"
@@ -185,7 +188,9 @@ def test_every_command_is_described() -> None:
 def test_every_route_is_described() -> None:
     document = site_pages.openapi()
     page = site_pages.render_routes(document)
-    routes = [f"## {method.upper()} {path}" for path, methods in document["paths"].items() for method in methods]
+    routes = [
+        f"## {method.upper()} {path}" for path, methods in document["paths"].items() for method in methods
+    ]
     assert len(routes) > 20
     assert [route for route in routes if f"\n{route}\n" not in page] == []
 
@@ -201,11 +206,15 @@ def test_every_error_has_a_cause_and_a_remedy() -> None:
 
 
 def test_links_are_those_of_the_site() -> None:
-    text = "[a](../ARCHITECTURE.md#locks) [b](../README.md) [c](../examples/dqn.py) [d](sql.md) `[e](../x.md)`"
+    text = (
+        "[a](../ARCHITECTURE.md#locks) [b](../README.md) [c](../examples/dqn.py) [d](sql.md) `[e](../x.md)`"
+    )
     assert site_pages.convert_links(text, DOCS / "page.md", "page.md") == (
         "[a](architecture.md#locks) [b](index.md) [c](examples/dqn.py.md) [d](sql.md) `[e](../x.md)`"
     )
-    assert site_pages.convert_links("[a](docs/sql.md)", ROOT / "GUARANTEES.md", "guarantees.md") == "[a](sql.md)"
+    assert (
+        site_pages.convert_links("[a](docs/sql.md)", ROOT / "GUARANTEES.md", "guarantees.md") == "[a](sql.md)"
+    )
     assert site_pages.convert_links("[a](../sql.md)", DOCS / "howto/x.md", "howto/x.md") == "[a](../sql.md)"
 
 
