@@ -321,12 +321,13 @@ def page_of(target: Path) -> str | None:
 def convert_links(text: str, source: Path, page: str) -> str:
     """Return the text of a page with links that lead to pages of the site.
 
-    A link to a file that is not part of the site, such as the source of a test, becomes the file's name.
-
     Args:
         text: Markdown.
         source: The file that it is from: its links are relative to it.
         page: Its path in the site.
+
+    Raises:
+        ValueError: No page shows the file that a link leads to.
     """
 
     def convert(found: re.Match[str]) -> str:
@@ -336,7 +337,7 @@ def convert_links(text: str, source: Path, page: str) -> str:
         target = (source.parent / address).resolve()
         shown = page_of(target) if target.is_relative_to(ROOT) else None
         if shown is None:
-            return f"{head}{os.path.relpath('index.md', os.path.dirname(page) or '.')})"
+            raise ValueError(f"{source.name} links to {address}, which no page of the site shows")
         return head + os.path.relpath(shown, os.path.dirname(page) or ".") + tail
 
     pieces = re.split(r"(^ *```+.*?^ *```+$|`[^`\n]+`(?!\]))", text, flags=re.DOTALL | re.MULTILINE)

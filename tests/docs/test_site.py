@@ -120,6 +120,11 @@ def test_the_navigation_has_every_page_once() -> None:
     assert listed == sorted(written | _generated())
 
 
+def page_file(target: str) -> Path:
+    """Return the picture or the notebook that a path in the site shows."""
+    return (ROOT if target.startswith("benchmarks/") else DOCS) / target
+
+
 def test_links_between_pages_lead_to_pages() -> None:
     listed = set(_pages_of(CONFIG["nav"]))
     sources = {name: DOCS / name for name in listed - _generated()}
@@ -130,7 +135,8 @@ def test_links_between_pages_lead_to_pages() -> None:
             if re.match(r"[a-z]+:", address):
                 continue
             target = os.path.normpath(os.path.join(os.path.dirname(page), address))
-            assert target in listed or target.endswith(".png"), f"{page}: {head}{address}{tail}"
+            is_file = page_file(target).is_file() and not target.endswith(".md")
+            assert target in listed or is_file, f"{page}: {head}{address}{tail}"
 
 
 def test_the_site_asks_nothing_of_a_network() -> None:
@@ -216,6 +222,11 @@ def test_links_are_those_of_the_site() -> None:
         site_pages.convert_links("[a](docs/sql.md)", ROOT / "GUARANTEES.md", "guarantees.md") == "[a](sql.md)"
     )
     assert site_pages.convert_links("[a](../sql.md)", DOCS / "howto/x.md", "howto/x.md") == "[a](../sql.md)"
+
+
+def test_a_link_to_what_is_not_in_the_site_is_found() -> None:
+    with pytest.raises(ValueError, match="which no page of the site shows"):
+        site_pages.convert_links("[a](../Makefile)", DOCS / "page.md", "page.md")
 
 
 # -- examples of deployments -------------------------------------------------------------------------
