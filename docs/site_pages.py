@@ -10,6 +10,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def public_names(module: str) -> dict[str, str]:
     """
     file = source_of(module)
     stub = file.with_suffix(".pyi")
-    tree = ast.parse((stub if stub.exists() else file).read_text())
+    tree = parse(stub if stub.exists() else file)
     imported = {
         item.asname or item.name: node.module
         for node in tree.body
@@ -112,12 +113,18 @@ def source_of(module: str, *, missing: bool = False) -> Path | None:
     raise ValueError(f"there is no module {module}")
 
 
+@cache
+def parse(file: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(file.read_text())
+
+
 def find_definition(module: str, name: str) -> ast.AST | None:
     """Return the class, function or assignment that defines a name in a module; None if there is none.
 
     Overloads of a function are passed over.
     """
-    for node in ast.walk(ast.parse(source_of(module).read_text())):
+    for node in parse(source_of(module)).body:
         if (
             isinstance(node, ast.ClassDef | ast.FunctionDef)
             and node.name == name
@@ -161,7 +168,7 @@ def render_namespace(page: str) -> str:
         "expstore.buffers.schedulers": "expstore.schedulers",
         "expstore.core.rate_limiters": "expstore.rate_limiters",
     }.get(module, module.replace(".integrations", ""))
-    text = ast.get_docstring(ast.parse(source_of(module).read_text())) or ""
+    text = ast.get_docstring(parse(source_of(module))) or ""
     lines = [f"# {short}", "", text.partition("\n\n")[0], ""]
     for name, home in sorted(names_of_page(page).items(), key=lambda pair: pair[0].lower()):
         if isinstance(find_definition(home, name), ast.ClassDef | ast.FunctionDef):

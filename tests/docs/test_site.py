@@ -34,6 +34,8 @@ PAGES = [
     "index",
     *(f"{path.parent.name}/{path.stem}" for name in FOLDERS for path in (DOCS / name).glob("*.md")),
 ]
+#: Its processes take seconds to start; docs/collecting.md has the same in `make test`.
+SLOW = "tutorials/collecting"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Where the server of tutorials/serve.md listens.
 SERVER = "http://127.0.0.1:8420"
@@ -56,7 +58,10 @@ site_pages = _load_generator()
 # -- pages run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.torture] if name == SLOW else []) for name in sorted(PAGES)],
+)
 def test_a_page_runs_and_prints_what_it_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
