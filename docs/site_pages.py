@@ -63,7 +63,7 @@ SETTINGS = {
     "Batches": "expstore._settings",
     "Retain": "expstore.core.retention_policy",
 }
-#: Objects that a buffer returns, which nobody creates.
+#: Objects that only a buffer creates.
 PARTS = {
     "rb.episodes": "expstore.buffers.episodes.Episodes",
     "rb.columns": "expstore.buffers.columns.Columns",
