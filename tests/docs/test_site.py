@@ -20,10 +20,11 @@ import pytest
 import yaml
 
 from expstore import errors
+from expstore.api import Settings
 from expstore.cli.app import run
 from tests.docs.test_readme import README, blocks, execute
 from tests.support.paths import ROOT
-from tests.support.servers import serving
+from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
 
@@ -53,6 +54,15 @@ def _load_generator() -> ModuleType:
 
 
 site_pages = _load_generator()
+
+
+def _serve(folder: str, option: str, file: str) -> Serving:
+    """Return the server that `expstore serve` starts, in this process: one of its own takes seconds to start.
+
+    test_readme.py runs the command itself.
+    """
+    assert option == "--token-file"
+    return Serving(Settings(path=Path(folder), token=Path(file).read_bytes()))
 
 
 # -- pages run ---------------------------------------------------------------------------------------
@@ -89,7 +99,7 @@ def test_a_page_runs_and_prints_what_it_says(
                     program, command, *arguments = shlex.split(line)
                     assert program == "expstore"
                     if command == "serve":
-                        address = stack.enter_context(serving(*arguments))[1]["listening"]
+                        address = stack.enter_context(_serve(*arguments)).url
                     else:
                         assert run([command, *arguments]) == 0, line
                         has_printed = True
