@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test torture soak lint format bench bench-embed bench-check bench-smoke profile clean
+.PHONY: help .venv run test torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
@@ -54,6 +54,16 @@ lint: .venv  ## check format, style, imports, types, spelling and the shape of t
 format: .venv  ## write the format, and the fixes that are safe
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: .venv/.docs  ## build the documentation site into build/site; it is read without a server or a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+.venv/.docs: .venv/.installed
+	$(PIP) --no-build-isolation --editable '.[dev,gym,docs]'
+	@touch $@
 
 bench: .venv/.bench  ## compare with TorchRL and others, 45 minutes; RESUME=1 goes on with a run that was cut
 	$(BIN)/python -m benchmarks $(if $(RESUME),--resume)

@@ -88,7 +88,13 @@ class Layout:
 
     @classmethod
     def of(cls, given: Layout | str | Mapping[str, Any] | None) -> Layout:
-        """Convert a `Layout`, one word, a dict of its parts, or None (sets nothing) to a `Layout`."""
+        """Convert a `Layout`, one word, a dict of its parts, or None (sets nothing) to a `Layout`.
+
+        Raises:
+            SchemaError: There is no such word or layout.
+            ArgumentError: The dict has a part that a `Layout` does not have.
+            TypeError: The value has another type.
+        """
         if isinstance(given, str):
             if given not in (*STORAGES, *LAYOUTS):
                 raise SchemaError(
@@ -141,7 +147,13 @@ class Durability:
 
     @classmethod
     def of(cls, given: Durability | str | Mapping[str, Any] | None) -> Durability:
-        """Convert a `Durability`, one word, a dict of its parts, or None (the default) to a `Durability`."""
+        """Convert a `Durability`, one word, a dict of its parts, or None (the default) to a `Durability`.
+
+        Raises:
+            ValueError: There is no such word, or a part has an invalid value.
+            ArgumentError: The dict has a part that a `Durability` does not have.
+            TypeError: The value has another type.
+        """
         if isinstance(given, str):
             if given not in ("process", "sync"):
                 raise ValueError(f"durability={given!r} is unknown; use 'process', 'sync' or a Durability")
@@ -200,7 +212,12 @@ class EpisodeKeys:
 
     @classmethod
     def of(cls, given: EpisodeKeys | Mapping[str, Any] | None) -> EpisodeKeys:
-        """Convert an `EpisodeKeys`, a dict of its parts, or None (sets nothing) to an `EpisodeKeys`."""
+        """Convert an `EpisodeKeys`, a dict of its parts, or None (sets nothing) to an `EpisodeKeys`.
+
+        Raises:
+            ArgumentError: The dict has a part that `EpisodeKeys` do not have.
+            TypeError: The value has another type.
+        """
         return read_value("episodes", cls, given)
 
 
@@ -257,7 +274,12 @@ class Batches:
 
     @classmethod
     def of(cls, given: Batches | Mapping[str, Any] | None) -> Batches:
-        """Convert a `Batches`, a dict of its parts, or None (the defaults) to a `Batches`."""
+        """Convert a `Batches`, a dict of its parts, or None (the defaults) to a `Batches`.
+
+        Raises:
+            ArgumentError: The dict has a part that a `Batches` does not have.
+            TypeError: The value has another type.
+        """
         return read_value("batches", cls, given)
 
 

@@ -852,11 +852,11 @@ class ReplayBuffer:
         return self.snapshots.create(path, keep=keep)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Call `dumps`."""
+        """Create a version in a folder, as `dumps` does: TorchRL's other name of it."""
         return self.dumps(path, keep=keep)
 
     def save(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Call `dumps`."""
+        """Create a version in a folder, as `dumps` does: TorchRL's other name of it."""
         return self.dumps(path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:

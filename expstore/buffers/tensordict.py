@@ -86,9 +86,20 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return (batch, *info) if return_info else batch
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set priorities; see `ReplayBuffer.update_priority`.
+        """Set priorities of rows by index or id; see `ReplayBuffer.update_priority`.
 
         For priorities that are an entry of the sample, use `update_tensordict_priority`.
+
+        Args:
+            index: As `ReplayBuffer.update_priority`; or a sample, as `update_tensordict_priority` takes.
+            priority: Finite, not negative. Shape `()` or `(n, ...)`.
+            id: Ids of the rows. Any shape.
+
+        Returns:
+            Number of rows whose priority was set.
+
+        Raises:
+            PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         if isinstance(index, TensorDictBase) and priority is None and id is None:
             return self.update_tensordict_priority(index)

@@ -69,7 +69,13 @@ class TransitionSink(Protocol):
     def extend(
         self, data: TensorDict, *, source: str | None = None, episode_info: Mapping[str, Any] | None = None
     ) -> Any:
-        """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped."""
+        """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped.
+
+        Args:
+            data: The rows of one stream, in the order of steps. Batch shape `(n,)`.
+            source: Name of the stream.
+            episode_info: Facts about the episodes that begin in these rows.
+        """
 
 
 #: Returns trajectory ids for positions of rows in the stream of a collector. Shapes `(n,)`, int64.

@@ -279,7 +279,22 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         return observation, info
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step all lanes, and store their steps; errors are those of `Record.step`."""
+        """Step all lanes, and store their steps.
+
+        Args:
+            actions: One action per lane, of the environment's action space.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos, as the environment returned them; one
+            entry per lane.
+
+        Raises:
+            ResetNeeded: `reset` was not called yet.
+            StateError: The store is closed; no lane made a step.
+            StorageError: The disk failed. `last_step` is what the environment returned, and the next call
+                stores it first.
+            SchemaError: Values are not as their space says.
+        """
         self._stream.prepare()
         observation = self._observation
         if observation is None:

@@ -332,6 +332,12 @@ def animate_episode(
         view: The storage.
         facts: The episode's row of the relation `episodes`, by column.
         fields: As for `episode`.
+
+    Returns:
+        The animation, which a notebook shows and `save` writes to a file.
+
+    Raises:
+        SchemaError: No field that is drawn is an image.
     """
     films, numbers = _read_episode(view, facts["episode_id"], fields, _ANIMATION)
     if not films:

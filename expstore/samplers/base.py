@@ -295,7 +295,16 @@ class Sampler(metaclass=SamplerKind):
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
-        """Draw a selection again because some of its rows were overwritten while they were read."""
+        """Draw a selection again because some of its rows were overwritten while they were read.
+
+        Args:
+            storage: The storage with the rows.
+            selection: The selection to replace.
+            generator: Random numbers of the same draw, other than those that made the selection.
+
+        Returns:
+            A selection of as many rows.
+        """
         return self.sample(storage, selection.ids.size, generator)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:

@@ -126,7 +126,11 @@ class NonTensor(LeafSpec):
         return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Raise NotImplementedError: objects are not tensors."""
+        """Refuse the call: objects are not tensors, so they have no bounds.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("a NonTensor spec has no elements: `within` is not implemented")
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
@@ -153,15 +157,27 @@ class NonTensor(LeafSpec):
             raise TypeError(f"a NonTensor spec describes objects; got a tensor of {value.dtype}")
 
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: objects are not indices."""
+        """Refuse the call: objects are not indices.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("Cannot use index with a NonTensor spec.")
 
     def cardinality(self) -> Any:
-        """Raise NotImplementedError: objects cannot be counted."""
+        """Refuse the call: objects cannot be counted.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("Cannot enumerate a NonTensor spec.")
 
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Raise NotImplementedError: objects cannot be listed."""
+        """Refuse the call: objects cannot be listed.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         raise NotImplementedError("Cannot enumerate a NonTensor spec.")
 
 

@@ -552,7 +552,14 @@ class FollowerStorage(ReadView):
             time.sleep(_PAUSE_SECONDS)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`.
+
+        Returns:
+            One array per column. Shapes `(n, *row shape)`.
+
+        Raises:
+            StateError: The store has no rows yet.
+        """
         source = self._source
         if source.columns is None:
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
@@ -574,7 +581,7 @@ class FollowerStorage(ReadView):
         return frozenset() if columns is None else columns.unviewed_places
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying."""
+        """View columns over a run of ids without copying: shapes `(m, *row shape)`; see `ReadView.views`."""
         source = self._source
         if source.columns is None:
             return [[] for _ in places]

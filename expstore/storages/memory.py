@@ -242,7 +242,7 @@ class MemoryStorage(PortableStorage):
                 _put(kept[place], slots, values)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows are there: shapes `(n, *row shape)`; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         self._prefetcher.ask(slots, wanted, self._narrow_columns)
         return [self._take_rows(place, slots) for place in wanted]
@@ -263,7 +263,7 @@ class MemoryStorage(PortableStorage):
         return column.take(slots, axis=0, out=out, mode="clip")  # otherwise NumPy copies twice
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids without copying."""
+        """View columns over a run of ids without copying: shapes `(m, *row shape)`; see `ReadView.views`."""
         columns = [*self._columns, self.priorities.values]
         runs = self.geometry.runs(first_id, count)
         return [[_part(columns[place], slot, n) for slot, _, n in runs] for place in places]

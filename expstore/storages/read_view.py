@@ -271,7 +271,17 @@ class ReadView(ABC):
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying: per field one or two arrays.
 
-        Places from `len(schema.fields)` on are those of `ROW_FIELDS`.
+        The arrays show later changes of the rows, and other rows once these are overwritten: check the ids
+        with `intact` after using them.
+
+        Args:
+            places: Positions of the columns; those of `ROW_FIELDS` follow the schema's.
+            first_id: Id of the first row.
+            count: Number of rows; all of them must be readable.
+
+        Returns:
+            For each place its arrays, in the order of ids: two if the run wraps around the end of the ring.
+            Shapes `(m, *row shape)`, whose m add up to `count`.
         """
 
     @property

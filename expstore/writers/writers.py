@@ -258,7 +258,10 @@ class RoundRobinWriter(Writer):
         info: str,
         key: WriteKey | None = None,
     ) -> IntArray:
-        """Give every row of a batch the next ids.
+        """Give every row of a batch the next ids. Arguments and result are those of `Writer.write`.
+
+        Returns:
+            Id of each row. Shape `(n,)`, int64.
 
         Raises:
             StateError: The storage keeps the best rows, which new rows would overwrite.
@@ -315,10 +318,10 @@ class ImmutableDatasetWriter(Writer):
         info: str,
         key: WriteKey | None = None,
     ) -> IntArray:
-        """Refuse a batch.
+        """Refuse a batch: the rows of a data set do not change. Arguments are those of `Writer.write`.
 
         Raises:
-            StateError: Always.
+            StateError: Always; nothing was written.
         """
         raise self._refusal()
 
@@ -438,6 +441,11 @@ class TensorDictMaxValueWriter(Writer):
         key: WriteKey | None = None,
     ) -> IntArray:
         """Append rows until the storage is full, then replace the worst rows by better ones.
+
+        Arguments are those of `Writer.write`.
+
+        Returns:
+            Id of each row; -1 for rows that are not among the best. Shape `(n,)`, int64.
 
         Raises:
             StateError: The storage has rows that are ranked differently or not at all, or counts how often

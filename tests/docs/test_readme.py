@@ -33,8 +33,9 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
-    "README", "benchmarks", "cleanrl", "cluster", "datasets", "development", "disk", "errors", "format",
-    "http", "installing", "numpy", "object_storage", "page", "ray", "storages", "torchrl_names", "trackers",
+    "README", "benchmarks", "cleanrl", "cluster", "comparison", "datasets", "development", "disk", "errors",
+    "faq", "format", "http", "index", "installing", "numpy", "object_storage", "page", "ray", "storages",
+    "torchrl_names", "trackers",
 )  # fmt: skip
 
 
