@@ -79,6 +79,7 @@ class Index:
         *,
         disk: Disk,
         store_uuid: str,
+        meta: Mapping[str, object] | None = None,
         config: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
@@ -89,7 +90,7 @@ class Index:
         self._disk = disk
         self._uuid = store_uuid
         self._pid = os.getpid()
-        self._meta: dict[str, str] = {}
+        self._meta: dict[str, str] = _texts(meta or {})
         self._con: duckdb.DuckDBPyConnection | None = None
         self._filed = path is None  # False while an in-memory database stands for the file
         self._damage: str | None = None
@@ -106,6 +107,7 @@ class Index:
         *,
         disk: Disk,
         store_uuid: str,
+        meta: Mapping[str, object] | None = None,
         config: Mapping[str, str] | None = None,
     ) -> Index:
         """Open the index of a store.
@@ -117,6 +119,7 @@ class Index:
             path: The file; None keeps the index in memory.
             disk: Access to the file system.
             store_uuid: UUID of the store; the index file must have the same.
+            meta: The content of the table `meta`, representable as JSON; None: what the file has.
             config: DuckDB settings in addition to those of every index.
 
         Raises:
@@ -124,7 +127,7 @@ class Index:
             MigrationError: The file was made by a newer version of expstore or DuckDB.
             StorageError: The file cannot be opened for another reason (permissions, too many open files).
         """
-        index = cls(path, disk=disk, store_uuid=store_uuid, config=config)
+        index = cls(path, disk=disk, store_uuid=store_uuid, meta=meta, config=config)
         if path is not None and disk.exists(path):
             try:
                 index._open_file(path)
@@ -335,7 +338,11 @@ class Index:
                 raise CorruptionError(f"it belongs to store {found}, not {self._uuid}")
             migrate(con)
             self.position = delta_tables.last_position(con)
-            self._meta = delta_tables.read_meta(con)
+            known = delta_tables.read_meta(con)
+            if self._meta and self._meta != known:
+                delta_tables.replace_meta(con, self._meta)
+            else:
+                self._meta = known
             self._con, self._filed, con = con, True, None
         except duckdb.Error as exc:
             raise self._outside(exc) or CorruptionError(str(exc).strip().splitlines()[0]) from exc
@@ -352,6 +359,8 @@ class Index:
                 con.execute("INSERT INTO store VALUES (?)", [self._uuid])
                 if delta is not None:
                     delta_tables.fill(con, delta, self._meta)
+            if delta is None and self._meta:
+                delta_tables.replace_meta(con, self._meta)
             con.execute("CHECKPOINT")
         except BaseException:
             con.close()

@@ -308,8 +308,9 @@ class Catalog:
                 "the index belongs to the process that opened the store, and this is a fork of it"
             )
         index = Index.open(
-            storage.index.path, disk=storage.disk, store_uuid=storage.description.uuid, config=self._config
-        )
+            storage.index.path, disk=storage.disk, store_uuid=storage.description.uuid,
+            meta=meta_relation(storage), config=self._config,
+        )  # fmt: skip
         if index.notice:
             _log.warning("%s", index.notice)
         self._index = index

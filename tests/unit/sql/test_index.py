@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -36,7 +37,7 @@ from expstore.errors import (
 )
 from expstore.sql.index import Column, Delta, Index, Position, Relations
 from tests.support import warm_processes
-from tests.support.batches import closing_factory
+from tests.support.batches import closing_factory, transitions
 
 pytestmark = pytest.mark.index
 
@@ -1310,3 +1311,21 @@ assert "pandas" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_meta_is_there_from_the_first_query(tmp_path: Path) -> None:
+    """In the opening that creates a store, in a reader beside it, and after a kill."""
+    import expstore
+
+    def facts(rb: Any) -> dict[str, Any]:
+        return {key: json.loads(value) for key, value in rb.sql("SELECT key, value FROM meta").fetchall()}
+
+    with expstore.open(tmp_path / "x.exp", capacity=10, seed=3, meta={"lr": 0.1}) as rb:
+        expected = facts(rb)
+        assert (expected["lr"], expected["capacity"], expected["seed"]) == (0.1, 10, 3)
+        with expstore.open(tmp_path / "x.exp", mode="r") as reader:
+            assert facts(reader) == expected
+        rb.extend(transitions(20))
+        assert facts(rb) == expected
+    with expstore.open(tmp_path / "x.exp") as rb:
+        assert facts(rb) == expected
