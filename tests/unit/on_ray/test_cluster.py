@@ -168,6 +168,7 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
     assert actions(cluster) == sorted(known + written)
 
 
+@pytest.mark.torture  # Ray starts many processes for it: a minute or more on two cores
 def test_a_killed_shard_is_restarted_and_no_acknowledged_row_is_lost(cluster: Cluster) -> None:
     address = cluster.members.members[0].url
     live_through_kills(cluster, 1)
@@ -209,6 +210,7 @@ def test_tasks_write_and_sample_through_a_copy_of_the_buffer(cluster: Cluster) -
     assert expstore.cluster.ray.find("tests").token == cluster.token
 
 
+@pytest.mark.torture  # Ray starts many processes for it: a minute or more on two cores
 def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     with cluster.buffer(batch_size=64, down="partial", wait=5) as rb:
         fill(rb)
@@ -255,6 +257,7 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
     assert [one.state for one in cluster.status()] == ["serving", "serving"]
 
 
+@pytest.mark.torture  # Ray starts many processes for it: a minute or more on two cores
 def test_ray_data_reads_the_rows_of_all_shards(cluster: Cluster) -> None:
     with cluster.buffer() as rb:
         fill(rb)
