@@ -110,34 +110,25 @@ def unpack_entry(data: bytes) -> LogEntry:
 def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
     if at + _ENTRY.size > len(data):
         return None
-    (size, crc, _kind, status, flags, source, episode, trajectory, start, end, ret, length, last_id) = (
-        _ENTRY.unpack_from(data, at)[:13]
-    )
-    sequence, generation, text_size = _ENTRY.unpack_from(data, at)[13:]
+    (
+        size, crc, _kind, status, flags, source, episode, trajectory, start, end, ret, length, last_id,
+        sequence, generation, text_size,
+    ) = _ENTRY.unpack_from(data, at)  # fmt: skip
     stop = at + size
     if size != _ENTRY.size + text_size or stop > len(data):
         return None
     if google_crc32c.value(data[at + 8 : stop]) != crc:
         return None
-    text, session = data[at + _ENTRY.size : stop].decode().rstrip("\0"), ""
+    text = data[at + _ENTRY.size : stop].decode().rstrip("\0") if text_size else ""
+    session = ""
     if not episode and source:
         text, session = json.loads(text)
+    # By position, which is faster: a reader parses all entries at its first query.
     entry = LogEntry(
-        episode=episode,
-        source=source,
-        trajectory=trajectory if flags & _HAS_TRAJECTORY else None,
-        start=start,
-        end=end,
-        ret=None if flags & _NO_RETURN else ret,
-        length=length,
-        last_id=last_id,
-        status=status,
-        sequence=sequence,
-        generation=generation,
-        text=text,
-        named=bool(flags & _NAMED),
-        session=session,
-    )
+        episode, source, trajectory if flags & _HAS_TRAJECTORY else None, start, end,
+        None if flags & _NO_RETURN else ret, length, last_id, status, sequence, generation, text,
+        bool(flags & _NAMED), session,
+    )  # fmt: skip
     return entry, stop
 
 
