@@ -100,7 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def reading_routes() -> RouteTable:
-    """Return the routes of a server that only reads, with the page."""
+    """Return the routes of a read-only server with the page."""
     return RouteTable(lambda: _outline(_READING), page.PATH)
 
 

@@ -104,7 +104,7 @@ class RouteTable:
             return Routed(folder, Need.NOTHING)
         if self._routes is None:
             paths = self._document()["paths"]
-            # `episodes/end` is no `episodes/{episode}`: names that are given come first.
+            # Fixed paths first, since `episodes/{episode}` also matches `episodes/end`.
             self._routes = [_read(path, paths[path]) for path in sorted(paths, key=lambda it: it.count("{"))]
         for pattern, acts, other in self._routes:
             if pattern.fullmatch(path):
@@ -113,7 +113,7 @@ class RouteTable:
 
 
 def outline(routes: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """Return of the OpenAPI document what a `RouteTable` reads: paths, methods, tags, types of bodies.
+    """Return the part of the OpenAPI document that a `RouteTable` reads: paths, methods, tags, body types.
 
     The whole document has the schemas of all models, which takes half a second of CPU.
 

@@ -314,7 +314,7 @@ class Summarizer:
 
 
 def _parse_facts(text: str | None) -> dict[str, Any] | None:
-    """Return the facts in a JSON object; None: it is none, or too long."""
+    """Return the facts in a JSON text; None if it is no object, or too long."""
     if text is None or len(text) > _ORIGIN_LENGTH:
         return None
     found = json.loads(text)

@@ -162,7 +162,7 @@ class ShardSet:
             known.shards[number].remove()
 
     def look(self) -> None:
-        """Take up the list if nobody has looked at it for a second.
+        """Take up the list if it was last read more than a second ago.
 
         Raises:
             ExpStoreError: As for `refresh`.

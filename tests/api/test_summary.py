@@ -78,7 +78,7 @@ def test_a_writer_summarizes_everything(client: httpx.Client) -> None:
      ("<b>", None), ({"text": "x" * 5000}, None)],
 )  # fmt: skip
 def test_sessions_have_their_provenance(client: httpx.Client, origin: Any, expected: Any) -> None:
-    """It is on the first episode of a source; a text, or a very long object, is none."""
+    """The first episode of a source has it; texts and very long objects are left out."""
     client.put(RUN, json={}).raise_for_status()
     post_rows(client, 25, source="left").raise_for_status()
     post_rows(client, 5, 100, source="right").raise_for_status()

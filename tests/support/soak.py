@@ -33,7 +33,7 @@ from tests.support.batches import transitions
 
 __all__ = ["Use", "find_growth", "main"]
 
-#: The ring is overwritten every few minutes.
+#: The ring is overwritten every half minute.
 CAPACITY = 20_000
 ROWS = 50
 #: Clients, and seconds from one round of a client to its next.
@@ -176,11 +176,11 @@ def soak(minutes: float, folder: Path, out: Callable[[str], object]) -> tuple[li
                 stopping.wait(pause)
         stopping.set()
         over.set()
-        problems = [f"client {c.name}: {c.error}" for c in clients if c.error]
-        for thread in clients:
-            thread.join(60)
+        for client in clients:
+            client.join(60)
         for follower in followers:
             follower.join(60)
+        problems = [f"client {client.name}: {client.error}" for client in clients if client.error]
         if failed.is_set():
             problems.append("a follower failed")
         out(f"{sum(client.rounds for client in clients):,} rounds of {CLIENTS} clients, {versions} versions")

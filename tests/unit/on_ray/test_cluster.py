@@ -157,7 +157,7 @@ def live_through_kills(cluster: Cluster, kills: int) -> None:
             for number in range(kills):
                 wait_until(partial(has_drawn, clients.drawn + 3))
                 pid = kill(cluster, number % 2)
-                wait_until(partial(is_restarted, cluster, number % 2, pid))  # by nobody but Ray
+                wait_until(partial(is_restarted, cluster, number % 2, pid))  # by Ray alone
                 wait_until(partial(has_drawn, clients.drawn + 5))
         finally:
             clients.ended.set()

@@ -1314,7 +1314,7 @@ assert "pandas" not in sys.modules
 
 
 def test_meta_is_there_from_the_first_query(tmp_path: Path) -> None:
-    """In the opening that creates a store, in a reader beside it, and after a kill."""
+    """In the opening that creates a store, in a reader at the same time, and when it is opened again."""
     import expstore
 
     def facts(rb: Any) -> dict[str, Any]:
