@@ -39,8 +39,6 @@ _NAME = re.compile(r"shard-([0-9]{1,9})")
 #: or are set by each server for itself.
 _SENT = frozenset({"accept", "accept-encoding", "authorization", "content-type", "last-event-id"})
 _RETURNED = re.compile(r"content-(type|length|encoding)|retry-after|cache-control|x-(?!request-id)[a-z-]+")
-#: Set by the server that the browser talks to.
-_OWN = frozenset({"x-content-type-options", "x-frame-options"})
 #: Seconds until a shard counts as gone. A stream of events may be silent for longer.
 _TIMEOUT, _STREAM = httpx.Timeout(30.0, connect=5.0), httpx.Timeout(30.0, connect=5.0, read=None)
 
@@ -155,11 +153,7 @@ async def _forward(
     except httpx.HTTPError as exc:
         raise Refusal(502, f"shard {member.number} ({server}) does not answer: {type(exc).__name__}",
                       kind="shard_down", hint="is its server running?") from exc  # fmt: skip
-    returned = {
-        name: value
-        for name, value in answer.headers.items()
-        if _RETURNED.fullmatch(name) and name not in _OWN
-    }
+    returned = {name: value for name, value in answer.headers.items() if _RETURNED.fullmatch(name)}
     return StreamingResponse(_read(answer), answer.status_code, returned)
 
 

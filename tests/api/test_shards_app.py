@@ -29,7 +29,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         with expstore.open(folder / f"{name}.exp") as rb:
             rb.extend(batch_of(count), source=f"actor-{name}")
             rb.extend(batch_of(5, 100), source="other")
-    with Serving(Settings(path=folder, token=TOKEN.encode())) as server:
+    # The process that runs conditions may start slowly on a busy machine.
+    with Serving(Settings(path=folder, token=TOKEN.encode(), sql_seconds=30.0)) as server:
         yield server
 
 

@@ -76,50 +76,30 @@ def test_every_row_is_printed_and_bars_can_fail(tmp_path: Path) -> None:
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
 
 
+SIDES = [f"{kind}-{what}" for kind in ("locomotion", "pixels") for what in ("throughput", "torchrl", "cpu")]
+ACTS = [f"latency-{act}-{part}" for act in ("waiting", "training", "python") for part in ("p50", "p99")]
+
+
 @pytest.mark.torture
-def test_served_stores_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("remote.py")), "--smoke", "--json", str(figures)]
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("remote", ["sample", "stream", "stream/pixels", "extend", "limit"]),
+        ("many_writers", [f"many-writers/{name}" for name in (*SIDES, "latency-idle", *ACTS)]),
+        ("page", ["page/first data", "page/filter", "page/frames", "page/writer"]),
+    ],
+)
+def test_other_benchmarks_have_their_results(script: str, names: list[str], tmp_path: Path) -> None:
+    figures, folder = tmp_path / "figures.json", tmp_path / "a"
+    command = [sys.executable, str(SCRIPT.with_name(f"{script}.py")), "--smoke"]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
+        [*command, "--json", str(figures), "--folder", str(folder)], text=True, capture_output=True,
+        timeout=LIMIT, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
+    assert not [*folder.iterdir()]
     found = {row["name"]: row["value"] for row in json.loads(figures.read_text())["results"]}
-    assert [*found] == ["sample", "stream", "stream/pixels", "extend", "limit"]
-    assert min(found.values()) > 0
-
-
-@pytest.mark.torture
-def test_many_writers_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("many_writers.py")), "--smoke", "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
-    told = json.loads(figures.read_text())["results"]
-    found = {row["name"].removeprefix("many-writers/"): row["value"] for row in told}
-    sides = [
-        f"{kind}-{what}" for kind in ("locomotion", "pixels") for what in ("throughput", "torchrl", "cpu")
-    ]
-    acts = [f"latency-{act}-{part}" for act in ("waiting", "training", "python") for part in ("p50", "p99")]
-    assert [*found] == [*sides, "latency-idle", *acts]
-    assert min(found.values()) > 0
-
-
-@pytest.mark.torture
-def test_open_pages_are_measured(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT.with_name("page.py")), "--smoke", "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path / "a")], text=True, capture_output=True, timeout=LIMIT
-    )
-    assert done.returncode == 0, done.stderr
-    assert not [*(tmp_path / "a").iterdir()]
-    found = {row["name"]: row["value"] for row in json.loads(figures.read_text())["results"]}
-    assert [*found] == ["page/first data", "page/filter", "page/frames", "page/writer"]
+    assert [*found] == names
     assert min(found.values()) > 0
 
 

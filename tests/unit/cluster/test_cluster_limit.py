@@ -27,23 +27,9 @@ SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stores")
-
-
-@pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Serving]:
     with Serving(Settings(path=folder, samples_per_insert=RATIO, error_buffer=math.inf)) as server:
         yield server
-
-
-@pytest.fixture
-def urls(server: Serving, folder: Path, request: pytest.FixtureRequest) -> list[str]:
-    """Return the addresses of three new stores."""
-    name = "".join(letter for letter in request.node.name if letter.isalnum())[:60]
-    for shard in range(3):
-        expstore.open(folder / f"{name}{shard}.exp", mode="x", seed=shard).close()
-    return [f"{server.url}/{name}{shard}" for shard in range(3)]
 
 
 def connect(urls: list[str], limiter: Any = None, **options: Any) -> expstore.ShardedReplayBuffer:

@@ -14,7 +14,6 @@ import pytest
 
 import expstore
 from expstore import Retries
-from expstore.api import Settings
 from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import ClusterFile, FileMembers, Member, MemberList
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
@@ -25,17 +24,6 @@ from tests.support.tcp_proxy import Proxy
 from tests.support.waits import wait_until
 
 SOON = Retries(seconds=60, first=0.01, longest=0.05, seed=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stores")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Serving]:
-    with Serving(Settings(path=folder)) as server:
-        yield server
 
 
 class Cluster:

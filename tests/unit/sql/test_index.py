@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -325,6 +326,14 @@ def test_meta_survives_a_rebuild_after_reopening(open_index: Callable[..., Index
     index = open_index()
     index.commit(dataclasses.replace(FIRST, complete=True))
     assert rows(index, "FROM meta") == [("a", "1")]
+
+
+def test_meta_of_the_opening_replaces_that_of_the_file(path: Path) -> None:
+    for capacity in (10, 20):
+        meta = {"capacity": capacity}
+        with contextlib.closing(Index.open(path, disk=Disk(), store_uuid=UUID, meta=meta)) as index:
+            index.commit(FIRST)
+            assert rows(index, "FROM meta") == [("capacity", str(capacity))]
 
 
 def test_the_last_commit_writes_everything_and_lets_go_of_the_file(
