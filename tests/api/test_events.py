@@ -104,6 +104,7 @@ def test_comments_keep_a_quiet_stream_open(client: httpx.Client, monkeypatch: py
 def test_a_reader_tells_what_another_process_writes(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(batch_of(20))
+        rb.flush()  # readers see small batches 0.1 s later otherwise
         with (
             Serving(Settings(path=tmp_path, read_only=True)) as server,
             httpx.Client(base_url=server.url, timeout=PATIENCE) as client,

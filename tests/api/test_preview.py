@@ -140,6 +140,7 @@ def test_previews_that_are_refused(client: httpx.Client, tmp_path: Path) -> None
 def test_readers_preview(tmp_path: Path, layout: str) -> None:
     with expstore.open(tmp_path / "run.exp", layout=layout) as rb:
         rb.extend(batch_of(20))
+        rb.flush()  # readers see small batches 0.1 s later otherwise
         settings = Settings(path=tmp_path, read_only=True)
         with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
             told = ask(client)

@@ -103,6 +103,7 @@ def test_a_reader_follows_a_writer(tmp_path: Path, layout: str) -> None:
     """What only the writer knows is null."""
     with expstore.open(tmp_path / "run.exp", layout=layout) as rb:
         rb.extend(batch_of(20), source="left")
+        rb.flush()  # readers see small batches 0.1 s later otherwise
         settings = replace(Settings(path=tmp_path), read_only=True)
         with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
             told = read_summary(client)
