@@ -13,16 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
+import numpy as np
 
+from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 
-__all__ = ["EpisodeLog", "LogEntry", "fill_up", "read_log", "salvage", "unpack_entry"]
+__all__ = [
+    "EpisodeLog",
+    "LogColumns",
+    "LogEntry",
+    "fill_up",
+    "read_bytes",
+    "read_log",
+    "salvage",
+    "unpack_entries",
+    "unpack_entry",
+]
 
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
 _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")
+_HEAD = np.dtype("<u4, <u4, u1, u1, <u2, <i4, <i8, <i8, <i8, <i8, <f8, <i8, <i8, <i8, <i4, <u4, V8")
+_HEAD.names = (
+    "size", "crc", "kind", "status", "flags", "source", "episode", "trajectory", "start", "end", "ret",
+    "length", "last_id", "sequence", "generation", "text_size", "zeros",
+)  # fmt: skip
 _EPISODE, _SOURCE = 1, 2
 _HAS_TRAJECTORY = 1
 _NAMED = 2
@@ -123,8 +140,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
     session = ""
     if not episode and source:
         text, session = json.loads(text)
-    # By position, which is faster: a reader parses all entries at its first query.
-    entry = LogEntry(
+    entry = LogEntry(  # by position, which is faster
         episode, source, trajectory if flags & _HAS_TRAJECTORY else None, start, end,
         None if flags & _NO_RETURN else ret, length, last_id, status, sequence, generation, text,
         bool(flags & _NAMED), session,
@@ -188,20 +204,29 @@ def read_log(disk: Disk, path: Path, length: int) -> Iterator[LogEntry]:
     Raises:
         CorruptionError: The file is shorter, or an entry does not match its checksum.
     """
+    yield from unpack_entries(read_bytes(disk, path, length), str(path))
+
+
+def read_bytes(disk: Disk, path: Path, length: int) -> bytes:
+    """Return the first `length` bytes of the file, without checking its entries.
+
+    Raises:
+        CorruptionError: The file is shorter.
+    """
     if not length:
-        return
+        return b""
     file = disk.open(path, write=False)
     try:
-        yield from _entries(file, length)
+        return _bytes_of(file, length)
     finally:
         file.close()
 
 
-def _entries(file: File, length: int) -> Iterator[LogEntry]:
+def _bytes_of(file: File, length: int) -> bytes:
     data = file.read(0, length)
     if len(data) < length:
         raise CorruptionError(f"{file.path} has {len(data)} bytes, the journal says {length}")
-    yield from unpack_entries(data, str(file.path))
+    return data
 
 
 def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
@@ -221,6 +246,82 @@ def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
             raise CorruptionError(f"{name} is damaged at byte {at}")
         entry, at = found
         yield entry
+
+
+class LogColumns:
+    """The entries in the bytes of a log as columns, which is five times as fast as one object per entry.
+
+    Args:
+        data: The bytes of all entries, as `LogEntry.pack` returns them.
+        name: Name of the log for error messages.
+
+    Raises:
+        CorruptionError: An entry does not match its checksum.
+
+    Example:
+        >>> ended = LogEntry(episode=7, source=1, ret=2.5, length=10, status=1)
+        >>> LogColumns.of([ended]).heads["ret"]
+        array([2.5])
+    """
+
+    __slots__ = ("_data", "_offsets", "heads")
+
+    def __init__(self, data: bytes, name: str) -> None:
+        offsets, heads, at = [], [], 0
+        read_sizes, least = struct.Struct("<II").unpack_from, _ENTRY.size
+        checksum = google_crc32c.value
+        while at + least <= len(data):
+            size, crc = read_sizes(data, at)
+            if size < least or checksum(data[at + 8 : at + size]) != crc:
+                break
+            offsets.append(at)
+            heads.append(data[at : at + least])
+            at += size
+        self._data = data
+        self._offsets = np.array(offsets, np.int64)
+        #: One element per entry, with the fields of `_HEAD`. Shape `(n,)`.
+        self.heads: Array = np.frombuffer(b"".join(heads), _HEAD)
+        wrong = np.flatnonzero(self.heads["size"] != np.int64(least) + self.heads["text_size"])
+        if len(wrong) or at != len(data):
+            raise CorruptionError(f"{name} is damaged at byte {offsets[wrong[0]] if len(wrong) else at}")
+
+    @classmethod
+    def of(cls, entries: Iterable[LogEntry]) -> LogColumns:
+        """Return the columns of some entries."""
+        return cls(b"".join([entry.pack() for entry in entries]), "the list of entries")
+
+    def latest(self) -> IntArray:
+        """Return the position of the last entry of each episode, in the order of their first entries."""
+        episodes = self.heads["episode"]
+        at = np.flatnonzero(episodes)
+        first = np.unique(episodes[at], return_index=True)[1]
+        last = len(at) - 1 - np.unique(episodes[at[::-1]], return_index=True)[1]
+        found: IntArray = at[last[np.argsort(first)]]
+        return found
+
+    def sources(self) -> Iterator[LogEntry]:
+        """Yield the entries of sources, in order."""
+        for at in self._offsets[self.heads["episode"] == 0].tolist():
+            found = _unpack(self._data, at)
+            assert found is not None, "the constructor has checked every entry"
+            yield found[0]
+
+    def texts(self, chosen: IntArray) -> list[str]:
+        """Return the info of the entries at some positions as JSON texts; "": an entry has none."""
+        first = self._offsets[chosen] + _ENTRY.size
+        stop = first + self.heads["text_size"][chosen]
+        data = self._data
+        return [data[a:b].decode().rstrip("\0") for a, b in zip(first.tolist(), stop.tolist(), strict=True)]
+
+    def has_trajectory(self) -> Array:
+        """Return for each entry whether it has a trajectory id. Shape `(n,)`, bool."""
+        found: Array = (self.heads["flags"] & _HAS_TRAJECTORY) != 0
+        return found
+
+    def has_return(self) -> Array:
+        """Return for each entry whether it has a return. Shape `(n,)`, bool."""
+        found: Array = (self.heads["flags"] & _NO_RETURN) == 0
+        return found
 
 
 class EpisodeLog(Checkpointed):
@@ -282,8 +383,12 @@ class EpisodeLog(Checkpointed):
         Raises:
             CorruptionError: An entry does not match its checksum.
         """
+        yield from unpack_entries(self.to_bytes(), str(self.file.path))
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of all entries in order, without checking them."""
         self.flush()
-        yield from _entries(self.file, self.length)
+        return _bytes_of(self.file, self.length)
 
     def close(self) -> None:
         """Close the file."""

@@ -81,9 +81,7 @@ def fill(con: duckdb.DuckDBPyConnection, delta: Delta, meta: Mapping[str, str]) 
         "sources": _source_table(delta),
         "episode_rows": _episode_table(delta, _live_rows(None, delta)[0]),
         "fragment_rows": _fragment_table(delta),
-        "meta": pa.table(
-            {"key": pa.array(list(meta), pa.string()), "value": pa.array(list(meta.values()), pa.string())}
-        ),
+        "meta": pa.table({"key": _texts(list(meta)), "value": _texts(list(meta.values()))}),
     }
     for name, rows in made.items():
         if rows.num_rows:  # skip empty tables: each statement takes half a millisecond
@@ -244,17 +242,24 @@ def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
 
 
 def _source_table(delta: Delta) -> pa.Table:
-    kinds = {
-        "number": pa.int64(),
-        "name": pa.string(),
-        "named": pa.bool_(),
-        "generation": pa.int64(),
-        "session": pa.string(),
-        "started": pa.timestamp("us"),
-        "ended": pa.timestamp("us"),
-    }
-    columns = list(zip(*delta.sources, strict=True)) or [()] * len(kinds)
-    return pa.table({name: pa.array(c, kinds[name]) for name, c in zip(kinds, columns, strict=True)})
+    count = len(delta.sources)
+    numbers, names, named, generations, sessions, started, ended = (
+        zip(*delta.sources, strict=True) if count else ((),) * 7
+    )
+    live = np.array([end is None for end in ended], bool)
+    times = pa.timestamp("us")
+    is_named = pa.py_buffer(np.packbits(np.array(named, bool), bitorder="little"))
+    return pa.table(
+        {
+            "number": _column(np.array(numbers, np.int64), pa.int64()),
+            "name": _texts(names),
+            "named": pa.Array.from_buffers(pa.bool_(), count, [None, is_named]),
+            "generation": _column(np.array(generations, np.int64), pa.int64()),
+            "session": _texts(sessions),
+            "started": _column(np.array(started, np.int64), times),
+            "ended": _column(np.array([end or 0 for end in ended], np.int64), times, missing=live),
+        }
+    )
 
 
 def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
@@ -276,7 +281,7 @@ def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
             "status": _column(given["status"], pa.uint8()),
             "live_rows": _column(live, pa.int64()),
             "last_id": _column(given["last_id"], pa.int64()),
-            "info": pa.array(list(given["info"]), pa.string()),
+            "info": _texts(given["info"].tolist()),
         }
     )
 
@@ -296,6 +301,19 @@ def _column(values: Array, kind: pa.DataType, *, missing: Array | None = None) -
     data = np.ascontiguousarray(values, _STORED.get(str(kind)))
     present = None if missing is None else pa.py_buffer(np.packbits(~missing, bitorder="little"))
     return pa.Array.from_buffers(kind, len(data), [present, pa.py_buffer(data)])
+
+
+def _texts(values: Sequence[str | None]) -> pa.Array:
+    """Convert texts to an Arrow column, without pandas; None: a missing value."""
+    parts = [(value or "").encode() for value in values]
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    missing = np.array([value is None for value in values], bool)
+    buffers = [
+        pa.py_buffer(np.packbits(~missing, bitorder="little")), pa.py_buffer(offsets),
+        pa.py_buffer(b"".join(parts)),
+    ]  # fmt: skip
+    return pa.Array.from_buffers(pa.large_string(), len(parts), buffers)
 
 
 _STORED = {"int64": "<i8", "timestamp[us]": "<i8", "double": "<f8", "float": "<f4", "uint8": "u1"}

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.schema.row_fields import priority_place
@@ -322,15 +322,16 @@ class Catalog:
         storage = self._storage
         window, table = storage.query_window, storage.episodes
         if whole:
-            sources, episodes = _latest(storage.state.log.read())
-            episodes += table.open_entries()
-            touched = np.array([entry.episode for entry in episodes], np.int64)
+            sources, ended = _latest(LogColumns(storage.state.log.to_bytes(), "episodes.log"))
+            still_open = _columns_of(table.open_entries())
+            episodes = {name: np.concatenate((ended[name], still_open[name])) for name in ended}
+            touched = episodes["episode_id"]
             chosen = table.fragments.rows
         else:
-            sources, episodes, touched = table.changes(window.low)
-            changed = np.array([entry.episode for entry in episodes], np.int64)
+            sources, changed, touched = table.changes(window.low)
+            episodes = _columns_of(changed)
             chosen = table.fragments.rows
-            chosen = chosen[:, np.isin(chosen[0], np.append(changed, table.cut))]
+            chosen = chosen[:, np.isin(chosen[0], np.append(episodes["episode_id"], table.cut))]
         return Delta(
             position=content,
             last_id=window.last,
@@ -339,7 +340,7 @@ class Catalog:
             sources=[
                 (s.source, s.text, s.named, s.generation, s.session, s.start, s.end or None) for s in sources
             ],
-            episodes=_episode_columns(episodes),
+            episodes=episodes,
             fragments=dict(
                 zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)
             ),
@@ -349,34 +350,34 @@ class Catalog:
         )
 
 
-def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]]:
-    """Return the sources and the last entry of every episode that has ended."""
-    sources: dict[int, LogEntry] = {}
-    episodes: dict[int, LogEntry] = {}
-    for entry in entries:
-        if entry.episode:
-            episodes[entry.episode] = entry
-        else:
-            sources[entry.source] = entry
+def _latest(log: LogColumns) -> tuple[list[LogEntry], dict[str, Array]]:
+    """Return the sources, and the columns of the last entry of every episode that has ended."""
+    sources = {entry.source: entry for entry in log.sources()}
     sources.pop(0, None)  # `repair` uses source 0 to fill pieces of a log
-    return list(sources.values()), [entry for entry in episodes.values() if entry.status != OPEN]
+    last = log.latest()
+    return list(sources.values()), _episode_columns(log, last[log.heads["status"][last] != OPEN])
 
 
-def _episode_columns(entries: Sequence[LogEntry]) -> dict[str, Array]:
-    def ints(values: Iterator[Any]) -> IntArray:
-        return np.fromiter(values, np.int64, len(entries))
-
+def _episode_columns(log: LogColumns, chosen: IntArray) -> dict[str, Array]:
+    """Return the columns of `Delta.episodes` for the entries at some positions."""
+    heads = log.heads[chosen]
+    with_trajectory, with_return = log.has_trajectory()[chosen], log.has_return()[chosen]
     return {
-        "episode_id": ints(e.episode for e in entries),
-        "source": ints(e.source for e in entries),
-        "trajectory_id": ints(e.trajectory or 0 for e in entries),
-        "has_trajectory": np.array([e.trajectory is not None for e in entries], bool),
-        "start_time": ints(e.start for e in entries),
-        "end_time": ints(-1 if e.status == OPEN else e.end for e in entries),
-        "length": ints(e.length for e in entries),
-        "return": np.array([0.0 if e.ret is None else e.ret for e in entries], np.float64),
-        "has_return": np.array([e.ret is not None for e in entries], bool),
-        "status": np.array([e.status for e in entries], np.uint8),
-        "last_id": ints(e.last_id for e in entries),
-        "info": np.array([e.text or None for e in entries], object),
+        "episode_id": heads["episode"],
+        "source": heads["source"].astype(np.int64),
+        "trajectory_id": heads["trajectory"],
+        "has_trajectory": with_trajectory,
+        "start_time": heads["start"],
+        "end_time": np.where(heads["status"] == OPEN, -1, heads["end"]),
+        "length": heads["length"],
+        "return": heads["ret"],
+        "has_return": with_return,
+        "status": heads["status"],
+        "last_id": heads["last_id"],
+        "info": np.array([text or None for text in log.texts(chosen)], object),
     }
+
+
+def _columns_of(entries: Sequence[LogEntry]) -> dict[str, Array]:
+    """Return the columns of `Delta.episodes` for all of some entries of episodes."""
+    return _episode_columns(LogColumns.of(entries), np.arange(len(entries)))

@@ -21,7 +21,7 @@ from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import Owner, read_owner
-from expstore.episodes.log import LogEntry, read_log
+from expstore.episodes.log import LogEntry, read_bytes, unpack_entries
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -83,17 +83,21 @@ class _FollowedNotes(EpisodeList):
     """The entries of episodes.log: annotations of ended episodes, read from the store's files.
 
     Args:
-        read: Reads all entries.
+        read: Reads the bytes of all entries.
     """
 
     __slots__ = ("_read",)
 
-    def __init__(self, read: Callable[[], Iterator[LogEntry]]) -> None:
+    def __init__(self, read: Callable[[], bytes]) -> None:
         super().__init__()
         self._read = read
 
     def read(self) -> Iterator[LogEntry]:
         """Return every entry in order."""
+        return unpack_entries(self._read(), LOG)
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of all entries in order, in the format of episodes.log."""
         return self._read()
 
 
@@ -333,8 +337,8 @@ class FollowerStorage(ReadView):
             self._tail = None
         if found is not None:
             past = found.past
-            read = partial(_read_log, self.disk, self.path, past.log_length if past else 0, found.entries)
-            log = _FollowedNotes(read)
+            length = past.log_length if past else 0
+            log = _FollowedNotes(partial(_log_bytes, self.disk, self.path, length, found.entries))
             self._adopt(dataclasses.replace(self._state, episodes=found.table, log=log, write_count=0))
             if past is not None:
                 last = past.state.last
@@ -415,7 +419,7 @@ class FollowerStorage(ReadView):
                 dataclasses.replace(
                     self._state,
                     episodes=tail.table,
-                    log=_FollowedNotes(tail.log_entries),
+                    log=_FollowedNotes(tail.log_bytes),
                     write_count=tail.state.write_count,
                     content=tail.state.content,
                     index_floor=tail.state.index_floor,
@@ -643,10 +647,9 @@ class FollowerStorage(ReadView):
                 self._tail = None
 
 
-def _read_log(disk: Disk, path: Path, length: int, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
-    """Yield the entries in the first `length` bytes of episodes.log, then `entries`."""
-    yield from read_log(disk, path / LOG, length)
-    yield from entries
+def _log_bytes(disk: Disk, path: Path, length: int, entries: Iterable[LogEntry]) -> bytes:
+    """Return the first `length` bytes of episodes.log and those of `entries`."""
+    return read_bytes(disk, path / LOG, length) + b"".join([entry.pack() for entry in entries])
 
 
 def _priorities(columns: ReadColumns, overlay: Overlay, slots: int) -> Array:

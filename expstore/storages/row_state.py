@@ -70,6 +70,10 @@ class EpisodeList:
         """Return every entry in order."""
         return iter(self._entries)
 
+    def to_bytes(self) -> bytes:
+        """Return the bytes of all entries in order, in the format of episodes.log."""
+        return b"".join([entry.pack() for entry in self.read()])
+
 
 class EpisodeNotes(Protocol):
     """Where entries of ended episodes are stored: `EpisodeList`, or episodes.log."""
@@ -79,6 +83,9 @@ class EpisodeNotes(Protocol):
 
     def read(self) -> Iterator[LogEntry]:
         """Return every entry in order."""
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of all entries in order, in the format of episodes.log."""
 
 
 def _no_episodes() -> EpisodeTable:

@@ -6,10 +6,10 @@ and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from expstore.core.values import IntArray
-from expstore.episodes.log import LogEntry, read_log
+from expstore.episodes.log import read_bytes
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.storages.format.journal import Kind, Record
@@ -88,11 +88,10 @@ class LiveTail:
             self._log_length = mark.log_length
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
 
-    def log_entries(self) -> Iterator[LogEntry]:
-        """Return all entries of ended episodes, in order."""
-        yield from read_log(self._disk, self._log_path, self._log_length)
-        for _, entry in self._entries:
-            yield entry
+    def log_bytes(self) -> bytes:
+        """Return the bytes of all entries of ended episodes in order, in the format of episodes.log."""
+        done = read_bytes(self._disk, self._log_path, self._log_length)
+        return done + b"".join([entry.pack() for _, entry in self._entries])
 
     def close(self) -> None:
         """Close the journal."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expstore.disk.files import Disk
-from expstore.episodes.log import EpisodeLog, LogEntry
+from expstore.episodes.log import EpisodeLog, LogColumns, LogEntry
 from expstore.errors import CorruptionError
 
 ENTRIES = [
@@ -100,6 +101,38 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         bad[at // 8] ^= 1 << at % 8
         path.write_bytes(bad)
         again = open_log(tmp_path, len(good))
-        with pytest.raises(CorruptionError, match="is damaged at byte"):
+        with pytest.raises(CorruptionError, match="is damaged at byte") as by_entry:
             list(again.read())
+        with pytest.raises(CorruptionError) as by_column:
+            LogColumns(again.to_bytes(), str(path))
+        assert str(by_column.value) == str(by_entry.value)
         again.close()
+
+
+def test_columns_say_what_entries_say() -> None:
+    later = [dataclasses.replace(ENTRIES[2], status=0, text=""), LogEntry(episode=9, source=1, ret=1.5)]
+    entries = [*ENTRIES, *later, dataclasses.replace(ENTRIES[3], length=5)]
+    columns = LogColumns(b"".join(entry.pack() for entry in entries), "a log")
+    assert list(columns.sources()) == [entry for entry in entries if not entry.episode]
+    assert columns.latest().tolist() == [6, 8, 4, 7]
+    heads = columns.heads
+    for name in (
+        "episode",
+        "source",
+        "start",
+        "end",
+        "length",
+        "last_id",
+        "status",
+        "sequence",
+        "generation",
+    ):
+        assert heads[name].tolist() == [getattr(entry, name) for entry in entries], name
+    assert columns.has_trajectory().tolist() == [entry.trajectory is not None for entry in entries]
+    assert heads["trajectory"].tolist() == [entry.trajectory or 0 for entry in entries]
+    assert columns.has_return().tolist() == [entry.ret is not None for entry in entries]
+    assert heads["ret"].tolist() == [entry.ret or 0 for entry in entries]
+    episodes = np.flatnonzero(heads["episode"])
+    assert columns.texts(episodes) == [entry.text for entry in entries if entry.episode]
+    empty = LogColumns.of([])
+    assert (len(empty.latest()), list(empty.sources()), empty.texts(empty.latest())) == (0, [], [])
