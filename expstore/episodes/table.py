@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -91,6 +92,8 @@ _RUN_OF = itemgetter(0, 2, 5)
 
 SEGMENT_FORMAT = "<qqqiiiidBB6x"
 _SEGMENT = struct.Struct(SEGMENT_FORMAT)
+#: `Segment(*values)` without a call in Python: a journal has a segment for each episode.
+_MAKE = partial(tuple.__new__, Segment)
 SEGMENT_BYTES = _SEGMENT.size
 
 
@@ -101,7 +104,7 @@ def pack_segments(segments: Iterable[Segment]) -> bytes:
 
 def unpack_segments(data: bytes) -> list[Segment]:
     """Parse the result of `pack_segments`."""
-    return [Segment(*values) for values in _SEGMENT.iter_unpack(data)]
+    return list(map(_MAKE, _SEGMENT.iter_unpack(data)))
 
 
 @dataclass(slots=True)
@@ -387,8 +390,9 @@ class EpisodeTable:
         entries = [self._add_source(source, time) for source in sources] if sources else []
         if self.joins.awaiting or self.joins.required:
             self.joins.note_rows(segments)
+        alone = merge_info("", info)  # once: most of a batch's episodes have no info yet
         for segment in segments:
-            self._commit_segment(segment, first_id, time, sequence, info, entries)
+            self._commit_segment(segment, first_id, time, sequence, (info, alone), entries)
         if self.fragments.crowded:
             self.evict(self._low)
         return entries
@@ -586,8 +590,15 @@ class EpisodeTable:
         return entry
 
     def _commit_segment(
-        self, segment: Segment, first_id: int, time: int, sequence: int, info: str, entries: list[LogEntry]
+        self,
+        segment: Segment,
+        first_id: int,
+        time: int,
+        sequence: int,
+        info: tuple[str, str],
+        entries: list[LogEntry],
     ) -> None:
+        """Add a segment's rows to its episode; `info`: new facts, and the info of an episode without any."""
         number, trajectory, step, source, start, rows, stride, ret, status, flags = segment
         key = (source, trajectory if flags & HAS_TRAJECTORY else None)
         episode = self._open.get(key)
@@ -601,8 +612,9 @@ class EpisodeTable:
             episode = Episode(number, source, key[1], start=time, length=step)
             self._open[key] = episode
             self.next_episode = max(self.next_episode, number + 1)
-        if info:
-            episode.text = merge_info(episode.text, info)
+        facts, alone = info
+        if facts:
+            episode.text = merge_info(episode.text, facts) if episode.text else alone
         goes_on = episode.status == TRUNCATED
         first = first_id + start
         episode.fragment = self.fragments.add(episode.fragment, (episode.episode, step, rows, first, stride))

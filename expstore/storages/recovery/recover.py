@@ -180,8 +180,10 @@ def rebuild_episodes(
         else:
             table.load_rows(ids[kept], found[0][kept], found[1][kept])
     entries: list[LogEntry] = []
+    publishes = iter(past.publishes)
     for place, record in enumerate(past.records):
-        new = apply_to_episodes(record, table)
+        publish = next(publishes) if record.kind is Kind.PUBLISH else None
+        new = apply_to_episodes(record, table, publish)
         if place >= past.settled:
             entries += new
     table.give_up(past.deleted)
