@@ -12,8 +12,10 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 # Many short processes run here: they keep what they compile.
 unexport PYTHONDONTWRITEBYTECODE
 
+coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/lines
+
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
+.PHONY: help .venv run test coverage torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
@@ -36,6 +38,13 @@ run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 
 test: .venv .venv/.loops  ## run the tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
+
+coverage: .venv .venv/.loops  ## run the tests and say which lines none of them runs (most of an hour)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not torture" -o timeout=900
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=95
 
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
 	$(BIN)/python -m tests.support.torture

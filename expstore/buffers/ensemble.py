@@ -325,6 +325,9 @@ class ReplayBufferEnsemble:
     def add(self, data: TensorDictBase) -> TensorDict:
         """Write one row to the member that the routing key names; return the row's result of `extend`.
 
+        Args:
+            data: One row. Batch size `[]` or `[1]`.
+
         Raises:
             StateError: The ensemble has no routing key.
             ValueError: `data` has more than one row.

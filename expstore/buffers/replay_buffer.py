@@ -852,11 +852,11 @@ class ReplayBuffer:
         return self.snapshots.create(path, keep=keep)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Create a version in a folder, as `dumps` does: TorchRL's other name of it."""
+        """Create a version in a folder: TorchRL's other name of `dumps`, with its arguments and errors."""
         return self.dumps(path, keep=keep)
 
     def save(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Create a version in a folder, as `dumps` does: TorchRL's other name of it."""
+        """Create a version in a folder: TorchRL's other name of `dumps`, with its arguments and errors."""
         return self.dumps(path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
@@ -882,7 +882,7 @@ class ReplayBuffer:
         self.snapshots.restore(path, version)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
-        """Call `loads`."""
+        """Restore a version in a folder: TorchRL's other name of `loads`, with its arguments and errors."""
         self.loads(path, version)
 
     def state_dict(self) -> dict[str, Any]:

@@ -113,6 +113,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 `Sequence` unit the anchors' priorities are set, each to the largest of its valid rows.
                 Without that entry the rows get the priority of new rows if the sampler draws by priority;
                 otherwise nothing is set.
+
+        Raises:
+            SchemaError: The sample lacks the entry that identifies its rows.
+            PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         with_ids, sampling = self._style.with_ids, self._sampling
         key, name = to_key(self.priority_key), "id" if with_ids else "index"

@@ -116,7 +116,8 @@ class ShardedReplayBuffer(ServedBuffer):
         as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
 
     Raises:
-        RemoteError: A shard does not answer: all must answer when the buffer is made.
+        RemoteError: A shard does not answer when the buffer is made. With `down="partial"`, a list that says
+            which stores the shards have (a cluster file, Ray) needs only one that does; other lists need all.
         StateError: A shard has another store than `members` says, or does not count for `rate_limiter`.
         ValueError: An argument is out of range, or two addresses lead to the same store.
 
@@ -420,6 +421,9 @@ class ShardedReplayBuffer(ServedBuffer):
         Args:
             episode: Number of the shard and id of the episode there, as in `rb.episodes()`.
 
+        Returns:
+            The rows with their fields as stored. Batch size `[n]`.
+
         Raises:
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
@@ -494,7 +498,10 @@ class ShardedReplayBuffer(ServedBuffer):
     def name_sampler(
         self, name: str, sampler: Mapping[str, Any], *, where: str | None = None, seed: int | None = None
     ) -> None:
-        """Make every server keep a sampler under a name; see `RemoteReplayBuffer.name_sampler`."""
+        """Make every server keep a sampler under a name.
+
+        Arguments and errors are those of `RemoteReplayBuffer.name_sampler`.
+        """
         self._each(
             lambda shard: shard.call(lambda rb: rb.name_sampler(name, sampler, where=where, seed=seed))
         )
@@ -577,7 +584,11 @@ class ShardedReplayBuffer(ServedBuffer):
 
     @property
     def snapshots(self) -> NoReturn:
-        """Not available: other versions than those of `dumps` are of one store each."""
+        """Not available: other versions than those of `dumps` are of one store each.
+
+        Raises:
+            RemoteError: Always (kind "local_only").
+        """
         raise RemoteError(
             "snapshots is not available for several shards together", kind="local_only",
             hint="use dumps(path) and loads(path), or the versions of each: rb.shards[0].snapshots",

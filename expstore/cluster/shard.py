@@ -158,13 +158,26 @@ class Shard:
                 connection.move(address)
         self.member = member
 
-    def identify(self) -> None:
-        """Ask for the uuid of the store; later requests are refused if it is another one."""
-        asked = time.monotonic()
-        with self.name_errors():
-            facts = self._connection.request("GET", "").json()
+    def identify(self) -> bool:
+        """Ask for the uuid of the store; later requests are refused if it is another one.
+
+        Returns:
+            False if it does not answer, but draws may go without it and the list says which store it is.
+
+        Raises:
+            RemoteError: It does not answer, and is needed.
+        """
+        asked, is_needed = time.monotonic(), self._draws is self._connection or not self.uuid
+        try:
+            with self.name_errors():
+                facts = (self._connection if is_needed else self._once).request("GET", "").json()
+        except RemoteError as exc:
+            if is_needed or not does_not_answer(exc):
+                raise
+            return False
         self._expect(str(facts["uuid"]))
         self.hear(facts, asked)
+        return True
 
     def _expect(self, uuid: str) -> None:
         self.uuid = self._connection.store = self._once.store = uuid

@@ -22,7 +22,7 @@ from expstore.cluster.members import FixedMembers, Member, Members
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.cluster.shard import Shard
 from expstore.cluster.worker import run_together
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import NotFoundError, RemoteError, StateError
 
 __all__ = ["ShardSet"]
 
@@ -51,7 +51,7 @@ class ShardSet:
         make: Returns the shard of an entry.
 
     Raises:
-        RemoteError: A shard does not answer.
+        RemoteError: A shard does not answer and is needed, or none answers.
         StateError: A shard has another store than the list says.
         ValueError: There is no shard, or two addresses lead to the same store.
     """
@@ -69,7 +69,11 @@ class ShardSet:
         self._state = _State(found.revision, MappingProxyType(shards))
         self._looked = time.monotonic()
         try:
-            self.each(lambda shard: shard.identify())
+            if not any(self.each(lambda shard: shard.identify()).values()):
+                raise RemoteError(
+                    f"none of the {len(shards)} shards answers", kind="unreachable",
+                    hint="start their servers, then connect again",
+                )  # fmt: skip
             _check_different(self.all)
         except BaseException:
             self.close()

@@ -281,11 +281,11 @@ class RateLimiter:
         return counts.inserted * self.samples_per_insert - counts.sampled
 
     def allows_sample(self, counts: Counts, rows: int) -> bool:
-        """Return whether a number of rows may be sampled."""
+        """Return whether `rows` more rows may be sampled after what `counts` counts."""
         return counts.rows >= self.min_size_to_sample and self.error_of(counts) - rows >= self.min_diff
 
     def allows_insert(self, counts: Counts, rows: int) -> bool:
-        """Return whether a number of rows may be inserted."""
+        """Return whether `rows` more rows may be inserted after what `counts` counts."""
         if counts.rows < self.min_size_to_sample:
             return True
         return self.error_of(counts._replace(inserted=counts.inserted + rows)) <= self.max_diff
@@ -299,7 +299,7 @@ class RateLimiter:
         self._check_rows(rows * self.samples_per_insert, f"an insert of {rows} rows")
 
     def refuse_sample(self, counts: Counts, rows: int) -> NotReadyError:
-        """Return the error that says why a number of rows may not be sampled."""
+        """Return the error that says why `rows` more rows may not be sampled after what `counts` counts."""
         if counts.rows < self.min_size_to_sample:
             reason = f"the store has {counts.rows} of min_size_to_sample = {self.min_size_to_sample} rows"
         else:
@@ -307,7 +307,7 @@ class RateLimiter:
         return self._refusal(f"cannot sample {rows} rows yet: {reason}", "extend() the store first")
 
     def refuse_insert(self, counts: Counts, rows: int) -> NotReadyError:
-        """Return the error that says why a number of rows may not be inserted."""
+        """Return the error that says why `rows` more rows may not be inserted after what `counts` counts."""
         reason = f"{self._describe(counts)}, and max_diff is {self.max_diff:g}"
         return self._refusal(f"cannot insert {rows} rows yet: {reason}", "sample() first")
 

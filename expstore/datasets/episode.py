@@ -165,7 +165,7 @@ class Rows:
         return len(next(iter(self.columns_by_key.values()), ()))
 
     def columns(self) -> dict[Key, Array]:
-        """Return the rows by key.
+        """Return the rows by key. The first dim of each array has the length of the rows.
 
         Raises:
             SchemaError: There are no rows, or numbers of rows differ.

@@ -119,7 +119,11 @@ class OfflineToOnlineReplayBuffer:
         self._options = {"as_numpy": False} if has_choice else {}
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Append rows to the growing buffer; return their index there."""
+        """Append rows to the growing buffer, whose `extend` names arguments and errors.
+
+        Returns:
+            Index of each row there. Shape `(n,)`, int64.
+        """
         return self._online.extend(data)
 
     def sample(self, batch_size: int | None = None, *, as_numpy: bool | None = None) -> Any:

@@ -155,6 +155,9 @@ class ReplayBufferTrainer:
         Args:
             batch: The last collected batch, which trainers pass; ignored.
 
+        Returns:
+            What `sample()` of the buffer returns. Batch size `[batch_size]`.
+
         Raises:
             StopIteration: The end of an iteration, with `iterate`.
             NotReadyError: The store is empty, or no more rows may be drawn.
@@ -178,7 +181,7 @@ class ReplayBufferTrainer:
         """Set the priorities of a sample's rows if the buffer draws by priority.
 
         Args:
-            batch: A sample with the buffer's `priority_key`.
+            batch: A sample with the buffer's `priority_key`, whose entry has the shape `(n,)` or `(n, 1)`.
 
         Raises:
             TypeError: The batch is not a TensorDict.

@@ -184,6 +184,11 @@ class RemoteReplayBuffer(ServedBuffer):
             source: Name of the stream of experience, as in `extend`.
             episode_info: Facts to record for the row's episode.
             validate: "domain": the server also checks the values against the specs of the store.
+
+        Raises:
+            SchemaError: The data has batch dims, or does not fit the store or its specs.
+            StateError: The store cannot be written.
+            RemoteError: The server did not answer. It is unknown then whether the row was stored.
         """
         data = self._tensordict_of(data, single=True)
         _check_rows(data)
@@ -352,6 +357,12 @@ class RemoteReplayBuffer(ServedBuffer):
     def trajectory(self, episode_id: int) -> TensorDict:
         """Return the rows of an episode that can still be read, in the order of its steps.
 
+        Args:
+            episode_id: Id of the episode, as in `rb.episodes()`.
+
+        Returns:
+            The rows with their fields as stored. Batch size `[n]`.
+
         Raises:
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
@@ -467,7 +478,12 @@ class RemoteReplayBuffer(ServedBuffer):
         return self.snapshots.create(path)
 
     def loads(self, path: None = None, version: int | str | None = None) -> None:
-        """Replace the store's content by a version's; see `snapshots.restore`."""
+        """Replace the store's content by a version's; see `snapshots.restore`.
+
+        Args:
+            path: Must be None: a server keeps its versions beside the store.
+            version: Name or number of the version; None: the newest.
+        """
         self.snapshots.restore(path, version)
 
     dump = save = dumps

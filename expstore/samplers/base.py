@@ -262,11 +262,14 @@ class Sampler(metaclass=SamplerKind):
         return len(storage)
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether a batch can be drawn now."""
+        """Return whether a batch of `batch_size` rows can be drawn from `storage` now."""
         return self.count_left(storage) > 0
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return the number of rows, or of starts of slices, that a batch is drawn from; ignores `where`."""
+        """Return the number of rows, or of starts of slices, in `storage` that a batch is drawn from.
+
+        Conditions (`where=`) are ignored. `batch_size`: rows of the batch, including all rows of its slices.
+        """
         return self.count_left(storage)
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass | None:

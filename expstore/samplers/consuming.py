@@ -176,7 +176,7 @@ class ConsumingSampler(Sampler):
         return tree, sampled
 
     def on_write(self, ids: IntArray) -> None:
-        """Handle new rows: there are rows to draw again."""
+        """Handle new rows: there are rows to draw again. `ids`: their ids. Shape `(n,)`, int64."""
         self._ran_out = False
 
     def _weigh(self, sampled: Sampled, places: IntArray) -> Array:

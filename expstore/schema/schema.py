@@ -359,7 +359,11 @@ class Schema:
 
     @classmethod
     def from_json(cls, data: Any) -> Schema:
-        """Read what `to_json` returned."""
+        """Read what `to_json` returned.
+
+        Raises:
+            CorruptionError: The data are no schema.
+        """
         try:
             fields, form = (data["fields"], str(data["form"])) if isinstance(data, dict) else (data, "")
             found = [

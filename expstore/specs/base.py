@@ -204,7 +204,7 @@ class TensorSpec(ABC):
     def sample(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
-        """Draw a value; the same as `rand`."""
+        """Draw a value; the same as `rand`, with its arguments."""
         return self.rand(shape, generator=generator)
 
     @abstractmethod
@@ -246,11 +246,24 @@ class TensorSpec(ABC):
 
     @abstractmethod
     def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Index the last dim of a tensor with a value of this spec."""
+        """Index the last dim of a tensor with a value of this spec.
+
+        Args:
+            index: A value of this spec. Shape `(*batch, *spec)`.
+            tensor_to_index: The tensor; the size of its last dim is the number of choices.
+
+        Raises:
+            NotImplementedError: Values of this kind of spec are not indices.
+        """
 
     @abstractmethod
     def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise TypeError if a value has another dtype."""
+        """Raise TypeError if a value has another dtype.
+
+        Args:
+            value: The value.
+            key: For composites: check only the entry of this key.
+        """
 
     @abstractmethod
     def cardinality(self) -> Any:
@@ -304,11 +317,11 @@ class TensorSpec(ABC):
 
     @abstractmethod
     def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the spec with several dims flattened into one, like `torch.flatten`."""
+        """Return the spec with the dims `start_dim` to `end_dim` as one dim, like `torch.flatten`."""
 
     @abstractmethod
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the spec with a dim split into several, like `torch.unflatten`."""
+        """Return the spec with the dim `dim` split into dims of `sizes`, like `torch.unflatten`."""
 
     @abstractmethod
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
@@ -599,11 +612,11 @@ class LeafSpec(TensorSpec):
         return self._move(plan_reshape(self.shape, sizes_of(shape)))
 
     def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the spec with several dims flattened into one, like `torch.flatten`."""
+        """Return the spec with the dims `start_dim` to `end_dim` as one dim, like `torch.flatten`."""
         return self._move(plan_flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the spec with a dim split into several, like `torch.unflatten`."""
+        """Return the spec with the dim `dim` split into dims of `sizes`, like `torch.unflatten`."""
         return self._move(plan_unflatten(dim, tuple(sizes)))
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:

@@ -92,12 +92,12 @@ class Bounded(LeafSpec):
 
     @property
     def low(self) -> torch.Tensor:
-        """The smallest value of each element."""
+        """The smallest value of each element. Shape and dtype are those of the spec."""
         return self._box.low
 
     @property
     def high(self) -> torch.Tensor:
-        """The largest value of each element."""
+        """The largest value of each element. Shape and dtype are those of the spec."""
         return self._box.high
 
     def _register_batch_size(self, batch_size: torch.Size) -> None:

@@ -148,7 +148,10 @@ class BoxList(Box):
 
     @staticmethod
     def from_nvec(nvec: torch.Tensor) -> Box:
-        """Return the boxes for these numbers of values; nested lists, the last dim outermost."""
+        """Return the boxes for these numbers of values; nested lists, the last dim outermost.
+
+        `nvec`: number of values of each element. Shape `(n,)` or more dims, integers.
+        """
         if nvec.ndim == 0:
             return CategoricalBox(int(nvec))
         return BoxList([BoxList.from_nvec(part) for part in nvec.unbind(-1)])

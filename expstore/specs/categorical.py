@@ -166,8 +166,11 @@ class Categorical(LeafSpec):
         """Index the last dim of a tensor with choices.
 
         Args:
-            index: A value of this spec.
+            index: A value of this spec. Shape `(*batch, *shape)`, int64.
             tensor_to_index: Any tensor whose last dim has size n.
+
+        Returns:
+            The chosen elements. The shape of `index`, the dtype of `tensor_to_index`.
         """
         index = index.long()
         if self.ndim == 0:
@@ -210,7 +213,11 @@ class Categorical(LeafSpec):
         return torch.nn.functional.one_hot(val.long(), self.n).bool()
 
     def to_categorical(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return the value, which is a number already; with `safe`, raise AssertionError if it is invalid."""
+        """Return `val` unchanged, because it is a number already; with `safe`, check it first.
+
+        Raises:
+            AssertionError: With `safe`: the value is not in the spec.
+        """
         if safe:
             self.assert_is_in(val)
         return val
@@ -385,15 +392,29 @@ class OneHot(LeafSpec):
         return self._row(numbers.long())
 
     def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return rows as an array of integers; with `safe`, raise AssertionError for invalid rows."""
+        """Return the choices of one-hot rows.
+
+        Args:
+            val: One-hot rows. Shape `(*batch, n)`.
+            safe: Raise an AssertionError if a row is not in the spec.
+
+        Returns:
+            The number of the choice of each row. Shape `(*batch)`, int64.
+
+        Raises:
+            AssertionError: With `safe`: a row is not in the spec.
+        """
         return self.to_categorical(val, safe).cpu().numpy()
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
         """Index the last dim of a tensor with rows; the dim is kept, with size 1.
 
         Args:
-            index: A value of this spec.
+            index: One-hot rows. Shape `(*batch, n)`.
             tensor_to_index: A tensor whose last dim has size n.
+
+        Returns:
+            The chosen elements. Shape `(*batch, 1)`, the dtype of `tensor_to_index`.
 
         Raises:
             ValueError: `index` is not a tensor.
@@ -437,7 +458,11 @@ class OneHot(LeafSpec):
         return Categorical(self.n, self.shape[:-1], self.device, mask=self.mask)
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return the value, which is a row already; with `safe`, raise AssertionError if it is invalid."""
+        """Return `val` unchanged, because it is a one-hot row already; with `safe`, check it first.
+
+        Raises:
+            AssertionError: With `safe`: the value is not in the spec.
+        """
         if safe:
             self.assert_is_in(val)
         return val

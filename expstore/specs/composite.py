@@ -249,14 +249,14 @@ class Composite(Lockable, BatchDims):
         return cast("Composite", spec)._entry(tuple(rest)) if rest else spec
 
     def get(self, item: NestedKey, default: Any = None) -> Any:
-        """Return the spec of a key, or `default` if the key is missing."""
+        """Return the spec of the key `item`, or `default` if the key is missing."""
         try:
             return self[item]
         except KeyError:
             return default
 
     def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
-        """Set the spec of a key, and return the composite.
+        """Set the spec of the key `name`, and return the composite.
 
         Missing batch dims of composites are added. Missing composites along the key are created. A spec of
         TorchRL is converted.
@@ -325,7 +325,11 @@ class Composite(Lockable, BatchDims):
         del inner._specs[name]
 
     def pop(self, key: NestedKey, default: Any = _MISSING) -> Any:
-        """Remove a spec and return it; return `default` if the key is missing."""
+        """Remove a spec and return it; return `default` if the key is missing.
+
+        Raises:
+            KeyError: The key is missing, and no `default` was given.
+        """
         found = self.get(key, _MISSING)
         if found is not _MISSING:
             del self[key]
@@ -371,11 +375,11 @@ class Composite(Lockable, BatchDims):
         return self._fill(shape, lambda spec: spec.rand(shape, generator=generator))
 
     def zero(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
-        """Return a TensorDict of zeros, with more dims in front."""
+        """Return a TensorDict of zeros. Batch size `[*shape, *self.shape]`."""
         return self._fill(shape, lambda spec: spec.zero(shape))
 
     def one(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
-        """Return a TensorDict of ones, with more dims in front."""
+        """Return a TensorDict of ones. Batch size `[*shape, *self.shape]`."""
         return self._fill(shape, lambda spec: spec.one(shape))
 
     def _fill(self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]) -> TensorDictBase:
@@ -393,15 +397,15 @@ class Composite(Lockable, BatchDims):
         return TensorDict(values, batch_size=torch.Size(size), device=self._device, names=names)
 
     def rand_update(self, val: TensorDictBase) -> TensorDictBase:
-        """Put random values into a TensorDict, and return it."""
+        """Put random values into the TensorDict `val`, of its batch size, and return it."""
         return val.update(self.rand())
 
     def zeros_update(self, val: TensorDictBase) -> TensorDictBase:
-        """Put zeros into a TensorDict, and return it."""
+        """Put zeros into the TensorDict `val`, of its batch size, and return it."""
         return val.update(self.zero())
 
     def ones_update(self, val: TensorDictBase) -> TensorDictBase:
-        """Put ones into a TensorDict, and return it."""
+        """Put ones into the TensorDict `val`, of its batch size, and return it."""
         return val.update(self.one())
 
     def is_in(self, val: Any) -> bool:
@@ -502,7 +506,8 @@ class Composite(Lockable, BatchDims):
     def enumerate(self, use_mask: bool = False) -> TensorDictBase:
         """Return all TensorDicts in the spec, stacked along a new first dim.
 
-        All positions of the batch are equal; the last key changes fastest.
+        All positions of the batch are equal; the last key changes fastest. Batch size `[n, *self.shape]`,
+        where n is the number of combinations.
         """
         one: Composite = self[(0,) * len(self.shape)] if self.shape else self
         found = {key: spec.enumerate(use_mask) for key, spec in one.entries() if spec is not None}
@@ -529,7 +534,11 @@ class Composite(Lockable, BatchDims):
         return made
 
     def to(self, dest: torch.dtype | torch.device | str | int | None) -> Self:
-        """Return a composite on another device or with another dtype; the same object if nothing changes."""
+        """Return a composite on another device or with another dtype; the same object if nothing changes.
+
+        Raises:
+            ValueError: `dest` is neither a device nor a dtype.
+        """
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):

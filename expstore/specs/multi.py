@@ -96,7 +96,10 @@ class MultiCategorical(Categorical):
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Which options are allowed: the masks of a row's elements, concatenated. bool; None allows all."""
+        """Which options are allowed: the masks of a row's elements, concatenated; None allows all.
+
+        Shape `(*shape[:-1], sum(nvec))`, bool.
+        """
         return self._mask
 
     def update_mask(self, mask: Any) -> None:
@@ -442,8 +445,11 @@ class MultiOneHot(OneHot):
         """Select one element from each part of a tensor's last dim with the part's one-hot row.
 
         Args:
-            index: A value of this spec.
+            index: A value of this spec. Shape `(*batch, sum(nvec))`.
             tensor_to_index: A tensor whose last dim has the same size.
+
+        Returns:
+            One element per part. Shape `(*batch, len(nvec))`, the dtype of `tensor_to_index`.
 
         Raises:
             ValueError: `index` is not a tensor, or one of the tensors has another length.

@@ -126,7 +126,7 @@ class NonTensor(LeafSpec):
         return all(n in (1, have) for n, have in zip(safe(self.shape), last, strict=True))
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Refuse the call: objects are not tensors, so they have no bounds.
+        """Refuse the call for any `val`: objects are not tensors, so they have no bounds and no shape.
 
         Raises:
             NotImplementedError: Always.
@@ -345,11 +345,11 @@ class Choice(TensorSpec):
         return self._change_each(lambda one: one.reshape(*shape))
 
     def flatten(self, start_dim: int, end_dim: int) -> Self:
-        """Return the spec with several dims flattened into one."""
+        """Return the spec with the dims `start_dim` to `end_dim` as one dim."""
         return self._change_each(lambda one: one.flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
-        """Return the spec with a dim split into several."""
+        """Return the spec with the dim `dim` split into dims of `sizes`."""
         return self._change_each(lambda one: one.unflatten(dim, sizes))
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:

@@ -339,7 +339,10 @@ class Storage(ReadView):
             return self.take(slots, places)
 
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been overwritten by a later row or given to other rows."""
+        """Return whether no slot of these ids has been overwritten by a later row or given to other rows.
+
+        `ids`: shape `(n,)`, int64.
+        """
         state, depth = self._state, self.geometry.depth
         if depth is None:
             # A store without a capacity frees the space of deleted rows.

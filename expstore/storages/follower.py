@@ -513,7 +513,10 @@ class FollowerStorage(ReadView):
         return self.window.rows
 
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been overwritten by a later row."""
+        """Return whether no slot of these ids has been overwritten by a later row.
+
+        `ids`: shape `(n,)`, int64.
+        """
         source, view = self._source, self._watch.look()
         if not source.holds(view):
             return False

@@ -265,7 +265,10 @@ class ReadView(ABC):
 
     @abstractmethod
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been overwritten by a later row or given to other rows."""
+        """Return whether no slot of these ids has been overwritten by a later row or given to other rows.
+
+        `ids`: shape `(n,)`, int64.
+        """
 
     @abstractmethod
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:

@@ -74,11 +74,11 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
 
     @property
     def total_reward(self) -> torch.Tensor:
-        """The sum of the rewards."""
+        """The sum of all rewards. Shape `()`."""
         return torch.as_tensor(self.reward).sum()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry of the root, or else of `next`; `default` if neither has it."""
+        """Return the entry `key` of the root, or else of `next`; `default` if neither has it."""
         value = find_entry(self.data, key)
         return default if value is None else value
 
@@ -88,7 +88,7 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
 
 
 def find_entry(data: TensorDictBase, key: Any) -> Any:
-    """Return an entry of the root, or else of `next`; None if neither has it."""
+    """Return the entry `key` of the root, or else of `next`; None if neither has it."""
     for place in (key, ("next", key)) if isinstance(key, str) else (key,):
         value = data.get(place, None)
         if value is not None:
@@ -339,7 +339,7 @@ class _Trajectories:
 
     @property
     def total_reward(self) -> _Expression:
-        """The sum of the rewards."""
+        """The sum of all rewards. Shape `()`."""
         return _Expression(lambda t: t.total_reward, "traj.total_reward", frozenset({"reward"}))
 
     def __getattr__(self, name: str) -> _Field:

@@ -259,6 +259,9 @@ class StepView:
 
         Args:
             places: Positions of the fields to return; None for all.
+
+        Returns:
+            One array per field, with a row for each row of the batch. Shape `(n, *field)`, the stored dtype.
         """
         moved = self.moved if places is None else self.moved.intersection(places)
         if not moved:

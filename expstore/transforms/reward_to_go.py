@@ -64,7 +64,7 @@ class Reward2GoTransform(StepTransform):
         check_key("done_key", self.done_key)
 
     def look(self, view: StepView) -> list[Array]:
-        """Sum the rewards from each row on.
+        """Sum the rewards from each row on; return an array for each of `in_keys`, of the reward's shape.
 
         Raises:
             SchemaError: A field of `in_keys`, or `done_key`, does not exist.

@@ -77,7 +77,7 @@ class Writer(ABC):
         """Call a method of a buffer with the ids of the rows that `add` and `extend` write.
 
         Args:
-            on_write: A bound method; its object is held weakly.
+            on_write: A bound method, called with ids of the shape `(n,)`; its object is held weakly.
         """
         self._on_write = weakref.WeakMethod(on_write)
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import expstore
 from expstore import Retries
 from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import ClusterFile, FileMembers, Member, MemberList
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import NotFoundError, RemoteError, StateError
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
@@ -48,6 +49,9 @@ class Cluster:
     def remove(self, number: int) -> None:
         ClusterFile.change(self.path, lambda known: known.remove(number))
 
+    def move(self, number: int, url: str, store: str | None) -> None:
+        ClusterFile.change(self.path, lambda known: known.move(number, url, str(store)))
+
     def member(self, number: int) -> Member:
         return ClusterFile.load(self.path).find(number)
 
@@ -61,6 +65,30 @@ def cluster(server: Serving, folder: Path, tmp_path: Path, request: pytest.Fixtu
         with expstore.open(folder / f"{name}{shard}.exp", mode="x", seed=shard) as rb:
             stores.append((f"{server.url}/{name}{shard}", rb.storage.description.uuid))
     return Cluster(tmp_path / "cluster.json", server.url, stores)
+
+
+def test_draws_begin_without_a_shard_that_does_not_answer(cluster: Cluster) -> None:
+    """A cluster file says which store is missing, so the others need not wait for it."""
+    with cluster.connect() as rb:
+        pairs = torch.cat([rb.extend(batch_of(10, 10 * n), source=f"actor-{n}") for n in range(20)])
+        assert set(pairs[:, 0].tolist()) == {0, 1}
+    known = [cluster.member(number) for number in (0, 1)]
+    cluster.move(1, "http://127.0.0.1:9/gone", known[1].uuid)
+    quick = {"wait": 0.1, "retries": None}
+    with pytest.raises(RemoteError, match=r"shard 1 \(.*:9/gone\)"):
+        cluster.connect(**quick)
+    with cluster.connect(down="partial", **quick) as rb:
+        batch = rb.sample()
+        assert batch["shards_missing"] == [1]
+        assert set(batch["id"][:, 0].tolist()) == {0}
+        cluster.move(1, known[1].url, known[1].uuid)
+        wait_until(lambda: not rb.shards_missing and set(rb.sample()["id"][:, 0].tolist()) == {0, 1})
+    for number in (0, 1):
+        cluster.move(number, f"http://127.0.0.1:9/gone{number}", known[number].uuid)
+    with pytest.raises(RemoteError, match="none of the 2 shards answers"):
+        cluster.connect(down="partial", **quick)
+    with pytest.raises(RemoteError, match="shard 1"):  # nothing says which store is there
+        expstore.connect([known[0].url, "http://127.0.0.1:9/gone"], down="partial", wait=0.1)
 
 
 class Late:
