@@ -390,7 +390,7 @@ class EpisodeTable:
         entries = [self._add_source(source, time) for source in sources] if sources else []
         if self.joins.awaiting or self.joins.required:
             self.joins.note_rows(segments)
-        alone = merge_info("", info)  # once: most of a batch's episodes have no info yet
+        alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
         for segment in segments:
             self._commit_segment(segment, first_id, time, sequence, (info, alone), entries)
         if self.fragments.crowded:
