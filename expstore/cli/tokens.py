@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import typer
 
-from expstore.errors import StateError
+from expstore.errors import NotFoundError, StateError
 
 __all__ = ["read_token"]
 
@@ -15,6 +16,7 @@ def read_token(path: Path | None) -> str | None:
     """Return the token in a file; None without a file.
 
     Raises:
+        NotFoundError: There is no such file.
         StateError: The file contains no token.
         StorageError: The file cannot be read.
     """
@@ -23,6 +25,11 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     disk = Disk()
+    if not disk.exists(path):
+        raise NotFoundError(
+            f"there is no file {path} with a token",
+            hint=f"make one: openssl rand -base64 32 > {shlex.quote(str(path))}",
+        )
     token = disk.read_whole(path.resolve()).strip()  # Kubernetes mounts secrets as links
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
         raise StateError(

@@ -116,7 +116,8 @@ def test_files_without_a_token_are_refused(tmp_path: Path, capsys: pytest.Captur
         assert (code, error["kind"]) == (2, "token"), bad
         assert bad.decode().strip() == "" or bad.decode() not in json.dumps(error)
     code, error = refusal(capsys, tmp_path, "--token-file", tmp_path / "missing")
-    assert (code, error["kind"]) == (1, "storage")
+    assert (code, error["kind"]) == (2, "not_found")
+    assert "openssl rand" in error["hint"]
 
 
 def test_a_store_with_a_writer_is_followed_or_refused(
