@@ -111,10 +111,11 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_columns_say_what_entries_say() -> None:
     later = [dataclasses.replace(ENTRIES[2], status=0, text=""), LogEntry(episode=9, source=1, ret=1.5)]
-    entries = [*ENTRIES, *later, dataclasses.replace(ENTRIES[3], length=5)]
+    first = LogEntry(episode=12, source=1, status=1)
+    entries = [first, *ENTRIES, *later, dataclasses.replace(ENTRIES[3], length=5)]
     columns = LogColumns(b"".join(entry.pack() for entry in entries), "a log")
     assert list(columns.sources()) == [entry for entry in entries if not entry.episode]
-    assert columns.latest().tolist() == [6, 8, 4, 7]
+    assert columns.latest().tolist() == [0, 7, 9, 5, 8]  # in the order of the first entries
     heads = columns.heads
     for name in (
         "episode",
