@@ -85,6 +85,7 @@ def test_entries_missing_from_the_journal_are_dropped(tmp_path: Path) -> None:
 def test_a_log_that_is_too_short_is_damage(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.append(ENTRIES)
+    log.flush()
     log.close()
     with pytest.raises(CorruptionError, match=rf"episodes.log has {log.length} bytes, .* {log.length + 1}"):
         open_log(tmp_path, log.length + 1)
@@ -93,9 +94,11 @@ def test_a_log_that_is_too_short_is_damage(tmp_path: Path) -> None:
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.append(ENTRIES[:3])
+    log.flush()
     log.close()
     path = tmp_path / "episodes.log"
     good = path.read_bytes()
+    assert len(good) > 300
     for at in range(0, 8 * len(good), 19):
         bad = bytearray(good)
         bad[at // 8] ^= 1 << at % 8
