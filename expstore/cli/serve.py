@@ -42,9 +42,9 @@ UI_NOTES = (
 )
 #: Seconds that closing the stores may take, after the running requests had their time.
 GRACE_SECONDS = 10.0
-#: New objects between two looks for garbage. By default Python looks through all of torch's objects again and
-#: again while `ui` reads the episodes of a store, which takes an eighth of the time of the first page.
-_GARBAGE = (50_000, 20, 50)
+#: Thresholds of Python's garbage collector for `ui`. With the default ones it scans all objects of torch
+#: several times while the episodes of a store are read: an eighth of the time of the first page.
+_GC_THRESHOLDS = (50_000, 20, 50)
 #: How much `ui` lowers its priority: looking at a store must not slow down the program that writes it.
 _NICE = 10
 
@@ -180,7 +180,7 @@ def ui(
 
     def ready(listening: Listening) -> None:
         os.nice(_NICE)
-        gc.set_threshold(*_GARBAGE)
+        gc.set_threshold(*_GC_THRESHOLDS)
         address = f"{listening.url}{PATH}/"
         typer.echo(f"showing {path} at {address} (Ctrl-C ends it)")
         if not no_browser and not webbrowser.open_new_tab(address):

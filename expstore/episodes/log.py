@@ -249,7 +249,7 @@ def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
 
 
 class LogColumns:
-    """The entries in the bytes of a log as columns, which is five times as fast as one object per entry.
+    """The entries in the bytes of a log as columns, parsed in a fifth of the time that objects take.
 
     Args:
         data: The bytes of all entries, as `LogEntry.pack` returns them.

@@ -481,7 +481,7 @@ class RemoteReplayBuffer(ServedBuffer):
         """Replace the store's content by a version's; see `snapshots.restore`.
 
         Args:
-            path: Must be None: a server keeps its versions beside the store.
+            path: Must be None: a server keeps versions in the folder of the store.
             version: Name or number of the version; None: the newest.
         """
         self.snapshots.restore(path, version)

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-#: Addresses of the nodes beside the head, which has the machine's.
+#: Addresses of two nodes. The head node has the address of the machine.
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 
 
