@@ -580,7 +580,8 @@ class PackedRows(Column, AppendedPart):
         bad, found = self._read_tables(where, which, slots % each)
         if bad >= 0:
             raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
-        del locations
+        # Rows of the chunk that is not full are stored here. The table is of the previous lap of a ring.
+        found[(slots >= locations.base) & (slots < locations.base + locations.held)] = 0
         return found
 
     def lacks(self, first_id: int, count: int) -> bool:

@@ -273,6 +273,19 @@ def test_rows_are_stored_once(life: Life) -> None:
     assert files["c.0.0"] > files["c.2.0"]
 
 
+def test_rows_of_the_open_chunk_do_not_have_the_distances_of_the_previous_lap(life: Life) -> None:
+    """A store that has only these rows does not need older ones, which a power cut may have taken."""
+    slots = life.slots
+    assert slots == 112
+    for count in (16, 16, 6):
+        life.extend(count, lanes=2)
+    column = life.columns.columns[0]
+    np.testing.assert_array_equal(column.distances(np.arange(4, 8)), [0, 0, 2, 2])
+    first = slots + 5
+    assert column._older(first, 2)[1] == 0
+    life.check()
+
+
 def test_other_readers_find_the_same_or_zeros(life: Life) -> None:
     import zarr
 
