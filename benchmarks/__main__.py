@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "out"
 RESULTS = ROOT / "benchmarks" / "results"
+#: A part begins when the load is below this, or after so many seconds.
+IDLE_LOAD, IDLE_SECONDS = 2.0, 120
 
 from benchmarks.plots import draw  # noqa: E402
 from benchmarks.runs import Run, broken, load  # noqa: E402
@@ -75,12 +78,21 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
         given += ["--reverb", wanted.reverb]
     start = fork_part if wanted.effort == "smoke" else start_part
     part = replace(part, limit=int(part.limit * wanted.patience))
+    if wanted.effort != "smoke":
+        _wait_until_idle()
     before = _cpu()
     try:
         outcome = start(part, given, run.log(part), run.figures(part))
         return replace(outcome, cpu=_cpu() - before)
     finally:
         shutil.rmtree(stores, ignore_errors=True)
+
+
+def _wait_until_idle() -> None:
+    """Wait until the previous part's writes have reached the disk, at most two minutes."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while os.getloadavg()[0] > IDLE_LOAD and time.monotonic() < deadline:
+        time.sleep(1)
 
 
 def _cpu() -> float:

@@ -173,10 +173,15 @@ def _about(told: Told) -> Iterator[str]:
 
 
 def _busy(parts: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a warning if the machine had other work. The previous part's threads also cause some load."""
-    before = [float(found[1]) for part in parts if (found := re.match(r"load ([\d.]+) before", part["load"]))]
-    if count := sum(load > 3 for load in before):
-        yield f"**Other programs were running during {count} of {len(parts)} parts: figures mean little.**"
+    """Yield a warning if the machine was not idle before some parts."""
+    loaded = [
+        part["name"]
+        for part in parts
+        if (found := re.match(r"load ([\d.]+) before", part["load"])) and float(found[1]) > 3
+    ]
+    if loaded:
+        names = " and ".join(loaded)
+        yield f"The machine was not idle before {names}: other programs, or work left by the previous part."
 
 
 def _filled(*words: str) -> str:
