@@ -66,6 +66,19 @@ def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
     assert os.listdir(store_path.parent) == ["run.exp"]
 
 
+def test_meta_may_be_nested_a_hundred_levels_deep(store_path: Path) -> None:
+    meta = _nested(99) | {"b": 1}
+    with expstore.open(store_path, meta=meta) as rb:
+        assert rb.meta == meta
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        meta = {"a": meta}
+    return meta
+
+
 NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
     ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
@@ -74,6 +87,8 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"meta": {"a": object()}}, SchemaError, "meta has values that JSON cannot store; use"),
     ({"meta": {1: "a"}}, SchemaError, "meta"),
     ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
+    ({"meta": _nested(101)}, SchemaError, "meta is nested more than 100 levels deep; store the inner part"),
+    ({"meta": _nested(100_000)}, SchemaError, "meta has values that JSON cannot store"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batches": {"rate_limiter": "x"}}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
     ({"batches": {"rate_limiter": MinSize}}, StateError, "not a RateLimiter"),

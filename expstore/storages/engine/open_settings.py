@@ -13,7 +13,7 @@ import operator
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,8 @@ _OTHER_STORES = {OWN_FOLDER}
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
 #: Settings with another public name: the names in `Layout` and `EpisodeKeys`.
 _PUBLIC_NAMES = {"storage": "kind", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
+#: Maximum nesting of `meta`: deeper values are not shown by the server, nor by DuckDB.
+META_LEVELS = 100
 #: Files that may be in a folder in which the creation of a store was interrupted.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -297,10 +299,24 @@ def _move_old_store(disk: Disk, path: Path) -> None:
 def _check_meta(meta: dict[str, Any] | None) -> None:
     try:
         same = meta is None or json.loads(json.dumps(meta)) == meta
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         same = False
     if not same:
         raise SchemaError("meta has values that JSON cannot store", hint="use numbers, text, lists, dicts")
+    values: list[Any] = [meta]
+    for _ in range(META_LEVELS):
+        values = [inner for value in values for inner in _inner_values(value)]
+    if any(isinstance(value, dict | list) for value in values):
+        raise SchemaError(
+            f"meta is nested more than {META_LEVELS} levels deep",
+            hint="store the inner part as JSON text",
+        )
+
+
+def _inner_values(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _new(capacity: int | None, settings: Settings) -> Manifest:
