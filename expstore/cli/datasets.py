@@ -71,6 +71,10 @@ def list_(
     if as_json:
         print_json(found)
         return 0
+    if not found:
+        name = folder or "d4rl"
+        typer.echo(f"none is downloaded; expstore datasets list {name} --available shows names")
+        return 0
     rows = [[facts["name"], facts["rows"], size_text(facts["disk_bytes"]), facts["path"]] for facts in found]
     print_table(["name", "rows", "on disk", "path"], rows)
     return 0

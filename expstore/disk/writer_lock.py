@@ -171,7 +171,7 @@ def _build_locked_error(store: Path, text: bytes) -> LockedError:
         )
     return LockedError(
         f"cannot open {store} for writing: process {pid} on {host} has it open since {since}",
-        hint="close it there first",
+        hint="close it there first; mode='r' reads it meanwhile",
     )
 
 

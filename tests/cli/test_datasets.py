@@ -24,6 +24,7 @@ def test_a_data_set_from_fetch_to_delete(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["datasets", "list"]) == 0
+    assert "expstore datasets list d4rl --available shows names" in capsys.readouterr().out
     (tmp_path / "public" / "gym_mujoco_v2").mkdir(parents=True)
     write(tmp_path / "public" / "gym_mujoco_v2" / "hopper_medium-v2.hdf5", arrays())
     with serving_files(tmp_path / "public") as server:
@@ -35,7 +36,9 @@ def test_a_data_set_from_fetch_to_delete(
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["name"], found["rows"]) == (NAME, 12)
     assert run(["datasets", "list", "atari"]) == 0
-    assert NAME not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "none is downloaded; expstore datasets list atari --available" in told
+    assert NAME not in told
     assert run(["datasets", "info", NAME]) == 0
     told = capsys.readouterr().out
     assert "made of hopper_medium-v2.hdf5" in told
