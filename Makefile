@@ -9,6 +9,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Processes that run tests: one more than there are processors, as some tests wait; each takes 1 GB of memory.
+JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) + 1 )); echo $$(( n < 8 ? n : 8 )))
+
 # Many short processes run here: they keep what they compile.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -37,12 +40,12 @@ run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 	@touch $@
 
 test: .venv .venv/.loops  ## run the tests
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
 
 coverage: .venv .venv/.loops  ## run the tests and say which lines none of them runs (most of an hour)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(BIN)/coverage run -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not torture" -o timeout=900
+	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not torture" -o timeout=900
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 
