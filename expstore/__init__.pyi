@@ -2,6 +2,7 @@ from expstore import cluster as cluster
 from expstore import cold as cold
 from expstore import collectors as collectors
 from expstore import datasets as datasets
+from expstore import errors as errors
 from expstore import exchange as exchange
 from expstore import samplers as samplers
 from expstore import specs as specs

@@ -12,6 +12,7 @@ from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
 from expstore.cluster.members import FileMembers, FixedMembers
 from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.local_path import local_path
+from expstore.errors import ArgumentError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.transport import Address, Connection, Retries
 
@@ -130,7 +131,7 @@ def connect(
     Raises:
         NotFoundError: The server has no such store, or there is no such cluster file.
         RemoteError: The server does not answer, or does not accept the token; see `status`.
-        ValueError: `url` is not the URL of a store, or an argument is out of range or of no use here.
+        ArgumentError: `url` is not the URL of a store, or an argument is out of range or of no use here.
 
     Example:
         >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:
@@ -147,13 +148,15 @@ def connect(
     given = {name: value for name, value in sharded.items() if value is not None}
     if not isinstance(url, str) or url.endswith(_CLUSTER_FILE):
         if prefetch is not None:
-            raise ValueError("prefetch is for one store: pass ahead=, the number of batches drawn together")
+            raise ArgumentError(
+                "prefetch is for one store: pass ahead=, the number of batches drawn together"
+            )
         members = FixedMembers(url) if isinstance(url, list | tuple) else FileMembers(local_path(url))
         return ShardedReplayBuffer(
             members, token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
         )
     if given:
-        raise ValueError(
+        raise ArgumentError(
             f"{next(iter(given))}= is for several shards: pass a list of addresses, or a cluster file"
         )
     connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)

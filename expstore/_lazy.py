@@ -6,6 +6,7 @@ read the same stub. This module imports nothing else of expstore.
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -41,7 +42,12 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
     def load(name: str) -> object:
         value: object
         if name == "__all__":
-            value = sorted(name for name, (home, _) in read().items() if not _is_package(home))
+            # `from expstore import *` must not replace Python's own `open`.
+            value = sorted(
+                name
+                for name, (home, _) in read().items()
+                if not _is_package(home) and not hasattr(builtins, name)
+            )
         elif not name.startswith("__") and name in read():
             home, attribute = read()[name]
             if _is_package(home):

@@ -28,7 +28,7 @@ from expstore.core.values import Key, check_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock, read_owner
-from expstore.errors import ExpStoreError, LockedError, SchemaError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, LockedError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName, make_sampler
@@ -209,14 +209,14 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
 
     Raises:
         SchemaError: A type or a spec cannot be stored.
-        TypeError: The argument is not a schema.
+        ArgumentError: The argument is not a schema.
     """
     if isinstance(given, Composite):
         return None, row_text(given)
     if given is None or isinstance(given, Schema):
         return given, ""
     if not isinstance(given, Mapping):
-        raise TypeError(
+        raise ArgumentError(
             f"schema is a {type(given).__module__}.{type(given).__name__}; use a Schema, a dict of types by "
             "key, or a Composite of expstore. from_torchrl and from_space of expstore.specs convert specs of "
             "TorchRL and spaces of gymnasium"
@@ -304,11 +304,11 @@ def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved
 def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any) -> None:
     """Raise ValueError for a setting that a reader cannot use."""
     if archive is not None and mode == "r":
-        raise ValueError("archive= cannot be used with mode='r': a reader evicts no rows; leave it out")
+        raise ArgumentError("archive= cannot be used with mode='r': a reader evicts no rows; leave it out")
     if retain is not None and mode == "r":
-        raise ValueError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
+        raise ArgumentError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":
-        raise ValueError("writer= cannot be used with mode='r': a reader writes no rows; leave it out")
+        raise ArgumentError("writer= cannot be used with mode='r': a reader writes no rows; leave it out")
 
 
 def _check_condition(

@@ -92,8 +92,7 @@ class Layout:
 
         Raises:
             SchemaError: There is no such word or layout.
-            ArgumentError: The dict has a part that a `Layout` does not have.
-            TypeError: The value has another type.
+            ArgumentError: The dict has a part that a `Layout` does not have; the value has another type.
         """
         if isinstance(given, str):
             if given not in (*STORAGES, *LAYOUTS):
@@ -128,8 +127,7 @@ class Durability:
             before the signal ends it. "ignore": expstore installs no handler.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: `min_free_bytes` is negative, or `on_sigterm` is unknown.
+        ArgumentError: A setting has the wrong type; `min_free_bytes` is negative, or `on_sigterm` is unknown.
 
     Example:
         >>> rb = expstore.open("run.exp", durability=expstore.Durability(sync=True, min_free_bytes=10**9))
@@ -143,20 +141,19 @@ class Durability:
         check_bool("sync", self.sync)
         object.__setattr__(self, "min_free_bytes", check_count("min_free_bytes", self.min_free_bytes))
         if self.on_sigterm not in ("flush", "ignore"):
-            raise ValueError(f"on_sigterm={self.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
+            raise ArgumentError(f"on_sigterm={self.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
 
     @classmethod
     def of(cls, given: Durability | str | Mapping[str, Any] | None) -> Durability:
         """Convert a `Durability`, one word, a dict of its parts, or None (the default) to a `Durability`.
 
         Raises:
-            ValueError: There is no such word, or a part has an invalid value.
-            ArgumentError: The dict has a part that a `Durability` does not have.
-            TypeError: The value has another type.
+            ArgumentError: There is no such word, or a part has an invalid value; the dict has a part that a
+                `Durability` does not have; the value has another type.
         """
         if isinstance(given, str):
             if given not in ("process", "sync"):
-                raise ValueError(f"durability={given!r} is unknown; use 'process', 'sync' or a Durability")
+                raise ArgumentError(f"durability={given!r} is unknown; use 'process', 'sync' or a Durability")
             return cls(sync=given == "sync")
         return read_value("durability", cls, given)
 
@@ -182,8 +179,8 @@ class EpisodeKeys:
             or only if "all" are.
 
     Raises:
-        TypeError: A key is neither a name nor a tuple of names.
-        ValueError: `done` is not a list, or a reduction is unknown.
+        ArgumentError: A key is neither a name nor a tuple of names; `done` is not a list, or a reduction is
+            unknown.
 
     Example:
         >>> keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell"), ("next", "truncated")])
@@ -202,21 +199,20 @@ class EpisodeKeys:
                 check_key(name, key)
         if self.done is not None:
             if not isinstance(self.done, list | tuple):
-                raise ValueError(f"done must be a list of keys, got {self.done!r}; for one key, use [key]")
+                raise ArgumentError(f"done must be a list of keys, got {self.done!r}; for one key, use [key]")
             for key in self.done:
                 check_key("each key of done", key)
             object.__setattr__(self, "done", tuple(self.done))
         for name, known in (("reward_reduce", REWARD_REDUCTIONS), ("done_reduce", DONE_REDUCTIONS)):
             if (value := getattr(self, name)) not in (None, *known):
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                raise ArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
     @classmethod
     def of(cls, given: EpisodeKeys | Mapping[str, Any] | None) -> EpisodeKeys:
         """Convert an `EpisodeKeys`, a dict of its parts, or None (sets nothing) to an `EpisodeKeys`.
 
         Raises:
-            ArgumentError: The dict has a part that `EpisodeKeys` do not have.
-            TypeError: The value has another type.
+            ArgumentError: The dict has a part that `EpisodeKeys` do not have; the value has another type.
         """
         return read_value("episodes", cls, given)
 
@@ -245,8 +241,7 @@ class Batches:
             `SampleToInsertRatio`. `sample`, `extend` and `add` wait until it permits them.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: `prefetch` is negative.
+        ArgumentError: A setting has the wrong type; `prefetch` is negative.
 
     Example:
         >>> with expstore.open("run.exp", batch_size=32, batches=expstore.Batches(as_numpy=True)) as rb:
@@ -270,15 +265,14 @@ class Batches:
             import torch
 
             if not isinstance(self.generator, torch.Generator):
-                raise TypeError(f"generator must be a torch.Generator, got {self.generator!r}")
+                raise ArgumentError(f"generator must be a torch.Generator, got {self.generator!r}")
 
     @classmethod
     def of(cls, given: Batches | Mapping[str, Any] | None) -> Batches:
         """Convert a `Batches`, a dict of its parts, or None (the defaults) to a `Batches`.
 
         Raises:
-            ArgumentError: The dict has a part that a `Batches` does not have.
-            TypeError: The value has another type.
+            ArgumentError: The dict has a part that a `Batches` does not have; the value has another type.
         """
         return read_value("batches", cls, given)
 
@@ -287,8 +281,7 @@ def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | 
     """Convert an instance, a dict of its parts, or None (the defaults) to a group of settings.
 
     Raises:
-        TypeError: The argument has another type.
-        ArgumentError: The group has no such part.
+        ArgumentError: The argument has another type; the group has no such part.
     """
     if isinstance(given, kind):
         return given
@@ -296,7 +289,7 @@ def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | 
     if given is None:
         return kind()
     if not isinstance(given, Mapping):
-        raise TypeError(f"{name} takes {kind.__name__}(...) or a dict of its parts, got {given!r}")
+        raise ArgumentError(f"{name} takes {kind.__name__}(...) or a dict of its parts, got {given!r}")
     for part in given:
         if part not in known:
             raise ArgumentError(
@@ -314,20 +307,19 @@ def check_word(name: str, given: Any, known: Sequence[str]) -> None:
 def check_bool(name: str, given: Any) -> None:
     """Raise TypeError if a value is neither True nor False."""
     if not isinstance(given, bool):
-        raise TypeError(f"{name} must be True or False, got {given!r}")
+        raise ArgumentError(f"{name} must be True or False, got {given!r}")
 
 
 def check_count(name: str, given: Any) -> int:
     """Return a whole number that is at least 0.
 
     Raises:
-        TypeError: The value is not a whole number.
-        ValueError: The value is negative.
+        ArgumentError: The value is not a whole number; the value is negative.
     """
     try:
         count = operator.index(given)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {given!r}") from None
+        raise ArgumentError(f"{name} must be a whole number, got {given!r}") from None
     if count < 0:
-        raise ValueError(f"{name} must be at least 0, got {given}")
+        raise ArgumentError(f"{name} must be at least 0, got {given}")
     return count

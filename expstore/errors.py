@@ -58,6 +58,8 @@ class ExpStoreError(Exception):
 
     def __init__(self, message: str, *, kind: str | None = None, hint: str = "") -> None:
         hint = hint or self.default_hint
+        if hint:
+            message = message.removesuffix(".")
         super().__init__(f"{message}; {hint}" if hint else message)
         self.message = message
         self.kind = kind or self.default_kind

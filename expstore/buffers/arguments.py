@@ -12,7 +12,7 @@ import torch
 
 from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 
 __all__ = ["check_batch_size", "check_drawing", "check_predictable", "resolve_part", "resolve_part_of"]
 
@@ -30,17 +30,25 @@ def resolve_part(part: Any, method: str) -> Any:
     return part() if callable(part) and not is_part else part
 
 
-def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Part:
-    """Return a buffer's part as `called` does, and check its class.
+def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: str, name: str) -> _Part:
+    """Return a buffer's part as `resolve_part` does, and check its class.
+
+    Args:
+        part: The part, a function or a class.
+        kind: The base class of such parts.
+        method: Name of a method by which a part is recognised.
+        name: What it is, for the message: "storage".
 
     Raises:
-        TypeError: The part has another class.
+        ArgumentError: The part has another class.
     """
     found = resolve_part(part, method)
     if not isinstance(found, kind):
-        raise TypeError(
-            f"expected a {kind.__name__} of expstore or a function that makes one, got a "
-            f"{type(found).__module__.partition('.')[0]} {type(found).__name__}"
+        package = type(found).__module__.partition(".")[0]
+        raise ArgumentError(
+            f"expected a {name} of expstore or a function that makes one, "
+            f"got a {package} {type(found).__name__}",
+            hint="use the class of the same name in expstore" if package == "torchrl" else "",
         )
     return cast(_Part, found)
 
@@ -57,8 +65,8 @@ def check_drawing(
     """Check how batches are drawn and where they are returned.
 
     Raises:
-        ArgumentError: The batch size is not a whole number.
-        ValueError: A number is too small, or `pin_memory` is set and torch finds no accelerator.
+        ArgumentError: The batch size is not a whole number; a number is too small, or `pin_memory` is set and
+            torch finds no accelerator.
         StateError: torch cannot use the device, or the limiter is not a `RateLimiter`.
     """
     if limiter is not None:
@@ -70,9 +78,9 @@ def check_drawing(
         limiter.check(capacity)
     check_batch_size(batch_size)
     if prefetch is not None and prefetch < 0:
-        raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+        raise ArgumentError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
-        raise ValueError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
+        raise ArgumentError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
     _check_device(device)
 
 
@@ -93,7 +101,7 @@ def _check_device(device: torch.device | str | None) -> None:
 def check_predictable(size: int | None, sampler: Any) -> None:
     """Raise ValueError if a sampler's passes depend on the batch size, and the buffer has none."""
     if size is None and getattr(sampler, "drop_last", False):
-        raise ValueError(
+        raise ArgumentError(
             "Samplers with drop_last=True must work with a predictable batch-size: it determines "
             "which rows a pass drops; give the buffer batch_size="
         )
@@ -111,10 +119,9 @@ def check_batch_size(size: int | None) -> int | None:
     """Return a batch size as an int.
 
     Raises:
-        ArgumentError: The size is not a whole number.
-        ValueError: The size is below 1.
+        ArgumentError: The size is not a whole number; the size is below 1.
     """
     size = None if size is None else check_whole("batch_size", size)
     if size is not None and size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {size}")
+        raise ArgumentError(f"batch_size must be at least 1, got {size}")
     return size

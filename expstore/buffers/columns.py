@@ -19,7 +19,7 @@ from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.updates import as_field
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.containers import form_of
-from expstore.errors import QueryError, SchemaError, StateError
+from expstore.errors import ArgumentError, QueryError, SchemaError, StateError
 from expstore.schema.schema import DTYPES, Field
 from expstore.schema.spec_text import check_specs, leaves_of
 from expstore.specs import Composite
@@ -113,7 +113,7 @@ class Columns:
         """
         storage, key = self._store.storage, to_key(name)
         if (fill is not _NOTHING) + (function is not None) + (sql is not None) != 1:
-            raise TypeError("columns.add() takes one of fill=, function= and sql=")
+            raise ArgumentError("columns.add() takes one of fill=, function= and sql=")
         fields = _fields_of(storage)
         storage.require_schema()
         kind = None if dtype is None else _dtype_name(dtype)
@@ -230,7 +230,7 @@ def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str
             )
         return text
     if not isinstance(spec, TensorSpec):
-        raise TypeError(f"spec is a {type(spec).__name__}; give a spec of expstore")
+        raise ArgumentError(f"spec is a {type(spec).__name__}; give a spec of expstore")
     specs = specs_of(storage) or Composite()
     specs[entry.key if len(entry.key) > 1 else entry.key[0]] = spec
     text = row_text(specs)

@@ -16,7 +16,7 @@ from expstore.core.values import Key, key_name
 from expstore.data.batch import Batch, StepReader
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_tensor
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.arrow_types import ragged_of
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Field, Schema
@@ -40,13 +40,13 @@ def row_text(specs: Composite | None) -> str:
     """Return the text of the specs of one row; "" for None.
 
     Raises:
-        TypeError: The argument is not a Composite.
+        ArgumentError: The argument is not a Composite.
         SchemaError: The specs have a batch size, or cannot be stored as text.
     """
     if specs is None:
         return ""
     if not isinstance(specs, Composite):
-        raise TypeError(
+        raise ArgumentError(
             f"specs is a {type(specs).__module__}.{type(specs).__name__}; give a Composite of expstore, for "
             "the row's fields. from_torchrl and from_space of expstore.specs convert specs of TorchRL and "
             "spaces of gymnasium"
@@ -77,10 +77,10 @@ def asks_for_domain(validate: str) -> bool:
     """Return whether values must be checked against specs.
 
     Raises:
-        ValueError: `validate` is neither "schema" nor "domain".
+        ArgumentError: `validate` is neither "schema" nor "domain".
     """
     if validate not in ("schema", "domain"):
-        raise ValueError(
+        raise ArgumentError(
             f"validate is {validate!r}; use 'schema' to check fields, dtypes and shapes, or 'domain' to "
             "check values too"
         )

@@ -32,7 +32,7 @@ from expstore.core.values import IntArray, key_name
 from expstore.data.containers import stack
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
 from expstore.transforms import Compose
@@ -81,9 +81,8 @@ class ReplayBufferEnsemble:
 
     Raises:
         RuntimeError: Both members and `storages`, `samplers` or `writers` are given.
-        TypeError: Neither is given, or there is no such keyword.
-        ValueError: Both a routing key and a dim are given; the transform reads other steps of a store's
-            episodes; or a setting of `SamplerEnsemble` is wrong.
+        ArgumentError: Neither is given, or there is no such keyword; both a routing key and a dim are given;
+            the transform reads other steps of a store's episodes; or a setting of `SamplerEnsemble` is wrong.
 
     Example:
         >>> rb = ReplayBufferEnsemble(demonstrations, online, p=[1, 3], batch_size=32)
@@ -126,7 +125,7 @@ class ReplayBufferEnsemble:
             self._collate_fns = None if collate_fns is None else list(collate_fns)
         else:
             if storages is None or samplers is None or writers is None:
-                raise TypeError("give buffers, or all of storages=, samplers= and writers=")
+                raise ArgumentError("give buffers, or all of storages=, samplers= and writers=")
             rbs = _assemble(storages, samplers, writers, collate_fns)
             self._collate_fns = None
         self._rbs = tuple(rbs)
@@ -161,7 +160,7 @@ class ReplayBufferEnsemble:
         Raises:
             NotReadyError: A drawn member is empty, or no member can be sampled.
             StateError: A transform has changed the shape, so that `info` cannot be matched with rows.
-            ValueError: The batch size is not a multiple of the number of parts.
+            ArgumentError: The batch size is not a multiple of the number of parts.
         """
         size = self._samplers.part_size(self._require_size(batch_size))
         with self._lock:
@@ -290,8 +289,8 @@ class ReplayBufferEnsemble:
         Raises:
             SchemaError: Rows do not fit a member; rows of earlier members are written.
             StateError: The ensemble has neither a routing key nor a dim.
-            TypeError: Member numbers are not integers, or `data` is not a TensorDict.
-            ValueError: There is no such member; nothing is written.
+            ArgumentError: Member numbers are not integers, or `data` is not a TensorDict; there is no such
+                member; nothing is written.
         """
         data = self._transform.inverse(data)
         if data is None:
@@ -330,12 +329,12 @@ class ReplayBufferEnsemble:
 
         Raises:
             StateError: The ensemble has no routing key.
-            ValueError: `data` has more than one row.
+            ArgumentError: `data` has more than one row.
         """
         if self._route.dim is not None:
             raise StateError("Use extend() for routing_dim writes.")
         if data.ndim:
-            raise ValueError("add() expects a scalar TensorDict record.")
+            raise ArgumentError("add() expects a scalar TensorDict record.")
         found: TensorDict = self.extend(data.unsqueeze(0))[0]
         return found
 
@@ -382,8 +381,7 @@ class ReplayBufferEnsemble:
             NotFoundError: There is no such field.
             SchemaError: Values do not fit; patches of earlier members are applied.
             StateError: A member's writer does not track generations; nothing was changed.
-            TypeError: Member numbers are not integers.
-            ValueError: There is no such member; nothing was changed.
+            ArgumentError: Member numbers are not integers; there is no such member; nothing was changed.
         """
         members, rows = pairs(index, len(self._rbs))
         shape = index.get("buffer_ids").shape
@@ -451,8 +449,7 @@ class ReplayBufferEnsemble:
         Raises:
             SchemaError: There is no such field; nothing was changed.
             StateError: A member's sampler uses trajectory ids that later rows may reuse; nothing was changed.
-            TypeError: The field is not boolean; nothing was changed.
-            ValueError: Two keys are the same.
+            ArgumentError: The field is not boolean; nothing was changed; two keys are the same.
         """
         tails = Tails(end_key, terminated_key, truncated_key)
         for rb in self._rbs:
@@ -659,10 +656,10 @@ def _joint(transform: Compose) -> Compose:
     """Return the chain of an ensemble's transforms.
 
     Raises:
-        ValueError: A transform reads other steps of an episode.
+        ArgumentError: A transform reads other steps of an episode.
     """
     if transform.steps:
-        raise ValueError(
+        raise ArgumentError(
             f"{type(transform.steps[0]).__name__} reads other steps of one store's episodes: give it to "
             "the members, not to their ensemble"
         )
@@ -672,7 +669,11 @@ def _joint(transform: Compose) -> Compose:
 def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
     for rb in rbs:
         if not isinstance(rb, ReplayBuffer):
-            raise TypeError(f"members of an ensemble must be ReplayBuffers, got a {type(rb).__name__}")
+            package = type(rb).__module__.partition(".")[0]
+            raise ArgumentError(
+                f"members of an ensemble must be ReplayBuffers of expstore, "
+                f"got a {package} {type(rb).__name__}"
+            )
     return rbs
 
 
@@ -684,7 +685,7 @@ def _assemble(
 ) -> tuple[ReplayBuffer, ...]:
     """Return buffers built from these parts."""
     if not len(storages) == len(samplers) == len(writers):
-        raise ValueError(
+        raise ArgumentError(
             "storages, samplers and writers must have the same number of members, got "
             f"{len(storages)}, {len(samplers)} and {len(writers)}"
         )

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from expstore.buffers.ensemble_routing import check_members
 from expstore.core.values import Array, IntArray
 from expstore.data.nested_rows import join_rows, take_rows
+from expstore.errors import ArgumentError
 
 __all__ = ["columns_of", "cut", "describe_rows", "join", "pairs"]
 
@@ -74,14 +75,13 @@ def pairs(index: Any, count: int) -> tuple[IntArray, Array]:
         count: Number of members.
 
     Raises:
-        TypeError: `index` is something else.
-        ValueError: There is no such member.
+        ArgumentError: `index` is something else; there is no such member.
     """
     if not isinstance(index, TensorDictBase) or "buffer_ids" not in index or "index" not in index:
-        raise TypeError("rows of an ensemble are identified by a TensorDict with buffer_ids and index")
+        raise ArgumentError("rows of an ensemble are identified by a TensorDict with buffer_ids and index")
     members, rows = index.get("buffer_ids"), index.get("index")
     if rows.shape[: members.ndim] != members.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"Member-local indices must start with the buffer-id shape, got {tuple(rows.shape)} and "
             f"{tuple(members.shape)}."
         )

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.core.values import IntArray, Key, key_name, to_key
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 
 __all__ = ["Route", "check_members"]
 
@@ -34,13 +34,12 @@ class Route:
         """Return a route by a key or by a dim, after checks.
 
         Raises:
-            TypeError: The dim is not an integer.
-            ValueError: Both are given.
+            ArgumentError: The dim is not an integer; both are given.
         """
         if key is not None and dim is not None:
-            raise ValueError("routing_key and routing_dim are mutually exclusive.")
+            raise ArgumentError("routing_key and routing_dim are mutually exclusive.")
         if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            raise TypeError("routing_dim must be an integer.")
+            raise ArgumentError("routing_dim must be an integer.")
         return cls(None if key is None else to_key(key), dim)
 
     def of_rows(self, data: TensorDictBase, count: int) -> tuple[TensorDictBase, IntArray]:
@@ -52,11 +51,11 @@ class Route:
 
         Raises:
             StateError: There is neither a key nor a dim.
-            TypeError: Member numbers are not integers, or `data` is not a TensorDict.
-            ValueError: There is no such member, or rows do not have one member each.
+            ArgumentError: Member numbers are not integers, or `data` is not a TensorDict; there is no such
+                member, or rows do not have one member each.
         """
         if not isinstance(data, TensorDictBase):
-            raise TypeError("Routed replay writes require a TensorDict input.")
+            raise ArgumentError("Routed replay writes require a TensorDict input.")
         rows = data.reshape(-1)
         if self.key is not None:
             members = self._find_members(rows)
@@ -74,9 +73,9 @@ class Route:
         key = self.key or ()
         members: torch.Tensor | None = rows.get(key if len(key) > 1 else key[0])
         if members is None:
-            raise ValueError(f"the rows have no routing_key {key_name(key)!r}")
+            raise ArgumentError(f"the rows have no routing_key {key_name(key)!r}")
         if members.shape[:1] != rows.batch_size or members.numel() != rows.numel():
-            raise ValueError(
+            raise ArgumentError(
                 f"routing_key {key_name(key)!r} must contain one member id per record, got shape "
                 f"{tuple(members.shape)} for batch size {tuple(rows.batch_size)}."
             )
@@ -84,10 +83,10 @@ class Route:
 
     def _split_along_dim(self, data: TensorDictBase, count: int) -> torch.Tensor:
         if not data.ndim:
-            raise ValueError("routing_dim requires batched input.")
+            raise ArgumentError("routing_dim requires batched input.")
         dim = (self.dim or 0) % data.ndim
         if data.shape[dim] != count:
-            raise ValueError(
+            raise ArgumentError(
                 f"routing_dim {self.dim} has size {data.shape[dim]}, expected {count} ensemble members."
             )
         shape = [1] * data.ndim
@@ -103,12 +102,11 @@ def check_members(members: torch.Tensor, count: int) -> IntArray:
         count: Number of members.
 
     Raises:
-        TypeError: The numbers are not integers.
-        ValueError: There is no such member.
+        ArgumentError: The numbers are not integers; there is no such member.
     """
     if members.dtype == torch.bool or members.is_floating_point():
-        raise TypeError("ReplayBufferEnsemble member ids must be integers.")
+        raise ArgumentError("ReplayBufferEnsemble member ids must be integers.")
     numbers: IntArray = members.reshape(-1).cpu().numpy().astype(np.int64)
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
-        raise ValueError(f"ReplayBufferEnsemble member ids must lie in [0, {count - 1}].")
+        raise ArgumentError(f"ReplayBufferEnsemble member ids must lie in [0, {count - 1}].")
     return numbers

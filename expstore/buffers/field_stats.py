@@ -18,7 +18,7 @@ from expstore.buffers.store_handle import StoreHandle, StorePart
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.moments import Moments
 from expstore.core.values import Array, IntArray, Key, Window, key_name, to_key
-from expstore.errors import NotReadyError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
 from expstore.storages.indexing import read_present
 from expstore.storages.read_view import ReadView, read_stable
@@ -119,7 +119,7 @@ class StatsKeeper(StorePart):
     def compute(self, names: list[str | tuple[str, ...]] | None) -> dict[str | Key, FieldStats]:
         """Return the statistics of fields; see `Columns.stats`."""
         if names is not None and not isinstance(names, list):
-            raise TypeError(f"fields= is a list of names, got {names!r}")
+            raise ArgumentError(f"fields= is a list of names, got {names!r}")
         with self._lock:
             known = self._known  # read before the storage: `attach` runs after a swap
             storage = self._store.check_open()

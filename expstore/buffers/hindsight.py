@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.names import SamplerName
@@ -97,9 +97,8 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         keywords: As in `TensorDictReplayBuffer`.
 
     Raises:
-        TypeError: `reward_fn` cannot be called, the ratio is not a number, or the name of a field is not a
-            key.
-        ValueError: The ratio is out of bounds, or there is no such strategy.
+        ArgumentError: `reward_fn` cannot be called, the ratio is not a number, or the name of a field is not
+            a key; the ratio is out of bounds, or there is no such strategy.
 
     Example:
         >>> def reached(rows):
@@ -127,7 +126,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         **keywords: Any,
     ) -> None:
         if not callable(reward_fn):
-            raise TypeError(f"reward_fn must be a function of rows, got {reward_fn!r}")
+            raise ArgumentError(f"reward_fn must be a function of rows, got {reward_fn!r}")
         for argument, key in (
             ("goal_key", goal_key), ("achieved_goal_key", achieved_goal_key), ("reward_key", reward_key),
             ("end_key", end_key),
@@ -230,11 +229,11 @@ class HindsightGoals:
         try:
             inside = 0.0 <= ratio <= 1.0
         except TypeError:
-            raise TypeError(
+            raise ArgumentError(
                 f"her_ratio must be the fraction of rows that get new goals, from 0 to 1, got {ratio!r}"
             ) from None
         if not inside:
-            raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
+            raise ArgumentError(f"her_ratio must be in [0, 1], got {ratio}")
         self.ratio = ratio
 
     def set_strategy(self, strategy: HindsightStrategy | str) -> None:
@@ -387,7 +386,7 @@ class _Goals(StepTransform):
         try:
             return torch.as_tensor(made).detach()
         except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
+            raise ArgumentError(
                 f"reward_fn returned {made!r} for {self.count} rows; return their rewards, a tensor of shape "
                 f"({self.count},) or ({self.count}, 1)"
             ) from None

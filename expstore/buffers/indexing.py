@@ -18,7 +18,7 @@ from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.data.containers import stack_index
 from expstore.data.nested_tensors import to_values
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError
 from expstore.schema.schema import OBJECT
 from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
@@ -38,12 +38,12 @@ class RowIndex:
         time_dim: Dim of a written batch that is time; None: the last of the dims that make rows.
 
     Raises:
-        ValueError: The dim is negative.
+        ArgumentError: The dim is negative.
     """
 
     def __init__(self, store: StoreHandle, time_dim: int | None) -> None:
         if time_dim is not None and time_dim < 0:
-            raise ValueError(f"dim_extend must be a positive value, got {time_dim}")
+            raise ArgumentError(f"dim_extend must be a positive value, got {time_dim}")
         self._store = store
         #: The dim that the user asked for; None: the default.
         self.asked_time_dim = time_dim

@@ -31,7 +31,7 @@ from expstore.data.row_cells import Cells, compile_put, nest
 from expstore.data.tensordict_cells import compile_put_tensordict
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
@@ -162,10 +162,10 @@ class Ingest(StorePart):
         """Place rows by another writer from now on; return the previous one.
 
         Raises:
-            TypeError: The argument is not a writer.
+            ArgumentError: The argument is not a writer.
         """
         if not isinstance(writer, Writer):
-            raise TypeError(f"the writer must be a Writer, got a {type(writer).__name__}")
+            raise ArgumentError(f"the writer must be a Writer, got a {type(writer).__name__}")
         storage = self._store.storage
         writer.register_storage(storage)
         writer.tell_writes(self._tell_sampler)
@@ -584,12 +584,12 @@ def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> W
 
     Raises:
         StateError: The writer does not support keys.
-        TypeError: A digest is given without a key, or they are not bytes.
-        ValueError: The key is empty, or the digest does not have 16 bytes.
+        ArgumentError: A digest is given without a key, or they are not bytes; the key is empty, or the digest
+            does not have 16 bytes.
     """
     if key is None:
         if digest is not None:
-            raise TypeError("digest requires idempotency_key; give both, or neither")
+            raise ArgumentError("digest requires idempotency_key; give both, or neither")
         return None
     if not writer.keeps_keys:
         raise StateError(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.storages.read_view import ReadView
 from expstore.storages.sessions import end_unnamed
@@ -29,7 +29,7 @@ class Tails:
             terminated.
 
     Raises:
-        ValueError: Two of the fields are the same.
+        ArgumentError: Two of the fields are the same.
     """
 
     def __init__(self, end: Any, terminated: Any, truncated: Any) -> None:
@@ -38,7 +38,7 @@ class Tails:
         self.truncated = None if truncated is None else to_key(truncated)
         keys = [key for key in (self.end, self.terminated, self.truncated) if key is not None]
         if len(set(keys)) != len(keys):
-            raise ValueError("end, terminated and truncated keys must be distinct.")
+            raise ArgumentError("end, terminated and truncated keys must be distinct.")
 
     def check(self, storage: ReadView, sampler: Any) -> None:
         """Check that the streams of a storage can be ended in such a way that its sampler notices.
@@ -47,7 +47,7 @@ class Tails:
             SchemaError: There is no such field.
             StateError: The storage cannot be written, or the sampler uses trajectory ids that later rows may
                 reuse.
-            TypeError: The field is not boolean.
+            ArgumentError: The field is not boolean.
         """
         if not len(storage):
             return
@@ -56,7 +56,7 @@ class Tails:
         if self.end not in schema:
             raise SchemaError(f"no field {key_name(self.end)!r} that ends streams", hint=f"it has {schema!r}")
         if schema[self.end].dtype != "bool":
-            raise TypeError("end_streams requires a boolean end_key field.")
+            raise ArgumentError("end_streams requires a boolean end_key field.")
         found = getattr(sampler, "_trajectories", None)
         if not isinstance(found, Trajectories) or found.name in (None, storage.keys.trajectory):
             return  # the store's own episodes: later rows begin new ones, even with the same trajectory ids

@@ -13,6 +13,7 @@ import torch
 from expstore.buffers.arguments import resolve_part_of
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.errors import ArgumentError
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.read_view import ReadView
@@ -50,7 +51,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
+        storage = (
+            MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get", "storage")
+        )
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype)
         super().__init__(storage=storage, sampler=sampler, **keywords)
 
@@ -93,14 +96,16 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
+        storage = (
+            MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get", "storage")
+        )
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype, reduction)
         super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **keywords)
 
 
 def _sampler(keywords: dict[str, Any], *settings: Any) -> PrioritizedSampler:
     if keywords.pop("sampler", None) is not None:
-        raise ValueError(
+        raise ArgumentError(
             "a prioritized buffer builds its sampler from alpha, beta and eps; use a ReplayBuffer for others"
         )
     return PrioritizedSampler(*settings)

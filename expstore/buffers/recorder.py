@@ -20,7 +20,7 @@ from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
-from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.row_selection import concatenate, pick
 from expstore.schema.schema import Field, Schema
 from expstore.storages.capabilities import RowAppending
@@ -86,7 +86,7 @@ class Recorder:
             recorded.
 
     Raises:
-        ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
+        ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
 
     Example:
         >>> with rb.record(source="env-0") as episode:
@@ -109,11 +109,11 @@ class Recorder:
     ) -> None:
         for name, number in (("lanes", lanes), ("flush_steps", flush_steps)):
             if number is not None and (not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+                raise ArgumentError(f"{name} must be an integer of at least 1, got {number!r}")
         mode = getattr(autoreset_mode, "value", autoreset_mode)
         if mode not in (None, *_MODES):
             modes = ", ".join(map(repr, _MODES))
-            raise ValueError(f"autoreset_mode is {mode!r}; it is one of {modes}, or None")
+            raise ArgumentError(f"autoreset_mode is {mode!r}; it is one of {modes}, or None")
         self._skips_resets = mode == "NextStep"
         #: Whether each lane's last step ended an episode. Shape `(lanes,)`, or `()`.
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)

@@ -47,7 +47,7 @@ from expstore.core.rate_limiters import RateLimiter
 from expstore.core.torchrl_keywords import BUFFER, check_keywords
 from expstore.core.values import to_key
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName
@@ -146,16 +146,22 @@ class ReplayBuffer:
     ) -> None:
         check_keywords(self, torchrl, BUFFER)
         if transform is not None and transform_factory is not None:
-            raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
+            raise ArgumentError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory, device=device)
         if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+            raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
         chosen = None if sampler is None else adapt(resolve_part(sampler, "sample"))
         check_predictable(batch_size, chosen)
         check_unit(sample_unit, chosen)
-        opened = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
+        opened = (
+            MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get", "storage")
+        )
         style = PlainRows() if _style is None else _style
-        placing = style.default_writer(opened) if writer is None else resolve_part_of(writer, Writer, "write")
+        placing = (
+            style.default_writer(opened)
+            if writer is None
+            else resolve_part_of(writer, Writer, "write", "writer")
+        )
         drawing = consume_after(consume_after_n_samples, chosen, prefetch=prefetch)
         chain = Compose.of(transform if transform_factory is None else transform_factory())
 
@@ -255,7 +261,7 @@ class ReplayBuffer:
 
         Raises:
             SchemaError: The batch does not fit the store or its specs, or a fact cannot be stored as JSON.
-            TypeError: Both `data` and `tensordicts` are given.
+            ArgumentError: Both `data` and `tensordicts` are given.
             StateError: The store is closed or cannot be written; `validate="domain"` is given and there are
                 no specs; the key belongs to another write (kind "key_reused"); or the writer does not support
                 keys (kind "no_keys").
@@ -263,7 +269,7 @@ class ReplayBuffer:
         """
         if tensordicts is not None:
             if data is not None:
-                raise TypeError("data and tensordicts are two names of one argument; give one of them")
+                raise ArgumentError("data and tensordicts are two names of one argument; give one of them")
             data = tensordicts
         options = self._ingest.options(
             source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
@@ -381,7 +387,7 @@ class ReplayBuffer:
                 recorded. "SameStep", "Disabled" or None: every step is recorded.
 
         Raises:
-            ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
+            ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
             StateError: The store is closed, or open for reading only.
 
         Example:
@@ -523,8 +529,8 @@ class ReplayBuffer:
 
         Raises:
             NotFoundError: There is no such field, or no field ends trajectories.
-            TypeError: Rows are not TensorDicts, or the condition has one value per step instead of one per
-                trajectory.
+            ArgumentError: Rows are not TensorDicts, or the condition has one value per step instead of one
+                per trajectory.
 
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
@@ -561,7 +567,7 @@ class ReplayBuffer:
                 nested dicts of tensors, which a `DataLoader` collates itself.
 
         Raises:
-            ValueError: The value of an argument is not allowed, or the argument requires `slice_len`.
+            ArgumentError: The value of an argument is not allowed, or the argument requires `slice_len`.
 
         Example:
             >>> dataset = rb.to_torch_dataset()
@@ -738,11 +744,11 @@ class ReplayBuffer:
             empty_write_count: Must be False or None: `write_count` always counts all rows ever written.
 
         Raises:
-            ValueError: `empty_write_count` is True.
+            ArgumentError: `empty_write_count` is True.
             StateError: The store is closed, open for reading only, or its writer refuses changes.
         """
         if empty_write_count:
-            raise ValueError(
+            raise ArgumentError(
                 "empty_write_count=True is not supported: write_count is the number of rows ever written; "
                 "leave it out"
             )
@@ -907,7 +913,7 @@ class ReplayBuffer:
                 transforms, another `where` or `weight`, a store with another seed, rows that are missing
                 here, or only one of both draws by a generator, or their generators are for different devices.
             SchemaError: The rows have other fields; nothing was changed.
-            ValueError: The writer has other settings; nothing was changed.
+            ArgumentError: The writer has other settings; nothing was changed.
         """
         self._sampling.check_state(state_dict)
         if not {"_writer", "_transforms", "_batch_size"} <= state_dict.keys():
@@ -1074,12 +1080,11 @@ class ReplayBuffer:
 
         Raises:
             StateError: The buffer is closed.
-            TypeError: It is not a storage.
-            ValueError: The sampler does not fit it; nothing was changed.
+            ArgumentError: It is not a storage; the sampler does not fit it; nothing was changed.
         """
         self._store.check_open()
         if not isinstance(storage, ReadView):
-            raise TypeError(f"the storage must be a Storage, got a {type(storage).__name__}")
+            raise ArgumentError(f"the storage must be a Storage, got a {type(storage).__name__}")
         self._sharing.stop()
         former = self._store.replace(storage)
         self._batches.set_collate(collate_fn)
@@ -1103,8 +1108,8 @@ class ReplayBuffer:
 
         Raises:
             StateError: The store is closed.
-            TypeError: The argument is not a sampler.
-            ValueError: The sampler does not fit this buffer; nothing was changed.
+            ArgumentError: The argument is not a sampler; the sampler does not fit this buffer; nothing was
+                changed.
             QueryError: The rows lack fields that its `where` or `weight` names.
         """
         return self._sampling.set_sampler(sampler)
@@ -1123,7 +1128,7 @@ class ReplayBuffer:
         """Place rows by another writer from now on; return the previous one.
 
         Raises:
-            TypeError: The argument is not a writer.
+            ArgumentError: The argument is not a writer.
         """
         former = self._ingest.set_writer(writer)
         self._batches.label_generations(writer.tracks_generations)

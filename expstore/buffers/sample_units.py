@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, Selection, to_key
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.torchrl_adapter import to_selection
 
@@ -127,7 +127,7 @@ class Sequence(SampleUnit):
         dilation: Distance between the steps of a window: 2 takes every second step.
 
     Raises:
-        ValueError: A number is too small, or sequences would cross the ends of episodes.
+        ArgumentError: A number is too small, or sequences would cross the ends of episodes.
 
     Example:
         >>> unit = Sequence(length=3, burn_in=1)
@@ -154,22 +154,22 @@ class Sequence(SampleUnit):
             ("length", length), ("burn_in", burn_in), ("bootstrap", bootstrap), ("dilation", dilation)
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
+                raise ArgumentError(f"{name} must be a whole number, got {value!r}")
         if length <= 0:
-            raise ValueError(f"length must be strictly positive, got {length}.")
+            raise ArgumentError(f"length must be strictly positive, got {length}.")
         if episode_boundary not in ("pad", "stop"):
-            raise ValueError(
+            raise ArgumentError(
                 f"episode_boundary must be 'pad' or 'stop', got {episode_boundary!r}: sequences never "
                 "cross the end of an episode here"
             )
         if done_key is None:
-            raise ValueError("done_key=None would let sequences cross the ends of episodes; leave it out")
+            raise ArgumentError("done_key=None would let sequences cross the ends of episodes; leave it out")
         if burn_in < 0:
-            raise ValueError(f"burn_in must be non-negative, got {burn_in}.")
+            raise ArgumentError(f"burn_in must be non-negative, got {burn_in}.")
         if bootstrap < 0:
-            raise ValueError(f"bootstrap must be non-negative, got {bootstrap}.")
+            raise ArgumentError(f"bootstrap must be non-negative, got {bootstrap}.")
         if dilation < 1:
-            raise ValueError(f"dilation must be strictly positive, got {dilation}.")
+            raise ArgumentError(f"dilation must be strictly positive, got {dilation}.")
         self.length = length
         self.episode_boundary = episode_boundary
         self.done_key = to_key(done_key)
@@ -274,13 +274,14 @@ def check_unit(unit: SampleUnit | None, sampler: Sampler | None) -> SampleUnit |
     """Check the sample unit of a buffer and return it.
 
     Raises:
-        TypeError: The unit is not a SampleUnit.
-        ValueError: The sampler draws slices, which are windows already.
+        ArgumentError: The unit is not a SampleUnit; the sampler draws slices, which are windows already.
     """
     if unit is not None and not isinstance(unit, SampleUnit):
-        raise TypeError(f"sample_unit must be a SampleUnit, not {type(unit).__name__}")
+        raise ArgumentError(f"sample_unit must be a SampleUnit, not {type(unit).__name__}")
     if isinstance(unit, Sequence) and sampler is not None and sampler.windowed:
-        raise ValueError(f"{sampler!r} draws slices, which a sample unit cannot extend; use either of them")
+        raise ArgumentError(
+            f"{sampler!r} draws slices, which a sample unit cannot extend; use either of them"
+        )
     return unit
 
 

@@ -24,7 +24,7 @@ from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, unwrap
@@ -76,7 +76,7 @@ class Sampling(StorePart):
         draws: Random numbers to use instead of both; batches are then drawn by number.
 
     Raises:
-        ValueError: A follower is given a limiter.
+        ArgumentError: A follower is given a limiter.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class Sampling(StorePart):
         draws: Draws | None = None,
     ) -> None:
         if limiter is not None and store.storage.follows:
-            raise ValueError("a follower cannot have a rate limiter; pass rate_limiter to the writing buffer")
+            raise ArgumentError(
+                "a follower cannot have a rate limiter; pass rate_limiter to the writing buffer"
+            )
         self._store = store
         self._batches = batches
         self._style = style

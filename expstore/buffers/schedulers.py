@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.errors import ArgumentError
 from expstore.samplers.base import Sampler
 
 __all__ = ["LambdaScheduler", "LinearScheduler", "ParameterScheduler", "SchedulerList", "StepScheduler"]
@@ -34,10 +35,10 @@ class ParameterScheduler(ABC):
         max_value: float | None = None,
     ) -> None:
         if not isinstance(obj, ReplayBuffer | Sampler):
-            raise TypeError(f"a scheduler takes a ReplayBuffer or a Sampler, got {type(obj).__name__}")
+            raise ArgumentError(f"a scheduler takes a ReplayBuffer or a Sampler, got {type(obj).__name__}")
         self.sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         if not hasattr(self.sampler, param_name):
-            raise ValueError(f"{type(self.sampler).__name__} has no attribute {param_name!r}")
+            raise ArgumentError(f"{type(self.sampler).__name__} has no attribute {param_name!r}")
         self.param_name = param_name
         self._low, self._high = min_value, max_value
         self.initial_val = getattr(self.sampler, param_name)
@@ -117,7 +118,7 @@ class LinearScheduler(ParameterScheduler):
     ) -> None:
         super().__init__(obj, param_name)
         if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+            raise ArgumentError(f"num_steps must be at least 1, got {num_steps}")
         self._final, self._number = final_value, num_steps
 
     def _value(self, steps: int) -> Any:
@@ -154,9 +155,9 @@ class StepScheduler(ParameterScheduler):
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
         if mode not in ("multiplicative", "additive"):
-            raise ValueError(f"Invalid mode: {mode}. Choose 'multiplicative' or 'additive'.")
+            raise ArgumentError(f"Invalid mode: {mode}. Choose 'multiplicative' or 'additive'.")
         if n_steps < 1:
-            raise ValueError(f"n_steps must be at least 1, got {n_steps}")
+            raise ArgumentError(f"n_steps must be at least 1, got {n_steps}")
         self._change = operator.mul if mode == "multiplicative" else operator.add
         self._gamma, self._every = gamma, n_steps
 

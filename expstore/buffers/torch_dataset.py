@@ -16,7 +16,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from expstore.core.values import IntArray
-from expstore.errors import NoRowError, StateError
+from expstore.errors import ArgumentError, NoRowError, StateError
 from expstore.storages.indexing import OVERTAKEN
 
 __all__ = ["RowKind", "RowsDataset", "SlicesDataset", "make_dataset"]
@@ -35,21 +35,21 @@ def make_dataset(
     """Return a buffer as a data set; see `ReplayBuffer.to_torch_dataset`.
 
     Raises:
-        ValueError: The value of an argument is not allowed, or the argument requires another one.
+        ArgumentError: The value of an argument is not allowed, or the argument requires another one.
     """
     if rows not in ("tensordict", "dict"):
-        raise ValueError(f"rows is {rows!r}; give 'tensordict' or 'dict'")
+        raise ArgumentError(f"rows is {rows!r}; give 'tensordict' or 'dict'")
     if slice_len is None:
         if stride is not None or not strict_length or not shuffle:
-            raise ValueError(
+            raise ArgumentError(
                 "stride, strict_length and shuffle apply to slices only; give slice_len, or leave them out"
             )
         return RowsDataset(rb, rows)
     for name, number in (("slice_len", slice_len), ("stride", slice_len if stride is None else stride)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+            raise ArgumentError(f"{name} must be an integer of at least 1, got {number!r}")
     if rb.storage.ndim > 1:
-        raise ValueError("slices require a storage whose rows have one dim; this one has ndim > 1")
+        raise ArgumentError("slices require a storage whose rows have one dim; this one has ndim > 1")
     return SlicesDataset(rb, slice_len, stride or slice_len, strict_length, shuffle, rows)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeVar
 
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 
 __all__ = ["client", "service_backend", "share", "shutdown", "start", "synchronize"]
 
@@ -79,8 +79,8 @@ def shutdown(self: _Buffer, timeout: float | None = None) -> None:
         timeout: Must be None: closing writes all pending rows, however long that takes.
 
     Raises:
-        ValueError: `timeout` is not None.
+        ArgumentError: `timeout` is not None.
     """
     if timeout is not None:
-        raise ValueError("closing cannot be interrupted, as rows would be lost; leave timeout out")
+        raise ArgumentError("closing cannot be interrupted, as rows would be lost; leave timeout out")
     self.close()

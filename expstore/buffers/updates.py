@@ -23,7 +23,7 @@ from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.variable_rows import fit_values
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
 from expstore.storages.columns.priorities import check_priorities
@@ -102,7 +102,7 @@ class RowUpdates:
     def update_priority(self, index: Any, priority: Any, id: Any) -> int:
         """Set the priorities of rows that still exist; see `ReplayBuffer.update_priority`."""
         if (index is None) == (id is None) or priority is None:
-            raise TypeError("update_priority takes a priority and either index or id")
+            raise ArgumentError("update_priority takes a priority and either index or id")
         storage, sampler = self._store.storage, self._sampling.sampler
         numbers = self._index.ravel(index) if id is None else to_array(id)
         values = to_array(priority)
@@ -244,7 +244,7 @@ class RowUpdates:
         Shape of the ids `(n,)`.
         """
         if (index is None) != (generation is None) or (index is None) == (id is None):
-            raise TypeError("update_if_present takes index and generation, or id")
+            raise ArgumentError("update_if_present takes index and generation, or id")
         if id is not None:
             named = _whole_numbers(id)
             return named.reshape(-1), named.shape or (1,)
@@ -382,5 +382,5 @@ def _version_key(name: str | tuple[str, ...], fields: Mapping[Key, Any]) -> Key:
 def _whole_numbers(values: Any) -> IntArray:
     array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"numbers of rows must be integers, got {array.dtype}")
+        raise ArgumentError(f"numbers of rows must be integers, got {array.dtype}")
     return array.astype(np.int64)

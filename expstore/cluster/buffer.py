@@ -34,7 +34,7 @@ from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import RemoteError, SchemaError, SnapshotError, StateError
+from expstore.errors import ArgumentError, RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -119,7 +119,7 @@ class ShardedReplayBuffer(ServedBuffer):
         RemoteError: A shard does not answer when the buffer is made. With `down="partial"`, a list that says
             which stores the shards have (a cluster file, Ray) needs only one that does; other lists need all.
         StateError: A shard has another store than `members` says, or does not count for `rate_limiter`.
-        ValueError: An argument is out of range, or two addresses lead to the same store.
+        ArgumentError: An argument is out of range, or two addresses lead to the same store.
 
     Example:
         >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
@@ -152,13 +152,13 @@ class ShardedReplayBuffer(ServedBuffer):
         super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
         shares = _check_shares(by, p)
         if not isinstance(ahead, int) or ahead < 1:
-            raise ValueError(f"ahead must be at least 1, got {ahead!r}")
+            raise ArgumentError(f"ahead must be at least 1, got {ahead!r}")
         if draw < 0 or (draw and seed is None):
-            raise ValueError(
+            raise ArgumentError(
                 "draw= is the number of a draw of a seed: it must not be negative, and needs seed="
             )
         if seed is not None and not 0 <= seed < 1 << 63:
-            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {seed}")
+            raise ArgumentError(f"seed must be from 0 to 2**63 - 1, got {seed}")
         retries = _choose_retries(retries or Retries(), down, wait)
         self._sampler_of = _describe_sampler(sampler)
         self._where = where
@@ -171,7 +171,7 @@ class ShardedReplayBuffer(ServedBuffer):
         self._shards = ShardSet(members, make)
         try:
             if shares and len(shares) != len(self._shards.all):
-                raise ValueError(f"p must be {len(self._shards.all)} numbers, one per shard; got {p}")
+                raise ArgumentError(f"p must be {len(self._shards.all)} numbers, one per shard; got {p}")
             self._limit = None if rate_limiter is None else ClusterLimit(rate_limiter, self._shards)
         except BaseException:
             self._shards.close()
@@ -771,17 +771,17 @@ def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:
     """Return the fixed share of each shard, none for equal ones; None for shares by mass.
 
     Raises:
-        ValueError: The arguments contradict each other.
+        ArgumentError: The arguments contradict each other.
     """
     if by not in ("mass", "member"):
-        raise ValueError(f"by must be 'mass' or 'member', got {by!r}")
+        raise ArgumentError(f"by must be 'mass' or 'member', got {by!r}")
     if by == "mass":
         if p is not None:
-            raise ValueError('p is the share of each shard: it needs by="member"')
+            raise ArgumentError('p is the share of each shard: it needs by="member"')
         return None
     shares = [] if p is None else [float(share) for share in p]
     if p is not None and not (shares and min(shares) >= 0 and 0 < sum(shares) < np.inf):
-        raise ValueError(f"p must be numbers >= 0 with a sum above 0, one per shard; got {p}")
+        raise ArgumentError(f"p must be numbers >= 0 with a sum above 0, one per shard; got {p}")
     return shares
 
 
@@ -808,12 +808,12 @@ def _choose_retries(retries: Retries, down: str, wait: float | None) -> Retries:
     """Return how long requests are repeated.
 
     Raises:
-        ValueError: The arguments are out of range, or contradict each other.
+        ArgumentError: The arguments are out of range, or contradict each other.
     """
     if down not in ("raise", "wait", "partial"):
-        raise ValueError(f"down must be 'raise', 'wait' or 'partial', got {down!r}")
+        raise ArgumentError(f"down must be 'raise', 'wait' or 'partial', got {down!r}")
     if down == "wait" and wait is not None:
-        raise ValueError("down='wait' waits without limit: leave wait out, or pass down='raise'")
+        raise ArgumentError("down='wait' waits without limit: leave wait out, or pass down='raise'")
     seconds = np.inf if down == "wait" else retries.seconds if wait is None else float(wait)
     return Retries(seconds=seconds, first=retries.first, longest=retries.longest, seed=retries.seed)
 

@@ -22,7 +22,7 @@ from expstore.cluster.members import FixedMembers, Member, Members
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.cluster.shard import Shard
 from expstore.cluster.worker import run_together
-from expstore.errors import NotFoundError, RemoteError, StateError
+from expstore.errors import ArgumentError, NotFoundError, RemoteError, StateError
 
 __all__ = ["ShardSet"]
 
@@ -53,7 +53,7 @@ class ShardSet:
     Raises:
         RemoteError: A shard does not answer and is needed, or none answers.
         StateError: A shard has another store than the list says.
-        ValueError: There is no shard, or two addresses lead to the same store.
+        ArgumentError: There is no shard, or two addresses lead to the same store.
     """
 
     def __init__(self, members: Members, make: Callable[[Member], Shard]) -> None:
@@ -64,7 +64,7 @@ class ShardSet:
         self._start()
         found = members.read()
         if not found.members:
-            raise ValueError("a buffer over shards needs at least one shard")
+            raise ArgumentError("a buffer over shards needs at least one shard")
         shards = {member.number: make(member) for member in found.members}
         self._state = _State(found.revision, MappingProxyType(shards))
         self._looked = time.monotonic()
@@ -255,7 +255,7 @@ def _check_different(shards: Iterable[Shard]) -> None:
     for shard in shards:
         other = known.setdefault(shard.uuid, shard)
         if other is not shard:
-            raise ValueError(f"{other.address} and {shard.address} are the same store: name it once")
+            raise ArgumentError(f"{other.address} and {shard.address} are the same store: name it once")
 
 
 def _look_repeatedly(shards: weakref.ref[ShardSet], ended: threading.Event) -> None:

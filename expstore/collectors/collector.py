@@ -26,7 +26,7 @@ from expstore.collectors.space_fields import check_mode
 from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
 from expstore.episodes.annotations import pack_info
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.exchange.progress_bar import show_progress
 
 __all__ = ["Collector"]
@@ -83,9 +83,8 @@ class Collector:
             runs, if the standard error is a terminal.
 
     Raises:
-        TypeError: `env`, `policy` or `store` is something else.
-        ValueError: A number is too small, the autoreset mode is unknown, or a space has no fixed numeric
-            shape.
+        ArgumentError: `env`, `policy` or `store` is something else; a number is too small, the autoreset mode
+            is unknown, or a space has no fixed numeric shape.
         NotFoundError: There is no such environment or policy.
         SchemaError: JSON cannot represent a hyperparameter.
         StateError: With workers: the rows of the buffer are in RAM, or it cannot be written to.
@@ -113,7 +112,7 @@ class Collector:
         workers = check_whole("workers", workers)
         lanes = None if lanes is None else check_whole("lanes", lanes)
         if workers < 0 or (lanes is not None and lanes < 1):
-            raise ValueError(f"workers is {workers} and lanes is {lanes}; use at least 0 and 1")
+            raise ArgumentError(f"workers is {workers} and lanes is {lanes}; use at least 0 and 1")
         check_steps(steps_per_lane)
         if autoreset_mode is not None:
             check_mode(autoreset_mode)
@@ -129,7 +128,7 @@ class Collector:
                 make_env = maker_of(env)
                 rb = self._open(store, opened)
                 if not isinstance(rb, ReplayBuffer):
-                    raise TypeError(f"workers write to a buffer of expstore, not to {type(rb).__name__}")
+                    raise ArgumentError(f"workers write to a buffer of expstore, not to {type(rb).__name__}")
                 self._workers = Workers(rb, plan, make_env, lanes or 1, workers)
                 opened.callback(self._workers.close)
             else:

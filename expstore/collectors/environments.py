@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 
 try:
     import gymnasium as gym
@@ -31,7 +31,7 @@ def maker_of(env: Any) -> EnvMaker:
     """Return a function that makes an environment, given such a function or the id of a registered one.
 
     Raises:
-        TypeError: It is neither.
+        ArgumentError: It is neither.
         NotFoundError: gymnasium knows no environment of this id.
     """
     if isinstance(env, str):
@@ -41,7 +41,7 @@ def maker_of(env: Any) -> EnvMaker:
             raise NotFoundError(f"environment {env!r}: {exc}") from exc
         return lambda: gym.make(env)
     if isinstance(env, gym.Env | VectorEnv) or not callable(env):
-        raise TypeError(
+        raise ArgumentError(
             f"env is a {type(env).__name__}; with lanes= or workers= pass a function that returns a new "
             "environment, or the id of a registered one such as 'CartPole-v1'"
         )

@@ -30,7 +30,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.specs import TensorSpec
 
 __all__ = [
@@ -132,8 +132,8 @@ class LaneCollector:
         on_block: Is called after each block, also after one that had no transitions; None: nothing is.
 
     Raises:
-        TypeError: `env` is not a gymnasium environment, or `policy` is not callable.
-        ValueError: The autoreset mode is unknown, or a space has no fixed numeric shape.
+        ArgumentError: `env` is not a gymnasium environment, or `policy` is not callable; the autoreset mode
+            is unknown, or a space has no fixed numeric shape.
 
     Example:
         >>> import gymnasium, expstore
@@ -163,7 +163,7 @@ class LaneCollector:
     ) -> None:
         check_steps(steps_per_lane)
         if policy is not None and not callable(policy):
-            raise TypeError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
+            raise ArgumentError(f"policy is {policy!r}; pass a function of a batch of observations, or None")
         self._env = _as_vector(env)
         self._mode = autoreset_mode_of(self._env, autoreset_mode)
         self._rb = rb
@@ -482,7 +482,7 @@ def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
     if isinstance(env, gym.Env):
         # DISABLED, so that no call is spent on a reset.
         return SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
-    raise TypeError(
+    raise ArgumentError(
         f"env is a {type(env).__name__}; pass a gymnasium.Env, or a gymnasium.vector.VectorEnv "
         "as gymnasium.make_vec creates"
     )
@@ -491,4 +491,4 @@ def _as_vector(env: AnyVectorEnv | gym.Env[Any, Any]) -> AnyVectorEnv:
 def check_steps(steps_per_lane: int) -> None:
     """Raise ValueError if a block would have no steps."""
     if steps_per_lane < 1:
-        raise ValueError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")
+        raise ArgumentError(f"steps_per_lane is {steps_per_lane}; it must be at least 1")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from expstore.core.values import Array
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 
 __all__ = ["ModulePolicy", "check_policy", "load_policy", "weights_of"]
 
@@ -52,7 +52,7 @@ def check_policy(policy: Any) -> Policy | None:
     """Return what chooses actions; None: random actions.
 
     Raises:
-        TypeError: It can neither be called nor names a function.
+        ArgumentError: It can neither be called nor names a function.
         NotFoundError: There is no such function.
     """
     if isinstance(policy, str):
@@ -60,7 +60,7 @@ def check_policy(policy: Any) -> Policy | None:
     if isinstance(policy, nn.Module):
         return ModulePolicy(policy)
     if policy is not None and not callable(policy):
-        raise TypeError(
+        raise ArgumentError(
             f"policy is {policy!r}; pass a function of a batch of observations, a torch.nn.Module, its name "
             "as 'module:function', or None for random actions"
         )

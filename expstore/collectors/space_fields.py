@@ -17,7 +17,7 @@ import torch
 from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.values import Array, Key, key_name
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.specs import Categorical, TensorSpec, Unbounded
 from expstore.specs.gymnasium_spaces import WITHOUT_SPEC, from_space
 
@@ -109,7 +109,7 @@ def fields_of(
         with_texts: Whether Text spaces are accepted.
 
     Raises:
-        ValueError: The values of a space have no fixed numeric shape.
+        ArgumentError: The values of a space have no fixed numeric shape.
     """
     kinds = [kind.__name__ for kind in type(space).__mro__]
     parts: list[tuple[Any, Any]]
@@ -121,7 +121,7 @@ def fields_of(
         return [SpaceField(path, key, space, (), np.dtype(object))]
     elif space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biufc":
         reason = next((f": {WITHOUT_SPEC[name]}" for name in kinds if name in WITHOUT_SPEC), "")
-        raise ValueError(
+        raise ArgumentError(
             f"the space of {key_name(key)!r} is {space}, whose values have no fixed numeric shape{reason}; "
             "wrap the environment so that it returns arrays"
         )
@@ -209,14 +209,14 @@ def check_mode(mode: Any) -> Any:
     """Return an autoreset mode of gymnasium by its name.
 
     Raises:
-        ValueError: There is no such mode.
+        ArgumentError: There is no such mode.
     """
     from gymnasium.vector import AutoresetMode
 
     try:
         return AutoresetMode(mode)
     except ValueError as exc:
-        raise ValueError(f"{exc}; the autoreset mode is one of {_list_modes()}") from exc
+        raise ArgumentError(f"{exc}; the autoreset mode is one of {_list_modes()}") from exc
 
 
 def _list_modes() -> str:
@@ -233,15 +233,17 @@ def autoreset_mode_of(env: Any, given: Any) -> Any:
         given: A mode, or its name; None: `env` must declare its mode.
 
     Raises:
-        ValueError: There is no such mode, none is known, or `env` declares another one.
+        ArgumentError: There is no such mode, none is known, or `env` declares another one.
     """
     declared = env.metadata.get("autoreset_mode")
     if declared is None and given is None:
-        raise ValueError(
+        raise ArgumentError(
             f"{env} does not say in metadata['autoreset_mode'] how its lanes are reset; "
             f"pass autoreset_mode=, one of {_list_modes()}"
         )
     modes = [check_mode(mode) for mode in (declared, given) if mode is not None]
     if modes[0] is not modes[-1]:
-        raise ValueError(f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out")
+        raise ArgumentError(
+            f"autoreset_mode={given!r}, but {env} declares {declared!r}; leave the argument out"
+        )
     return modes[0]

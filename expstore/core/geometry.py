@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Window, cut_run
-from expstore.errors import NoRowError, NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NoRowError, NotFoundError, SchemaError
 
 __all__ = ["UNBOUNDED", "RingGeometry", "check_ndim", "round_up"]
 
@@ -32,10 +32,10 @@ def check_ndim(ndim: int) -> int:
     """Return the number of dims of a storage.
 
     Raises:
-        ValueError: `ndim` is less than 1.
+        ArgumentError: `ndim` is less than 1.
     """
     if ndim < 1:
-        raise ValueError(f"ndim must be at least 1, got {ndim}")
+        raise ArgumentError(f"ndim must be at least 1, got {ndim}")
     return ndim
 
 

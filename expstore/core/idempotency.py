@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import google_crc32c
 
 from expstore.core import tuning
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 
 __all__ = ["ENTRY", "NO_KEY", "WriteKey", "WriteKeys", "Written", "key_reused", "pack_entry"]
 
@@ -49,17 +49,17 @@ class WriteKey:
         """Create a key from the values that a user passed.
 
         Raises:
-            TypeError: The key is neither text nor bytes, or the digest is not bytes.
-            ValueError: The key is empty, or the digest does not have 16 bytes.
+            ArgumentError: The key is neither text nor bytes, or the digest is not bytes; the key is empty, or
+                the digest does not have 16 bytes.
         """
         if not isinstance(key, str | bytes):
-            raise TypeError(f"an idempotency key must be text or bytes, got {type(key).__name__}")
+            raise ArgumentError(f"an idempotency key must be text or bytes, got {type(key).__name__}")
         if not key:
-            raise ValueError("the idempotency key is empty; omit it, or use a new key for each write")
+            raise ArgumentError("the idempotency key is empty; omit it, or use a new key for each write")
         if digest is not None and not isinstance(digest, bytes):
-            raise TypeError(f"a digest must be bytes, got {type(digest).__name__}")
+            raise ArgumentError(f"a digest must be bytes, got {type(digest).__name__}")
         if digest is not None and len(digest) != _DIGEST_BYTES:
-            raise ValueError(f"a digest must have {_DIGEST_BYTES} bytes, got {len(digest)}")
+            raise ArgumentError(f"a digest must have {_DIGEST_BYTES} bytes, got {len(digest)}")
         data = key.encode() if isinstance(key, str) else key
         return cls(hashlib.blake2b(data, digest_size=len(NO_KEY)).digest(), digest or NO_KEY)
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from expstore.errors import ArgumentError
+
 __all__ = ["Members", "find_members"]
 
 
@@ -25,7 +27,7 @@ def find_members(index: Any, count: int, owner: str) -> int | list[int]:
     Raises:
         IndexError: There is no such member, or the value is not an index.
         RuntimeError: The index has more than one dim.
-        TypeError: The index has floating-point numbers.
+        ArgumentError: The index has floating-point numbers.
     """
     if index is Ellipsis:
         index = slice(None)
@@ -37,7 +39,7 @@ def find_members(index: Any, count: int, owner: str) -> int | list[int]:
     if numbers.ndim > 1:
         raise RuntimeError(f"Cannot index a {owner} with tensor indices that have more than one dimension.")
     if numbers.dtype.kind == "f" and numbers.size:
-        raise TypeError("A floating point index was received when an integer dtype was expected.")
+        raise ArgumentError("A floating point index was received when an integer dtype was expected.")
     if numbers.dtype.kind == "b" and numbers.shape == (count,):
         numbers = np.flatnonzero(numbers)
     if numbers.dtype.kind not in "iuf":

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from expstore.core.draw_state import DrawState
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import ArgumentError, NotReadyError, StateError
 
 __all__ = ["Counts", "Limited", "MinSize", "RateLimiter", "SampleToInsertRatio"]
 
@@ -84,7 +84,7 @@ class RateLimiter:
         timeout: Seconds that a call waits; 0 to fail at once; None to wait without a limit.
 
     Raises:
-        ValueError: The bounds could block both sides forever, or an argument is out of range.
+        ArgumentError: The bounds could block both sides forever, or an argument is out of range.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class RateLimiter:
         timeout: float | None = None,
     ) -> None:
         if min_size_to_sample < 1:
-            raise ValueError(f"min_size_to_sample must be at least 1, got {min_size_to_sample}")
+            raise ArgumentError(f"min_size_to_sample must be at least 1, got {min_size_to_sample}")
         if not 0 < samples_per_insert < math.inf:
-            raise ValueError(f"samples_per_insert must be above 0, got {samples_per_insert}")
+            raise ArgumentError(f"samples_per_insert must be above 0, got {samples_per_insert}")
         if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout must be at least 0 seconds, or None for no limit, got {timeout}")
+            raise ArgumentError(f"timeout must be at least 0 seconds, or None for no limit, got {timeout}")
         if not max_diff - min_diff >= 2 * max(1.0, samples_per_insert):
-            raise ValueError(
+            raise ArgumentError(
                 f"error_buffer spans {max_diff - min_diff:g}; below 2 * max(1, samples_per_insert) = "
                 f"{2 * max(1.0, samples_per_insert):g} it could block both sides forever"
             )
         if min_diff > samples_per_insert * min_size_to_sample:
-            raise ValueError(
+            raise ArgumentError(
                 f"error_buffer begins at {min_diff:g}, above samples_per_insert * min_size_to_sample = "
                 f"{samples_per_insert * min_size_to_sample:g}: no row could ever be sampled"
             )
@@ -131,7 +131,7 @@ class RateLimiter:
     def check(self, capacity: int | None) -> None:
         """Raise ValueError if no row could ever be sampled from a store of this capacity."""
         if capacity is not None and self.min_size_to_sample > capacity:
-            raise ValueError(
+            raise ArgumentError(
                 f"min_size_to_sample is {self.min_size_to_sample}, the store never holds more than {capacity}"
             )
 
@@ -139,7 +139,7 @@ class RateLimiter:
         """Limit a storage from now on.
 
         Raises:
-            ValueError: No row could ever be sampled from the storage.
+            ArgumentError: No row could ever be sampled from the storage.
             StateError: The limiter already limits another open storage.
         """
         self.check(storage.capacity)
@@ -182,7 +182,7 @@ class RateLimiter:
 
         Raises:
             NotReadyError: The timeout passed (kind "rate_limited").
-            ValueError: This number of rows can never be inserted at once.
+            ArgumentError: This number of rows can never be inserted at once.
             StateError: The store is closed.
         """
         with self._changed:
@@ -222,7 +222,7 @@ class RateLimiter:
 
         Raises:
             NotReadyError: The timeout passed (kind "rate_limited").
-            ValueError: This number of rows can never be sampled at once.
+            ArgumentError: This number of rows can never be sampled at once.
             StateError: The store is closed.
         """
         with self._changed:
@@ -350,7 +350,7 @@ class RateLimiter:
         """Raise ValueError if a batch of this number of rows could never be allowed."""
         span = self.max_diff - self.min_diff
         if rows > span:
-            raise ValueError(
+            raise ArgumentError(
                 f"{what} moves the error by {rows:g}, more than the {span:g} that error_buffer spans: it "
                 f"would wait forever; use fewer rows at once, or a larger error_buffer"
             )
@@ -363,7 +363,7 @@ class RateLimiter:
         if len(storage) < self.min_size_to_sample:
             return
         if not (self._may_insert(storage, inserts) or self._may_sample(storage, samples)):
-            raise ValueError(
+            raise ArgumentError(
                 f"inserts of {inserts} rows and samples of {samples} wait for one another: error_buffer "
                 f"spans {self.max_diff - self.min_diff:g}, rows * samples_per_insert + batch size is "
                 f"{inserts * self.samples_per_insert + samples:g}; use a larger error_buffer"
@@ -434,7 +434,7 @@ class SampleToInsertRatio(RateLimiter):
             limit.
 
     Raises:
-        ValueError: The bounds could block both sides forever.
+        ArgumentError: The bounds could block both sides forever.
 
     Example:
         >>> limiter = SampleToInsertRatio(4.0, min_size_to_sample=1000, error_buffer=2000)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from expstore.errors import ArgumentError
+
 __all__ = ["Retain", "parse_age", "parse_bytes"]
 
 _BYTES = {"": 1, "b": 1} | {
@@ -39,7 +41,7 @@ class Retain:
             of its rows, or for none.)
 
     Raises:
-        ValueError: An argument has an invalid value.
+        ArgumentError: An argument has an invalid value.
 
     Example:
         >>> Retain(bytes="10GB", where="episode.return > 100")
@@ -54,19 +56,19 @@ class Retain:
         object.__setattr__(self, "bytes", parse_bytes(self.bytes))
         object.__setattr__(self, "age", parse_age(self.age))
         if self.where is not None and not (isinstance(self.where, str) and self.where.strip()):
-            raise ValueError(f"where must be an SQL expression, got {self.where!r}")
+            raise ArgumentError(f"where must be an SQL expression, got {self.where!r}")
 
     @classmethod
     def of(cls, given: Retain | Mapping[str, Any]) -> Retain:
         """Return a policy that a user passed as a `Retain` or as a dict of its arguments.
 
         Raises:
-            ValueError: The value is neither of them.
+            ArgumentError: The value is neither of them.
         """
         if isinstance(given, Retain):
             return given
         if not isinstance(given, Mapping) or not given.keys() <= {"bytes", "age", "where"}:
-            raise ValueError(f"retain must be a Retain, or a dict with bytes, age or where, got {given!r}")
+            raise ArgumentError(f"retain must be a Retain, or a dict with bytes, age or where, got {given!r}")
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,11 +84,11 @@ def parse_bytes(given: Any) -> int | None:
     """Return a number of bytes, passed as a number or as text such as "10GB".
 
     Raises:
-        ValueError: The value is not a number of bytes, or is below 1.
+        ArgumentError: The value is not a number of bytes, or is below 1.
     """
     value = _amount(given, _BYTES)
     if value is not None and not value >= 1:
-        raise ValueError(f"bytes must be a number of at least 1, or text such as '10GB', got {given!r}")
+        raise ArgumentError(f"bytes must be a number of at least 1, or text such as '10GB', got {given!r}")
     return None if value is None else int(value)
 
 
@@ -94,11 +96,13 @@ def parse_age(given: Any) -> float | None:
     """Return a number of seconds, passed as a number or as text such as "7d".
 
     Raises:
-        ValueError: The value is not a number of seconds, or is negative or infinite.
+        ArgumentError: The value is not a number of seconds, or is negative or infinite.
     """
     value = _amount(given, _SECONDS)
     if value is not None and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"age must be a number of seconds, at least 0, or text such as '7d', got {given!r}")
+        raise ArgumentError(
+            f"age must be a number of seconds, at least 0, or text such as '7d', got {given!r}"
+        )
     return value
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expstore.core.arguments import unknown_keyword
+from expstore.errors import ArgumentError
 
 __all__ = [
     "BUFFER",
@@ -162,8 +163,7 @@ def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ..
         known: Names of the keywords without effect that TorchRL's class has.
 
     Raises:
-        ArgumentError: The class has no such keyword.
-        ValueError: The value would have an effect that does not exist here.
+        ArgumentError: The class has no such keyword; the value would have an effect that does not exist here.
     """
     kind = type(owner).__name__
     for name, value in given.items():
@@ -171,16 +171,20 @@ def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ..
             raise unknown_keyword(kind, name, value, _keywords_of(type(owner)))
         void = VOID[name]
         if not void.accepts(value):
-            raise ValueError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")
+            raise ArgumentError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")
 
 
 def _keywords_of(kind: type) -> list[str]:
     """Return the keywords of a class's constructor, and of the constructors that it passes keywords on to."""
-    found = [
-        one.name
-        for cls in kind.__mro__
-        if "__init__" in vars(cls)
-        for one in inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name != "self"
-    ]
+    found: list[str] = []
+    for cls in kind.__mro__:
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+            found += [
+                one.name
+                for one in parameters
+                if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name != "self"
+            ]
+            if not any(one.kind is one.VAR_KEYWORD and one.name != "torchrl" for one in parameters):
+                break
     return [name for name in dict.fromkeys(found) if not name.startswith("_")]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.id_set import NO_IDS, IdSet
+from expstore.errors import ArgumentError
 
 __all__ = [
     "Array",
@@ -42,7 +43,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     """Return a nested key as a tuple.
 
     Raises:
-        TypeError: The value is not a key.
+        ArgumentError: The value is not a key.
 
     >>> to_key("reward"), to_key(("next", "reward"))
     (('reward',), ('next', 'reward'))
@@ -50,7 +51,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     if isinstance(name, str):
         return (name,)
     if not isinstance(name, tuple | list) or not all(isinstance(part, str) for part in name):
-        raise TypeError(f"a key is a name or a tuple of names, got {name!r}")
+        raise ArgumentError(f"a key is a name or a tuple of names, got {name!r}")
     return tuple(name)
 
 
@@ -62,10 +63,10 @@ def check_key(argument: str, value: Any) -> Key:
         value: The value that the user passed.
 
     Raises:
-        TypeError: The value is not a key.
+        ArgumentError: The value is not a key.
     """
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(p, str) for p in value):
-        raise TypeError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")
+        raise ArgumentError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")
     return to_key(value)
 
 

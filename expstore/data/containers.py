@@ -37,7 +37,7 @@ from expstore.data.leaves import to_columns, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_arrays
 from expstore.data.variable_rows import columns_of, is_loose
-from expstore.errors import NoRowError, SchemaError, StackError
+from expstore.errors import ArgumentError, NoRowError, SchemaError, StackError
 from expstore.schema.row_traits import DATA, RowTraits
 from expstore.schema.schema import Schema, is_name
 
@@ -83,7 +83,7 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
     Raises:
         SchemaError: The data cannot be stored: no batch dims, an unsupported dtype, or leaves of different
             lengths.
-        TypeError: The type of the data is not supported.
+        ArgumentError: The type of the data is not supported.
     """
     if layout.objects:
         return _take_objects(data, single)
@@ -134,7 +134,7 @@ def _take_objects(data: Any, single: bool) -> Batch:
     elif isinstance(data, (list, tuple, range, set, np.ndarray)):
         items = list(data)
     else:
-        raise TypeError(
+        raise ArgumentError(
             f"Cannot extend a ListStorage with data of type {type(data)}. Provide a list, tuple, set, range, "
             "np.ndarray, tensor or tensordict subclass instead."
         )

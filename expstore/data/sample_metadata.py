@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from expstore.errors import ArgumentError
+
 __all__ = ["SAMPLE_METADATA", "decode_metadata", "encode_metadata"]
 
 #: The key of `meta` that has the metadata.
@@ -23,7 +25,7 @@ def encode_metadata(metadata: Any) -> Any:
     """Convert metadata to values for JSON.
 
     Raises:
-        TypeError: A value is not a number, text, list, mapping with texts as keys, array or tensor.
+        ArgumentError: A value is not a number, text, list, mapping with texts as keys, array or tensor.
 
     Example:
         >>> encode_metadata({"id": "Pong/1", "count": torch.tensor([5])})
@@ -35,13 +37,13 @@ def encode_metadata(metadata: Any) -> Any:
         return encode_metadata(torch.as_tensor(metadata))
     if isinstance(metadata, Mapping):
         if any(not isinstance(key, str) for key in metadata):
-            raise TypeError(f"the keys of metadata must be texts, got {list(metadata)}")
+            raise ArgumentError(f"the keys of metadata must be texts, got {list(metadata)}")
         return {key: encode_metadata(value) for key, value in metadata.items()}
     if isinstance(metadata, list | tuple):
         return [encode_metadata(value) for value in metadata]
     if metadata is None or isinstance(metadata, bool | int | float | str):
         return metadata
-    raise TypeError(f"metadata cannot contain a {type(metadata).__name__}")
+    raise ArgumentError(f"metadata cannot contain a {type(metadata).__name__}")
 
 
 def decode_metadata(kept: Any) -> Any:

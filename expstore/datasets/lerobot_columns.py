@@ -10,6 +10,7 @@ from tensordict import NonTensorStack, TensorDict, is_tensor_collection
 
 from expstore.core.values import Key
 from expstore.datasets.lerobot import LEROBOT_KEYS, lerobot_key
+from expstore.errors import ArgumentError
 
 __all__ = ["lerobot_columns_to_tensordict"]
 
@@ -27,7 +28,7 @@ def lerobot_columns_to_tensordict(
         key_map: Keys of columns, instead of the default ones.
 
     Raises:
-        ValueError: No column has a length, or one mixes texts with other values.
+        ArgumentError: No column has a length, or one mixes texts with other values.
 
     Example:
         >>> columns = {"observation.state": torch.zeros(4, 7), "task": ["pick"] * 4}
@@ -38,7 +39,7 @@ def lerobot_columns_to_tensordict(
     sized = (value for value in columns.values() if _is_tensor(value) or isinstance(value, (list, tuple)))
     first = next(sized, None)
     if first is None:
-        raise ValueError("Could not infer the number of frames from `columns`.")
+        raise ArgumentError("Could not infer the number of frames from `columns`.")
     count = first.shape[0] if _is_tensor(first) else len(first)
     found = TensorDict({}, batch_size=[count])
     for name, value in columns.items():
@@ -64,5 +65,7 @@ def _entry(name: str, key: str | Key, value: Any) -> Any:
         if texts == len(value):
             return NonTensorStack.from_list(list(value))
         if texts:
-            raise ValueError(f"Column {name!r} mixes strings and non-strings; expected a homogeneous column.")
+            raise ArgumentError(
+                f"Column {name!r} mixes strings and non-strings; expected a homogeneous column."
+            )
     return torch.as_tensor(value)

@@ -20,7 +20,7 @@ from expstore.buffers.rng import Draws
 from expstore.core.values import key_name, to_key
 from expstore.data.to_arrays import to_arrays
 from expstore.datasets.registry import load_dataset
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.storages.read_view import ReadView
 from expstore.storages.torchrl_tensors import LazyTensorStorage
 from expstore.transforms import Compose
@@ -54,10 +54,9 @@ class OfflineToOnlineReplayBuffer:
         dataset_kwargs: Keywords of `load_dataset`, if the data set is a name.
 
     Raises:
-        ValueError: The fraction is not between 0 and 1; storage and capacity are both given, or neither; the
-            batch size is below 1, or missing; `dataset_kwargs` are given with a buffer; or the transform
-            reads other steps.
-        TypeError: The data set is not a buffer, or an argument has the wrong type.
+        ArgumentError: The fraction is not between 0 and 1; storage and capacity are both given, or neither;
+            the batch size is below 1, or missing; `dataset_kwargs` are given with a buffer; or the transform
+            reads other steps; the data set is not a buffer, or an argument has the wrong type.
 
     Example:
         >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -83,19 +82,19 @@ class OfflineToOnlineReplayBuffer:
         **dataset_kwargs: Any,
     ) -> None:
         if online_storage is not None and online_capacity is not None:
-            raise ValueError("Provide online_storage OR online_capacity, not both.")
+            raise ArgumentError("Provide online_storage OR online_capacity, not both.")
         if online_storage is None and online_capacity is None:
-            raise ValueError("Provide one of online_storage or online_capacity.")
+            raise ArgumentError("Provide one of online_storage or online_capacity.")
         offline_fraction = _fraction(offline_fraction)
         if isinstance(offline_dataset, str):
             if dataset_kwargs.setdefault("batch_size", batch_size) is None:
-                raise ValueError(
+                raise ArgumentError(
                     "batch_size must be provided when offline_dataset is a string, so the dataset can be "
                     "constructed."
                 )
             offline_dataset = load_dataset(offline_dataset, **dataset_kwargs)
         elif dataset_kwargs:
-            raise ValueError(
+            raise ArgumentError(
                 "dataset_kwargs are only forwarded when offline_dataset is a string, got "
                 f"{[*dataset_kwargs]}. Pass them directly to your dataset constructor instead."
             )
@@ -103,7 +102,7 @@ class OfflineToOnlineReplayBuffer:
         batch_size = check_batch_size(batch_size)
         self._transform = Compose.of(transform)
         if self._transform.steps:
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(self._transform.steps[0]).__name__} reads other steps of one store's episodes: "
                 "pass it to the data set, and append it to online_buffer"
             )
@@ -138,13 +137,12 @@ class OfflineToOnlineReplayBuffer:
             A TensorDict, batch size `[batch_size]`; with `as_numpy` field name -> array.
 
         Raises:
-            ValueError: No batch size is known, or it is below 1.
-            TypeError: It is no number.
+            ArgumentError: No batch size is known, or it is below 1; it is no number.
             SchemaError: The rows of both have different fields.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
-            raise ValueError("batch_size must be provided either in __init__ or sample().")
+            raise ArgumentError("batch_size must be provided either in __init__ or sample().")
         size = check_batch_size(size)
         offline = round(self._offline_fraction * size)
         if offline >= size or not len(self._online):
@@ -174,13 +172,12 @@ class OfflineToOnlineReplayBuffer:
             total_steps: Step from which on no row comes from the data set. At least 1.
 
         Raises:
-            ValueError: `total_steps` is too small.
-            TypeError: An argument is not a number.
+            ArgumentError: `total_steps` is too small; an argument is not a number.
         """
         _check_number("step", step)
         _check_number("total_steps", total_steps)
         if total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+            raise ArgumentError(f"total_steps must be at least 1, got {total_steps}")
         self._offline_fraction = self._base_offline_fraction * min(1.0, max(0.0, 1.0 - step / total_steps))
 
     @property
@@ -222,8 +219,8 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
         chunk_size: Number of rows that are copied at a time.
 
     Raises:
-        ValueError: The data set has several dims of rows, or a number is too small.
-        TypeError: An argument is not a buffer, or not a number.
+        ArgumentError: The data set has several dims of rows, or a number is too small; an argument is not a
+            buffer, or not a number.
 
     Example:
         >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
@@ -239,9 +236,9 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
     _check_number("chunk_size", chunk_size)
     _check_number("n_samples", 0 if n_samples is None else n_samples)
     if chunk_size < 1 or (n_samples is not None and n_samples < 0):
-        raise ValueError(f"n_samples={n_samples} and chunk_size={chunk_size} must be positive")
+        raise ArgumentError(f"n_samples={n_samples} and chunk_size={chunk_size} must be positive")
     if getattr(dataset.storage, "ndim", 1) != 1:
-        raise ValueError("the data set has several dims of rows: copy it with rb.extend(dataset[:])")
+        raise ArgumentError("the data set has several dims of rows: copy it with rb.extend(dataset[:])")
     rows = np.arange(len(dataset))
     if isinstance(dataset, ReplayBuffer):
         window = dataset.storage.window
@@ -257,7 +254,7 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
 def _check_buffer(found: Any, method: str, name: str) -> None:
     if not hasattr(found, method) or isinstance(found, type | torch.Tensor | TensorDictBase):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
-        raise TypeError(
+        raise ArgumentError(
             f"{name} must be a buffer of expstore or torchrl, with its rows; got "
             f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows into a "
             "ReplayBuffer(storage=LazyTensorStorage(n)) with extend()"
@@ -266,13 +263,13 @@ def _check_buffer(found: Any, method: str, name: str) -> None:
 
 def _check_number(name: str, found: Any) -> None:
     if isinstance(found, bool) or not isinstance(found, Real) or math.isnan(found):
-        raise TypeError(f"{name} must be a number, got {found!r}")
+        raise ArgumentError(f"{name} must be a number, got {found!r}")
 
 
 def _fraction(offline_fraction: float) -> float:
     _check_number("offline_fraction", offline_fraction)
     if not 0.0 < offline_fraction < 1.0:
-        raise ValueError(f"offline_fraction must be in (0, 1), got {offline_fraction}.")
+        raise ArgumentError(f"offline_fraction must be in (0, 1), got {offline_fraction}.")
     return float(offline_fraction)
 
 

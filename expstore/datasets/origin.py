@@ -20,7 +20,7 @@ from expstore.disk.atomic_build import LOCK
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, NotFoundError, StateError, StorageError
+from expstore.errors import ArgumentError, LockedError, NotFoundError, StateError, StorageError
 from expstore.exchange.progress_bar import ShowProgress, show_import, show_nothing
 from expstore.storages.format.manifest import MANIFEST
 
@@ -91,7 +91,7 @@ def prepare_dataset(
         SchemaError, StorageError: As in `import_dataset`.
     """
     if download not in (True, False, "force"):
-        raise ValueError(f"download={download!r} is not True, False or 'force'")
+        raise ArgumentError(f"download={download!r} is not True, False or 'force'")
     disk, path = Disk(), root / origin.dataset_id
     _finish_swap(disk, path)
     is_there, again = disk.exists(path / MANIFEST), download == "force"

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from expstore.errors import ArgumentError
+
 __all__ = ["dataset_class", "load_dataset", "prefixes", "register_dataset"]
 
 Factory = Callable[..., Any]
@@ -39,8 +41,8 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
         replace: Whether to replace an existing registration.
 
     Raises:
-        ValueError: The prefix is empty or has a ":", or a string is not "module:name".
-        TypeError: `dataset` is neither a callable nor a string.
+        ArgumentError: The prefix is empty or has a ":", or a string is not "module:name"; `dataset` is
+            neither a callable nor a string.
         KeyError: The prefix is registered already.
 
     Example:
@@ -48,12 +50,12 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
     """
     name = _normal(prefix)
     if not isinstance(dataset, str) and not callable(dataset):
-        raise TypeError(
+        raise ArgumentError(
             "dataset must be a callable dataset factory or a 'module:attribute' string, "
             f"got {type(dataset).__name__}."
         )
     if isinstance(dataset, str) and not all(dataset.partition(":")):
-        raise ValueError("String dataset factories must use the 'module:attribute' format.")
+        raise ArgumentError("String dataset factories must use the 'module:attribute' format.")
     if name in _REGISTERED and not replace:
         raise KeyError(f"Dataset source {name!r} is already registered. Pass replace=True to overwrite it.")
     _REGISTERED[name] = dataset
@@ -67,14 +69,14 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
         keywords: Arguments of the class.
 
     Raises:
-        ValueError: The prefix is missing or unknown.
+        ArgumentError: The prefix is missing or unknown.
 
     Example:
         >>> load_dataset("d4rl:hopper-medium-v2", batch_size=32).sample().batch_size
         torch.Size([32])
     """
     if ":" not in dataset_id:
-        raise ValueError(
+        raise ArgumentError(
             "dataset_id must be prefixed with a source identifier (e.g. 'minari:...' or 'd4rl:...'). "
             f"Got: {dataset_id!r}. Supported prefixes: {prefixes()}."
         )
@@ -86,11 +88,11 @@ def dataset_class(prefix: str) -> Factory:
     """Return the class or function of a prefix.
 
     Raises:
-        ValueError: The prefix is unknown.
+        ArgumentError: The prefix is unknown.
     """
     name = _normal(prefix)
     if name not in _REGISTERED:
-        raise ValueError(f"Unknown dataset source {name!r}. Supported prefixes: {prefixes()}.")
+        raise ArgumentError(f"Unknown dataset source {name!r}. Supported prefixes: {prefixes()}.")
     found = _REGISTERED[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
@@ -107,5 +109,5 @@ def prefixes() -> tuple[str, ...]:
 def _normal(prefix: str) -> str:
     name = prefix.lower().strip()
     if not name or ":" in name:
-        raise ValueError(f"Dataset source prefixes must be non-empty strings without ':'. Got {prefix!r}.")
+        raise ArgumentError(f"Dataset source prefixes must be non-empty strings without ':'. Got {prefix!r}.")
     return name

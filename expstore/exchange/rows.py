@@ -20,7 +20,7 @@ from expstore.core.values import IntArray, Window, key_name
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS, priority_place
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
@@ -63,7 +63,9 @@ def open_source(source: Exchanged, version: int | str | None = None) -> Iterator
     if not isinstance(source, str | Path):
         storage = getattr(source, "storage", source)
         if not isinstance(storage, ReadView):
-            raise TypeError(f"rows are exported from a buffer or a path, not from a {type(source).__name__}")
+            raise ArgumentError(
+                f"rows are exported from a buffer or a path, not from a {type(source).__name__}"
+            )
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         with _keep_catalog(storage):
@@ -102,7 +104,7 @@ def parse_episodes(text: str) -> str:
     """Return the SQL condition for episodes given as ids and ranges, as in `1-20,35,100-`.
 
     Raises:
-        ValueError: The text is not a list of ids and ranges.
+        ArgumentError: The text is not a list of ids and ranges.
 
     >>> parse_episodes("1-20,35")
     'episode_id BETWEEN 1 AND 20 OR episode_id BETWEEN 35 AND 35'
@@ -111,7 +113,9 @@ def parse_episodes(text: str) -> str:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[3] and int(match[3]) < int(match[1])):
-            raise ValueError(f"{text!r} names no episodes; write ids and ranges of ids, as in 1-20,35,100-")
+            raise ArgumentError(
+                f"{text!r} names no episodes; write ids and ranges of ids, as in 1-20,35,100-"
+            )
         first, last = match[1], match[1] if match[2] is None else match[3]
         found.append(f"episode_id BETWEEN {first} AND {last}" if last else f"episode_id >= {first}")
     return " OR ".join(found)

@@ -25,7 +25,7 @@ from expstore.disk.local_path import local_path
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError
 from expstore.exchange.base import (
     Imported,
     Progress,
@@ -330,7 +330,7 @@ def _fill(
     disk: Disk,
 ) -> Imported:
     if storage not in (None, "zarr", "arrow"):
-        raise ValueError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
+        raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
     layout = _find_layout(parts)
     if storage == "zarr":
         layout.check_fixed()

@@ -18,7 +18,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.data.batch import Batch, StepReader
 from expstore.data.containers import take
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.indexing import append_rows, contains, find, get, layout_of, prepare, replace_rows
 from expstore.storages.read_view import ReadView
@@ -68,7 +68,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         keywords: Arguments of `expstore.open`, if `store` is a folder.
 
     Raises:
-        TypeError: `store` is not a store, or keywords are given with an open one.
+        ArgumentError: `store` is not a store, or keywords are given with an open one.
         LockedError: Another process has the folder open for writing.
         StateError: As `expstore.open`; or the storage keeps objects, or the best rows only.
 
@@ -88,7 +88,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         if isinstance(store, str | Path):
             buffer: ReplayBuffer = open_store(store, **keywords)
         elif keywords:
-            raise TypeError(
+            raise ArgumentError(
                 f"{', '.join(keywords)}: settings are only allowed with a folder; this store is already open"
             )
         elif isinstance(store, ReadView):
@@ -96,7 +96,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         elif isinstance(store, ReplayBuffer):
             buffer = store
         else:
-            raise TypeError(
+            raise ArgumentError(
                 f"a store must be a folder, a buffer or a storage of expstore, not {type(store).__name__}"
             )
         kept = buffer.storage
@@ -283,11 +283,11 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             buffer: A torchrl `ReplayBuffer` over this storage.
 
         Raises:
-            ValueError: The buffer's writer has no such cursor, or its sampler needs rows at other indices.
+            ArgumentError: The buffer's writer has no such cursor, or its sampler needs rows at other indices.
         """
         writer, sampler = buffer._writer, buffer._sampler
         if isinstance(sampler, ConsumingSampler):
-            raise ValueError(
+            raise ArgumentError(
                 "a ConsumingSampler of torchrl writes new rows at the places of used ones, in another order "
                 "than that of the store's episodes; use expstore's own: expstore.open(path, "
                 "sampler=expstore.ConsumingSampler(...))"
@@ -295,7 +295,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         if isinstance(writer, ImmutableDatasetWriter):
             return
         if not isinstance(writer, RoundRobinWriter) or writer._compilable:
-            raise ValueError(
+            raise ArgumentError(
                 f"a {type(writer).__name__} places rows at other indices than the store, which is a ring: "
                 "use a RoundRobinWriter that is not compilable, or expstore's own buffers and writers"
             )
@@ -311,7 +311,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     def checkpointer(self, value: Any) -> None:
         # A buffer sets it last in its constructor, when its writer is set.
         if value is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "a checkpointer is not supported: dumps() writes snapshots of the store itself; leave it out"
             )
         for buffer in self._attached_entities_list:

@@ -15,7 +15,7 @@ from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 
 __all__ = ["ReplayBufferTrainer", "to_torchrl"]
 
@@ -52,9 +52,9 @@ class ReplayBufferTrainer:
             iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts again.
 
     Raises:
-        TypeError: `replay_buffer` is not a buffer of expstore, or `max_dims` are not sizes.
-        ValueError: The sampler uses priorities, which only a `TensorDictReplayBuffer` can read from batches;
-            or an argument is not supported, and the message says why.
+        ArgumentError: `replay_buffer` is not a buffer of expstore, or `max_dims` are not sizes; the sampler
+            uses priorities, which only a `TensorDictReplayBuffer` can read from batches; or an argument is
+            not supported, and the message says why.
 
     Example:
         >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
@@ -77,23 +77,23 @@ class ReplayBufferTrainer:
         _check_buffer(replay_buffer)
         batch_size = check_batch_size(batch_size)
         if memmap:
-            raise ValueError(
+            raise ArgumentError(
                 "memmap=True is not supported: stores on disk keep their rows in mapped files, and batches "
                 "are written to them without an intermediate copy; leave it out"
             )
         _check_sizes(max_dims)
         if flatten_tensordicts and max_dims is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "max_dims pads trajectories to one length; with flatten_tensordicts=True every step is a "
                 "row, and there is nothing to pad: give one of them"
             )
         if max_dims is not None and _takes_all_dims(replay_buffer):
-            raise ValueError(
+            raise ArgumentError(
                 "max_dims pads trajectories to one length, but in this store every step is a row: zeros "
                 "would be stored as steps; leave it out, or use a storage of trajectories (LazyMemmapStorage)"
             )
         if iterate and batch_size not in (None, replay_buffer.batch_size):
-            raise ValueError(
+            raise ArgumentError(
                 f"iterate=True uses the buffer's own batch_size, {replay_buffer.batch_size}, not by "
                 f"batch_size={batch_size}: give it to the buffer"
             )
@@ -118,12 +118,12 @@ class ReplayBufferTrainer:
             the CPU.
 
         Raises:
-            TypeError: The batch is not a TensorDict; nothing was stored.
+            ArgumentError: The batch is not a TensorDict; nothing was stored.
             SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was
                 stored.
         """
         if not is_tensor_collection(batch):
-            raise TypeError(f"batch must be a TensorDict, got {_kind(batch)}")
+            raise ArgumentError(f"batch must be a TensorDict, got {_kind(batch)}")
         batch = batch.cpu()
         rows = batch
         if self.flatten_tensordicts:
@@ -161,7 +161,7 @@ class ReplayBufferTrainer:
         Raises:
             StopIteration: The end of an iteration, with `iterate`.
             NotReadyError: The store is empty, or no more rows may be drawn.
-            TypeError: The buffer returns NumPy arrays.
+            ArgumentError: The buffer returns NumPy arrays.
         """
         if self.iterate:
             if self._batches is None:
@@ -174,7 +174,7 @@ class ReplayBufferTrainer:
         else:
             sample = self.replay_buffer.sample(self.batch_size)
         if isinstance(sample, dict):
-            raise TypeError("a trainer needs TensorDicts, and this buffer was made with as_numpy=True")
+            raise ArgumentError("a trainer needs TensorDicts, and this buffer was made with as_numpy=True")
         return cast(TensorDictBase, sample if self.device is None else sample.to(self.device))
 
     def update_priority(self, batch: TensorDictBase) -> None:
@@ -184,13 +184,13 @@ class ReplayBufferTrainer:
             batch: A sample with the buffer's `priority_key`, whose entry has the shape `(n,)` or `(n, 1)`.
 
         Raises:
-            TypeError: The batch is not a TensorDict.
+            ArgumentError: The batch is not a TensorDict.
             SchemaError: The batch has no priorities.
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
         if self._takes_priorities():
             if not is_tensor_collection(batch):
-                raise TypeError(f"priorities are read from a sample, a TensorDict, got {_kind(batch)}")
+                raise ArgumentError(f"priorities are read from a sample, a TensorDict, got {_kind(batch)}")
             cast(TensorDictReplayBuffer, self.replay_buffer).update_tensordict_priority(batch)
 
     def _takes_priorities(self) -> bool:
@@ -200,7 +200,7 @@ class ReplayBufferTrainer:
         if not any(member.sampler.prioritized for member in members):
             return False
         if not isinstance(buffer, TensorDictReplayBuffer):
-            raise ValueError(
+            raise ArgumentError(
                 "Prioritized sampler not supported for replay buffer trainer if not within a "
                 f"TensorDictReplayBuffer, this is a {type(buffer).__name__}"
             )
@@ -240,10 +240,10 @@ class ReplayBufferTrainer:
             name: Name of the state in its checkpoints.
 
         Raises:
-            TypeError: `trainer` is not a trainer.
+            ArgumentError: `trainer` is not a trainer.
         """
         if not all(hasattr(trainer, method) for method in ("register_op", "register_module")):
-            raise TypeError(
+            raise ArgumentError(
                 f"hooks are registered with a torchrl Trainer, not with {_kind(trainer)}; in your own loop "
                 "call extend, sample and update_priority"
             )
@@ -263,7 +263,7 @@ def to_torchrl(replay_buffer: Any) -> Any:
         replay_buffer: An `OfflineToOnlineReplayBuffer` of expstore.
 
     Raises:
-        TypeError: It is another object.
+        ArgumentError: It is another object.
         ModuleNotFoundError: TorchRL is not installed.
 
     Example:
@@ -273,7 +273,7 @@ def to_torchrl(replay_buffer: Any) -> Any:
     from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer
 
     if not isinstance(replay_buffer, OfflineToOnlineReplayBuffer):
-        raise TypeError(
+        raise ArgumentError(
             f"to_torchrl takes an OfflineToOnlineReplayBuffer of expstore, got {_kind(replay_buffer)}; for "
             "other buffers there is expstore.trainers.ReplayBufferTrainer"
         )
@@ -291,14 +291,16 @@ def _check_buffer(found: Any) -> None:
         todo = "torchrl.trainers.ReplayBufferTrainer takes torchrl's own"
     else:
         todo = "expstore.open() returns one"
-    raise TypeError(f"replay_buffer must be a buffer of expstore, got {_kind(found)}; {todo}")
+    raise ArgumentError(f"replay_buffer must be a buffer of expstore, got {_kind(found)}; {todo}")
 
 
 def _check_sizes(sizes: Any) -> None:
     if sizes is not None and not (
         isinstance(sizes, Sequence) and all(isinstance(size, int) and size >= -1 for size in sizes)
     ):
-        raise TypeError(f"max_dims must be one size for each dim of a batch, -1 for any size, not {sizes!r}")
+        raise ArgumentError(
+            f"max_dims must be one size for each dim of a batch, -1 for any size, not {sizes!r}"
+        )
 
 
 def _kind(found: Any) -> str:

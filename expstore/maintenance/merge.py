@@ -24,7 +24,7 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End
-from expstore.errors import LockedError, SchemaError, StateError
+from expstore.errors import ArgumentError, LockedError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
@@ -111,7 +111,7 @@ def merge(
         What was copied.
 
     Raises:
-        ValueError: `paths` is empty or names a store twice, or the capacity is below 1.
+        ArgumentError: `paths` is empty or names a store twice, or the capacity is below 1.
         NotFoundError: A store is missing, or the parent folder of `out` is.
         StateError: `out` exists, or would be inside a store; or a store has no fields yet.
         SchemaError: The stores do not fit together; the message names the first difference.
@@ -124,7 +124,7 @@ def merge(
     """
     disk, target = disk or Disk(), local_path(out)
     if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
+        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
     found = [store_meant(disk, local_path(path)) for path in paths]
     _check_paths(found)
     check_target(disk, target)
@@ -169,11 +169,11 @@ def merge(
 
 def _check_paths(paths: Sequence[Path]) -> None:
     if not paths:
-        raise ValueError("there is nothing to merge: name at least one store")
+        raise ArgumentError("there is nothing to merge: name at least one store")
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
-            raise ValueError(f"{path} is given twice")
+            raise ArgumentError(f"{path} is given twice")
         seen.add(path.resolve())
 
 

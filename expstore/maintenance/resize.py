@@ -13,6 +13,7 @@ from pathlib import Path
 from expstore.core.arguments import check_whole
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
+from expstore.errors import ArgumentError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest
@@ -73,7 +74,7 @@ def resize(
         LockedError: A process has the store open for writing.
         StateError: `path` is a snapshot, which is read-only; or the store has a `retain=` policy instead.
         SchemaError: A packed field does not fit into the chunks.
-        ValueError: The capacity is below 1.
+        ArgumentError: The capacity is below 1.
         StorageError: The disk failed or is full; the store is as it was.
 
     Example:
@@ -102,7 +103,7 @@ def open_for_resize(
     """
     disk, path = disk or Disk(), local_path(path)
     if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
+        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
     Manifest.load(disk, path)  # raises if there is no store: resizing must not create one
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:

@@ -27,7 +27,7 @@ from expstore.data.containers import Layout
 from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.to_arrays import to_arrays
 from expstore.episodes.annotations import pack_info
-from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.stream import Feed
@@ -101,11 +101,11 @@ class RemoteReplayBuffer(ServedBuffer):
                 "the server keeps",
             )  # fmt: skip
         if not isinstance(prefetch, int) or prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1, got {prefetch!r}")
+            raise ArgumentError(f"prefetch must be at least 1, got {prefetch!r}")
         if wait < 0 or draw < 0:
-            raise ValueError("wait and draw must not be negative")
+            raise ArgumentError("wait and draw must not be negative")
         if draw and seed is None:
-            raise ValueError("draw= is the number of a draw of a seed; give seed= too")
+            raise ArgumentError("draw= is the number of a draw of a seed; give seed= too")
         self._connection, self._decoder = connection, Decoder()
         self._fields: Schema | None = None
         self._seed, self._draw = seed, draw

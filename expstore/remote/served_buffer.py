@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.core.values import IntArray, key_name, to_key
-from expstore.errors import RemoteError, SchemaError, StateError
+from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalOnly
 from expstore.storages.columns.priorities import check_priorities
 
@@ -74,7 +74,7 @@ class ServedBuffer(LocalOnly):
         """
         size = self._require_size(batch_size)
         if batches is not None and batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches!r}")
+            raise ArgumentError(f"batches must be at least 1, got {batches!r}")
         return self._stream(size, batches, as_numpy)
 
     @abstractmethod
@@ -127,7 +127,7 @@ class ServedBuffer(LocalOnly):
                 kind="local_only", hint="pass id=, or the sample itself",
             )  # fmt: skip
         if id is None or priority is None:
-            raise TypeError("update_priority takes a priority and an id, or a sample")
+            raise ArgumentError("update_priority takes a priority and an id, or a sample")
         ids = self._to_ids(id)
         values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
         if values.size not in (1, len(ids)):

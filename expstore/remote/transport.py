@@ -29,7 +29,7 @@ import httpx
 
 from expstore import errors
 from expstore.core import tuning
-from expstore.errors import ExpStoreError, RemoteError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, RemoteError, StateError
 
 __all__ = ["ARROW", "JSON", "Address", "Answer", "Connection", "Download", "Retries"]
 
@@ -74,7 +74,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and 0 < self.first <= self.longest):
-            raise ValueError(f"seconds must be at least 0, and 0 < first <= longest, got {self}")
+            raise ArgumentError(f"seconds must be at least 0, and 0 < first <= longest, got {self}")
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,15 @@ class Address:
         """Parse an address such as `http://host:8420/name`.
 
         Raises:
-            ValueError: It is not the URL of a store.
+            ArgumentError: It is not the URL of a store.
         """
         parts = urlsplit(url)
         before, _, name = parts.path.rstrip("/").rpartition("/")
         known = parts.scheme in ("http", "https") and parts.hostname and name
         if not known or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError(f"{url!r} is not the address of a store; pass one such as http://host:8420/name")
+            raise ArgumentError(
+                f"{url!r} is not the address of a store; pass one such as http://host:8420/name"
+            )
         return cls(f"{parts.scheme}://{parts.netloc}{before}", unquote(name))
 
     def __str__(self) -> str:
@@ -236,9 +238,9 @@ class Connection:
         self, address: Address, token: str | None, *, timeout: float, retries: Retries | None = None
     ) -> None:
         if not timeout > 0:
-            raise ValueError(f"timeout must be above 0, got {timeout!r}")
+            raise ArgumentError(f"timeout must be above 0, got {timeout!r}")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("the token has characters that an HTTP header cannot contain")
+            raise ArgumentError("the token has characters that an HTTP header cannot contain")
         self.address, self.timeout, self.retries = address, timeout, retries or Retries()
         self._token, self._closed = token, False
         #: Uuid of the store; the server refuses requests if another store has its name. "": not checked.
@@ -275,10 +277,12 @@ class Connection:
         The session and the idempotency keys remain. Downloads that are running end by themselves.
 
         Raises:
-            ValueError: One address uses TLS, and the other does not.
+            ArgumentError: One address uses TLS, and the other does not.
         """
         if urlsplit(address.root).scheme != urlsplit(self.address.root).scheme:
-            raise ValueError(f"a connection to {self.address} cannot move to {address}: use the same scheme")
+            raise ArgumentError(
+                f"a connection to {self.address} cannot move to {address}: use the same scheme"
+            )
         self.address = address
 
     def check(self) -> None:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import numpy as np
 import torch
 
+from expstore.core.arguments import unknown_keyword
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.disk.files import Disk
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
 
 if TYPE_CHECKING:
@@ -54,16 +55,22 @@ class SamplerKind(ABCMeta):
             options: Keyword arguments of the sampler.
 
         Raises:
-            TypeError: `replacement` is False, and the class has no counterpart without replacement.
+            ArgumentError: `replacement` is False, and the class has no counterpart without replacement; the
+                class has no such keyword.
         """
         if not replacement and not cls.__dict__.get("without_replacement", False):
             counterpart = cls.__dict__.get("counterpart")
             if counterpart is None:
-                raise TypeError(
+                raise ArgumentError(
                     f"{cls.__name__} has no without-replacement variant; "
                     "cannot be instantiated with replacement=False."
                 )
             return counterpart(*args, **options)
+        parameters = cls.__signature__.parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            for name, value in options.items():
+                if name not in parameters:
+                    raise unknown_keyword(cls.__name__, name, value, list(parameters))
         return super().__call__(*args, **options)
 
     @property
@@ -467,7 +474,7 @@ def refuse_weight(sampler: Sampler, where: str | Where | None, weight: str | Non
     """Raise ValueError if a weight is given to a sampler that does not draw by probabilities."""
     _, weight = split_where(where, weight)
     if weight is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"{type(sampler).__name__} does not support weight={weight!r}: {reason}; use where= instead"
         )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.errors import NotReadyError
+from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
 from expstore.samplers.random import RandomSampler
@@ -50,8 +50,8 @@ class ConsumingSampler(Sampler):
         weight: Not supported, because all rows are drawn equally often.
 
     Raises:
-        TypeError: `max_sample_count` is not an integer.
-        ValueError: `max_sample_count` is out of range, or a weight was given.
+        ArgumentError: `max_sample_count` is not an integer; `max_sample_count` is out of range, or a weight
+            was given.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=ConsumingSampler(), batch_size=3)
@@ -214,13 +214,12 @@ def check_count(name: str, value: int) -> int:
         value: The value that the user passed.
 
     Raises:
-        TypeError: The value is not an integer.
-        ValueError: The value is below 1 or above 2^32 - 1.
+        ArgumentError: The value is not an integer; the value is below 1 or above 2^32 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be a positive integer, not {type(value).__name__}")
+        raise ArgumentError(f"{name} must be a positive integer, not {type(value).__name__}")
     if not 1 <= value <= _MOST:
-        raise ValueError(f"{name} must be a positive integer up to {_MOST}, got {value}")
+        raise ArgumentError(f"{name} must be a positive integer up to {_MOST}, got {value}")
     return int(value)
 
 
@@ -234,12 +233,11 @@ def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int |
             must be 0 for a sampler that counts.
 
     Raises:
-        TypeError: `count` is not an integer.
-        ValueError: `count` is out of range, the sampler does not count rows up to `count`, or batches are
-            prefetched.
+        ArgumentError: `count` is not an integer; `count` is out of range, the sampler does not count rows up
+            to `count`, or batches are prefetched.
     """
     if prefetch and (count is not None or isinstance(sampler, ConsumingSampler)):
-        raise ValueError("Prefetching is not supported with ConsumingSampler and consume_after_n_samples")
+        raise ArgumentError("Prefetching is not supported with ConsumingSampler and consume_after_n_samples")
     if count is None:
         return RandomSampler() if sampler is None else sampler
     count = check_count("consume_after_n_samples", count)
@@ -249,12 +247,12 @@ def consume_after(count: int | None, sampler: Sampler | None, *, prefetch: int |
             return ConsumingSampler(count)
         return ConsumingSampler(count, where=filter.where, weight=filter.weight)
     if not isinstance(sampler, ConsumingSampler):
-        raise ValueError(
+        raise ArgumentError(
             "consume_after_n_samples only supports the default RandomSampler or an explicit "
             f"ConsumingSampler, not {sampler!r}"
         )
     if sampler.max_sample_count != count:
-        raise ValueError(
+        raise ArgumentError(
             f"consume_after_n_samples={count} conflicts with the provided ConsumingSampler.max_sample_count="
             f"{sampler.max_sample_count}"
         )

@@ -13,7 +13,7 @@ import torch
 
 from expstore.core.members import Members
 from expstore.core.values import Array, IntArray
-from expstore.errors import NotReadyError
+from expstore.errors import ArgumentError, NotReadyError
 
 __all__ = ["SamplerEnsemble"]
 
@@ -36,8 +36,8 @@ class SamplerEnsemble(Members):
 
     Raises:
         RuntimeError: Both `p` and `sample_from_all` are given.
-        ValueError: `p` is not one number per member, at least 0, with a sum above 0; or `num_buffer_sampled`
-            is below 1.
+        ArgumentError: `p` is not one number per member, at least 0, with a sum above 0; or
+            `num_buffer_sampled` is below 1.
 
     Example:
         >>> samplers = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[1, 3])
@@ -58,7 +58,7 @@ class SamplerEnsemble(Members):
         if sample_from_all and p is not None:
             raise RuntimeError("Cannot pass both `p` argument and `sample_from_all=True`.")
         if num_buffer_sampled is not None and num_buffer_sampled < 1:
-            raise ValueError(f"num_buffer_sampled must be at least 1, got {num_buffer_sampled}")
+            raise ArgumentError(f"num_buffer_sampled must be at least 1, got {num_buffer_sampled}")
         self.sample_from_all = sample_from_all
         self._parts = num_buffer_sampled
         self.p = p
@@ -73,7 +73,9 @@ class SamplerEnsemble(Members):
     @p.setter
     def p(self, value: Any) -> None:
         if isinstance(value, str) and value != "sampleable":
-            raise ValueError(f"The only dynamic SamplerEnsemble probability is 'sampleable', got {value!r}.")
+            raise ArgumentError(
+                f"The only dynamic SamplerEnsemble probability is 'sampleable', got {value!r}."
+            )
         self._by_rows = isinstance(value, str)
         if value is not None and not self._by_rows:
             if isinstance(value, torch.Tensor):
@@ -81,7 +83,7 @@ class SamplerEnsemble(Members):
             value = np.asarray(value, np.float64)
             total = float(value.sum()) if value.shape == (len(self),) and (value >= 0).all() else 0.0
             if not 0 < total < np.inf:
-                raise ValueError(
+                raise ArgumentError(
                     f"p must be {len(self)} numbers >= 0 with a sum above 0, one per member; got {value}"
                 )
             value = value / total
@@ -100,10 +102,10 @@ class SamplerEnsemble(Members):
         """Return the number of rows in each part of a batch.
 
         Raises:
-            ValueError: The batch size is not a multiple of the number of parts.
+            ArgumentError: The batch size is not a multiple of the number of parts.
         """
         if batch_size % self.num_buffer_sampled:
-            raise ValueError(
+            raise ArgumentError(
                 "The batch size must be divisible by num_buffer_sampled. Got "
                 f"batch_size={batch_size} and num_buffer_sampled={self.num_buffer_sampled}."
             )

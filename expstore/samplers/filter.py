@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Key, Window
 from expstore.episodes.fragments import all_ids, clip
-from expstore.errors import ExpStoreError, NotReadyError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, StateError
 from expstore.sql.sync import Catalog
 from expstore.storages.read_view import read_stable
 
@@ -91,7 +91,7 @@ class Where:
         weight: Numeric SQL expression by which probabilities are multiplied, at least 0; None for 1.
 
     Raises:
-        TypeError: An expression is not a string.
+        ArgumentError: An expression is not a string.
 
     Example:
         >>> where = expstore.Where("episode.return > 0", weight="episode.return")
@@ -105,19 +105,19 @@ class Where:
     def __post_init__(self) -> None:
         for name in ("condition", "weight"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise TypeError(f"{name} must be an SQL expression, got {value!r}")
+                raise ArgumentError(f"{name} must be an SQL expression, got {value!r}")
 
 
 def split_where(where: str | Where | None, weight: str | None) -> tuple[str | None, str | None]:
     """Return the condition and the weight that a sampler was given.
 
     Raises:
-        TypeError: Both `weight` and `where` have a weight.
+        ArgumentError: Both `weight` and `where` have a weight.
     """
     if not isinstance(where, Where):
         return where, weight
     if weight is not None and where.weight is not None:
-        raise TypeError(f"pass one weight: either weight={weight!r} or the weight of {where!r}")
+        raise ArgumentError(f"pass one weight: either weight={weight!r} or the weight of {where!r}")
     return where.condition, where.weight if weight is None else weight
 
 

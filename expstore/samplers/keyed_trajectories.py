@@ -96,7 +96,10 @@ def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | No
 def _check(storage: ReadView, key: Key) -> None:
     field = storage.require_schema().fields[storage.require_schema().place_of(key)]
     if field.row_items != 1 or field.dtype in ("bfloat16", "complex64", OBJECT):
-        raise SchemaError(f"{key_name(key)!r} must be one number per row, but it is {field}")
+        raise SchemaError(
+            f"{key_name(key)!r} must be one number per row, but it is {field}",
+            hint="if each row is a whole trajectory, store its steps: extend(batch.reshape(-1)), or ndim=2",
+        )
 
 
 class KeyedRuns(Runs):

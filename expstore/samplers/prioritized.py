@@ -16,7 +16,7 @@ import torch
 
 from expstore.core.torchrl_keywords import PRIORITIZED, check_keywords
 from expstore.core.values import Array, IntArray, Mass, Selection
-from expstore.errors import NotReadyError
+from expstore.errors import ArgumentError, NotReadyError
 from expstore.kernels.loader import compiling
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
@@ -82,11 +82,11 @@ class PrioritizedSampler(Sampler):
         check_keywords(self, {"max_capacity": max_capacity, "device": device}, PRIORITIZED)
         super().__init__(where=where, weight=weight)
         if dtype not in _WEIGHTS:
-            raise ValueError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
+            raise ArgumentError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
         if reduction not in _REDUCE:
-            raise ValueError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
+            raise ArgumentError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
         if not (math.isfinite(eps) and eps >= 0):
-            raise ValueError(f"eps must be a number >= 0, got {eps}")
+            raise ArgumentError(f"eps must be a number >= 0, got {eps}")
         self._max_capacity = max_capacity
         self._eps = float(eps)
         #: Dtype of the weights.
@@ -267,5 +267,5 @@ class PrioritizedSampler(Sampler):
 def _exponent(name: str, value: float) -> float:
     value = float(value)
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be a number >= 0, got {value}")
+        raise ArgumentError(f"{name} must be a number >= 0, got {value}")
     return value

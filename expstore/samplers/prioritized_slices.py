@@ -15,7 +15,7 @@ import torch
 
 from expstore.core.torchrl_keywords import PRIORITIZED_SLICES, check_keywords
 from expstore.core.values import Array, IntArray, Mass, Selection
-from expstore.errors import NotReadyError
+from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
@@ -109,7 +109,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         **torchrl: Any,
     ) -> None:
         if "weight" in torchrl:
-            raise TypeError(
+            raise ArgumentError(
                 "PrioritizedSliceSampler takes a weight with the condition: where=expstore.Where(condition, "
                 "weight=...)"
             )

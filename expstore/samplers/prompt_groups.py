@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler, readable
 from expstore.storages.indexing import read_present
 
@@ -72,9 +72,8 @@ class PromptGroupSampler(Sampler):
             always noticed.
 
     Raises:
-        TypeError: Both or neither of `num_groups` and `samples_per_group` are given, or the number is not an
-            integer.
-        ValueError: The number is below 1, or `strategy` is unknown.
+        ArgumentError: Both or neither of `num_groups` and `samples_per_group` are given, or the number is not
+            an integer; the number is below 1, or `strategy` is unknown.
 
     Example:
         >>> sampler = PromptGroupSampler(num_groups=2, group_key="prompt")
@@ -93,7 +92,7 @@ class PromptGroupSampler(Sampler):
     ) -> None:
         super().__init__()
         if (num_groups is None) == (samples_per_group is None):
-            raise TypeError(
+            raise ArgumentError(
                 "Exactly one of num_groups or samples_per_group must be provided, got "
                 f"num_groups={num_groups} and samples_per_group={samples_per_group}."
             )
@@ -101,11 +100,11 @@ class PromptGroupSampler(Sampler):
             "samples_per_group", samples_per_group
         )  # fmt: skip
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} must be a positive integer, got {value!r}.")
+            raise ArgumentError(f"{name} must be a positive integer, got {value!r}.")
         if value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+            raise ArgumentError(f"{name} must be a positive integer, got {value!r}.")
         if strategy not in _STRATEGIES:
-            raise ValueError(f"Unknown strategy={strategy!r}. Expected one of {', '.join(_STRATEGIES)}.")
+            raise ArgumentError(f"Unknown strategy={strategy!r}. Expected one of {', '.join(_STRATEGIES)}.")
         self.num_groups, self.samples_per_group = num_groups, samples_per_group
         self.group_key, self.reward_key, self.strategy = group_key, reward_key, strategy
         self.cache_groups = cache_groups
@@ -120,12 +119,12 @@ class PromptGroupSampler(Sampler):
         """Return the number of groups in a batch, and the number of rows from each.
 
         Raises:
-            ValueError: The batch size is not a multiple of `num_groups` or `samples_per_group`.
+            ArgumentError: The batch size is not a multiple of `num_groups` or `samples_per_group`.
         """
         number = self.num_groups or self.samples_per_group or 1
         if batch_size % number:
             word = "samples_per_group" if self.num_groups is None else "num_groups"
-            raise ValueError(f"batch_size={batch_size} is not divisible by {word}={number}.")
+            raise ArgumentError(f"batch_size={batch_size} is not divisible by {word}={number}.")
         rest = batch_size // number
         return (rest, number) if self.num_groups is None else (number, rest)
 
@@ -141,14 +140,13 @@ class PromptGroupSampler(Sampler):
         Raises:
             NotReadyError: The storage is empty.
             SchemaError: A field does not exist.
-            TypeError: The rewards are not numbers.
-            ValueError: The batch size is not a multiple of `num_groups` or `samples_per_group`, or the
-                storage has several dims.
+            ArgumentError: The rewards are not numbers; the batch size is not a multiple of `num_groups` or
+                `samples_per_group`, or the storage has several dims.
         """
         groups, rows = self.sizes(batch_size)
         readable(storage)
         if storage.ndim > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(self).__name__} only supports single-dimensional storages, got ndim={storage.ndim}."
             )
         found = self._groups(storage)
@@ -210,7 +208,7 @@ class PromptGroupSampler(Sampler):
         rewards = None
         if needs:
             if not isinstance(columns[1], np.ndarray) or columns[1].dtype.kind not in "fiub":
-                raise TypeError(
+                raise ArgumentError(
                     f"The {self.strategy!r} strategy requires reward_key={self.reward_key} to hold numbers."
                 )
             rewards = columns[1].reshape(ids.size, -1).astype(np.float64).mean(1)[order]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Mass, Selection, Window
+from expstore.errors import ArgumentError
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
@@ -107,7 +108,7 @@ class RecencySampler(Sampler):
         if value is not None:
             value = float(value)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"half_life must be a number of rows > 0, or None, got {value}")
+                raise ArgumentError(f"half_life must be a number of rows > 0, or None, got {value}")
         self._half_life = value
 
     @property
@@ -118,7 +119,7 @@ class RecencySampler(Sampler):
     @newest.setter
     def newest(self, value: float | None) -> None:
         if value is not None and not (math.isfinite(value) and value >= 1):
-            raise ValueError(f"newest must be a number of rows >= 1, or None, got {value}")
+            raise ArgumentError(f"newest must be a number of rows >= 1, or None, got {value}")
         self._newest = None if value is None else int(value)
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray, Key, Mark, Mass, Selection, to_key
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import ArgumentError, NotReadyError, StateError
 
 if TYPE_CHECKING:
     from expstore.samplers.keyed_trajectories import Trajectories
@@ -45,8 +45,8 @@ class Slicing:
         init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
 
     Raises:
-        TypeError: Both or neither of `num_slices` and `slice_len` are given, or a number is not an integer.
-        ValueError: A number is out of range, or `pad_output` is set although there are no short slices.
+        ArgumentError: Both or neither of `num_slices` and `slice_len` are given, or a number is not an
+            integer; a number is out of range, or `pad_output` is set although there are no short slices.
     """
 
     num_slices: int | None
@@ -71,23 +71,23 @@ class Slicing:
     ) -> Slicing:
         """Check the arguments of a sampler and return them as settings."""
         if (num_slices is None) == (slice_len is None):
-            raise TypeError(
+            raise ArgumentError(
                 "Either num_slices or slice_len must be not None, and not both. "
                 f"Got num_slices={num_slices} and slice_len={slice_len}."
             )
         for name, value in (("num_slices", num_slices), ("slice_len", slice_len)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
+                raise ArgumentError(f"{name} must be an integer, got {value!r}")
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise ArgumentError(f"{name} must be at least 1, got {value}")
         if pad_output and strict_length:
-            raise ValueError(
+            raise ArgumentError(
                 "pad_output=True is incompatible with strict_length=True: padding only happens when short "
                 "trajectories are kept, which requires strict_length=False."
             )
         sides = span if isinstance(span, tuple | list) else (span, span)
         if len(sides) != 2 or not all(isinstance(side, bool | int) and side >= 0 for side in sides):
-            raise ValueError(
+            raise ArgumentError(
                 f"span must be a boolean, a number of steps >= 0, or a pair of these; got {span!r}"
             )
         return cls(
@@ -131,11 +131,11 @@ class Slicing:
         """Return how many steps a slice of this length may lack on its left and on its right.
 
         Raises:
-            ValueError: The span is not smaller than the length.
+            ArgumentError: The span is not smaller than the length.
         """
         for side in self.span:
             if side is not True and side >= length:
-                raise ValueError(
+                raise ArgumentError(
                     "The right and left span must be strictly lower than the sequence length: "
                     f"{side} is not below {length}"
                 )
@@ -336,17 +336,19 @@ def trajectory_fields(
 
     Raises:
         RuntimeError: Both `end_key` and `end_keys` are given.
-        ValueError: `end_keys` is not a list of keys, or both `traj_key` and `trajectory_key` are given.
+        ArgumentError: `end_keys` is not a list of keys, or both `traj_key` and `trajectory_key` are given.
     """
     if isinstance(end_keys, str) or (end_keys is not None and not end_keys):
-        raise ValueError(f"end_keys must be a list of keys, got {end_keys!r}; pass a single key as end_key")
+        raise ArgumentError(
+            f"end_keys must be a list of keys, got {end_keys!r}; pass a single key as end_key"
+        )
     if end_key is not None and end_keys is not None:
         raise RuntimeError(
             "`end_key` and `end_keys` are exclusive arguments: pass the single boundary key through "
             "`end_key`, or the sequence of keys to be OR-ed together through `end_keys`."
         )
     if traj_key is not None and trajectory_key is not None:
-        raise ValueError("traj_key and trajectory_key are the same argument: pass one of them")
+        raise ArgumentError("traj_key and trajectory_key are the same argument: pass one of them")
     name = trajectory_key if traj_key is None else traj_key
     ends = end_keys if end_key is None else [end_key]
     return (

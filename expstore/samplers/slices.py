@@ -13,6 +13,7 @@ import numpy as np
 
 from expstore.core.torchrl_keywords import SLICES, check_keywords
 from expstore.core.values import Array, IntArray, Mass, Selection
+from expstore.errors import ArgumentError
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
@@ -91,8 +92,8 @@ class SliceSampler(SlicingNames, Sampler):
             refused with the reason.
 
     Raises:
-        TypeError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown.
-        ValueError: An argument is out of range, not supported, or does not fit another one.
+        ArgumentError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown; an
+            argument is out of range, not supported, or does not fit another one.
 
     Example:
         >>> sampler = SliceSampler(slice_len=4)
@@ -124,7 +125,7 @@ class SliceSampler(SlicingNames, Sampler):
         check_keywords(self, torchrl, SLICES)
         super().__init__(where=where, weight=weight)
         if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+            raise ArgumentError(f"by must be 'trajectory' or 'start', got {by!r}")
         self.slicing = Slicing.of(
             num_slices=num_slices,
             slice_len=slice_len,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray, Key, Selection, Window, key_name, to_key
-from expstore.errors import NotReadyError, SchemaError
+from expstore.errors import ArgumentError, NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
 from expstore.samplers.row_weights import RowMasses
@@ -170,7 +170,7 @@ class StalenessAwareSampler(Sampler):
         weight: Factor for the weight of each row: a numeric SQL expression, at least 0; None for 1.
 
     Raises:
-        ValueError: `max_staleness` is below -1.
+        ArgumentError: `max_staleness` is below -1.
 
     Example:
         >>> sampler = StalenessAwareSampler(max_staleness=5)
@@ -214,7 +214,7 @@ class StalenessAwareSampler(Sampler):
     def consumer_version(self, value: int) -> None:
         value = operator.index(value)
         if not 0 <= value < 2**63:
-            raise ValueError(f"consumer_version must be at least 0, got {value}")
+            raise ArgumentError(f"consumer_version must be at least 0, got {value}")
         self._consumer_version, self._told = value, self._storage is None
         self._keep()
 
@@ -231,7 +231,7 @@ class StalenessAwareSampler(Sampler):
     def max_staleness(self, value: int) -> None:
         value = operator.index(value)
         if value < -1:
-            raise ValueError(f"max_staleness must be at least 0, or -1 for no limit, got {value}")
+            raise ArgumentError(f"max_staleness must be at least 0, or -1 for no limit, got {value}")
         self._max_staleness = value
 
     def _keep(self) -> None:
@@ -269,7 +269,7 @@ class StalenessAwareSampler(Sampler):
         Raises:
             SchemaError: There is no field `version_key`, or it is not one number per row.
             NotReadyError: All rows are too stale or have weight 0, or no row matches.
-            ValueError: `staleness_weight_fn` returned something other than weights.
+            ArgumentError: `staleness_weight_fn` returned something other than weights.
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
@@ -428,7 +428,7 @@ def _ask_weights(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats)
     given = ask(torch.from_numpy(staleness.astype(np.float32)))
     weights: Floats = torch.as_tensor(given).detach().cpu().to(torch.float64).numpy()
     if weights.shape != staleness.shape or not (np.isfinite(weights) & (weights >= 0)).all():
-        raise ValueError(
+        raise ArgumentError(
             f"staleness_weight_fn must return {staleness.size} finite weights >= 0, one per staleness; "
             f"it returned {given}"
         )

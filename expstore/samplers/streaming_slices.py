@@ -17,6 +17,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.torchrl_keywords import STREAMING_SLICES, check_keywords
 from expstore.core.values import IntArray, Selection
+from expstore.errors import ArgumentError
 from expstore.samplers.slice_options import NestedKey, Span
 from expstore.samplers.slices import SliceSampler
 
@@ -61,8 +62,7 @@ class StreamingSliceSampler(SliceSampler):
             refused with the reason.
 
     Raises:
-        TypeError: `slice_len` is not an integer.
-        ValueError: `slice_len` is below 1, or an option is not supported.
+        ArgumentError: `slice_len` is not an integer; `slice_len` is below 1, or an option is not supported.
 
     Example:
         >>> sampler = StreamingSliceSampler(slice_len=4)
@@ -88,9 +88,9 @@ class StreamingSliceSampler(SliceSampler):
     ) -> None:
         check_keywords(self, torchrl, STREAMING_SLICES)
         if isinstance(slice_len, bool) or not isinstance(slice_len, int):
-            raise TypeError("slice_len must be a positive integer.")
+            raise ArgumentError("slice_len must be a positive integer.")
         if slice_len < 1:
-            raise ValueError("slice_len must be a positive integer.")
+            raise ArgumentError("slice_len must be a positive integer.")
         super().__init__(
             slice_len=slice_len,
             end_key=end_key,
@@ -116,11 +116,11 @@ class StreamingSliceSampler(SliceSampler):
         If it had none, only rows that are written from now on are new.
 
         Raises:
-            ValueError: The storage's capacity is too small for a slice.
+            ArgumentError: The storage's capacity is too small for a slice.
         """
         length = self.slicing.slice_len or 1
         if storage.capacity is not None and storage.capacity < length * storage.geometry.lanes:
-            raise ValueError(
+            raise ArgumentError(
                 f"Storage capacity {storage.capacity} cannot hold one slice_len={length} window."
             )
         super().attach(storage)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Key, Mark, Selection, to_key
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler, call_with_storage, is_written, readable, tell_write
 from expstore.samplers.names import make_sampler
 
@@ -30,20 +30,20 @@ def adapt(sampler: Any) -> Sampler:
     """Return a buffer's sampler: the given one, a new one by its name, or an adapter of the given object.
 
     Raises:
-        ArgumentError: There is no sampler of this name, or it has required arguments.
-        TypeError: The object has no method `sample`, or is a sampler of torchrl itself.
+        ArgumentError: There is no sampler of this name, or it has required arguments; the object has no
+            method `sample`, or is a sampler of torchrl itself.
     """
     if isinstance(sampler, str):
         return make_sampler(sampler)
     if not callable(getattr(sampler, "sample", None)):
-        raise TypeError(
+        raise ArgumentError(
             f"sampler must be a name, or an object with a method sample; got {type(sampler).__name__}"
         )
     if isinstance(sampler, Sampler) and _takes_generator(sampler):
         return sampler
     kind = type(sampler)
     if kind.__module__.partition(".")[0] == "torchrl":
-        raise TypeError(
+        raise ArgumentError(
             f"torchrl's {kind.__name__} reads torchrl's storages only; use the sampler of the same name in "
             "expstore.samplers"
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from expstore.core.values import IntArray, Selection, Window, cut_run
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
 
@@ -61,7 +61,7 @@ class SamplerWithoutReplacement(Sampler):
         weight: Not supported, because every row is drawn once per pass.
 
     Raises:
-        ValueError: A weight was given.
+        ArgumentError: A weight was given.
 
     Example:
         >>> rb = TensorDictReplayBuffer(
@@ -122,7 +122,7 @@ class SamplerWithoutReplacement(Sampler):
 
         Raises:
             NotReadyError: No row is readable, or no row matches.
-            ValueError: `drop_last` is True, and the rows do not fill a batch.
+            ArgumentError: `drop_last` is True, and the rows do not fill a batch.
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
@@ -167,7 +167,7 @@ class SamplerWithoutReplacement(Sampler):
                 break
         else:
             if ids.size:
-                raise ValueError(
+                raise ArgumentError(
                     f"The batch size ({count}) is greater than the number of rows ({ids.size}) that match "
                     f"{self.filter}, and drop_last=True drops smaller batches"
                 )
@@ -202,14 +202,14 @@ class SamplerWithoutReplacement(Sampler):
         """Return the next `count` places of the pass, or all that remain; the state does not change yet.
 
         Raises:
-            ValueError: `drop_last` is True, and the rows do not fill a batch.
+            ArgumentError: `drop_last` is True, and the rows do not fill a batch.
         """
         number, position = self._pass, self._position
         key = _key_of(generator)
         if size != self._size or key != (self._key or key):
             number, position = number + 1, 0
         if self.drop_last and count > size:
-            raise ValueError(
+            raise ArgumentError(
                 f"The batch size ({count}) is greater than the storage capacity ({size}), and "
                 "drop_last=True drops smaller batches"
             )

@@ -50,6 +50,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     OBJECT: np.dtype("O"),
 }
 
+_MORE_DIMS = "extend() stores the rows of a batch of one dim; reshape(-1) makes one of more dims"
 #: Number of fields that a notebook lists.
 _LISTED_FIELDS = 30
 
@@ -470,7 +471,8 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
         )
     if column.shape[1:] != entry.shape:
         raise SchemaError(
-            f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}"
+            f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}{list(column.shape[1:])}",
+            hint=_MORE_DIMS if column.shape[2:] == entry.shape else "",
         )
     if dtype != entry.dtype:
         other = {"bfloat16", OBJECT} & {dtype, entry.dtype}

@@ -23,7 +23,7 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import ArgumentError, NotFoundError, StateError
 from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.schema import Schema
@@ -65,7 +65,7 @@ class Storage(ReadView):
         index_path: The file of the SQL index; None: in memory.
 
     Raises:
-        ValueError: The capacity or `ndim` is less than 1.
+        ArgumentError: The capacity or `ndim` is less than 1.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Storage(ReadView):
         index_path: Path | None = None,
     ) -> None:
         if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+            raise ArgumentError(f"capacity must be at least 1, got {capacity}")
         made = description or Description(
             geometry=RingGeometry(capacity, check_ndim(ndim)), seed=seed, flatten=flatten
         )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from expstore.core.members import Members
+from expstore.errors import ArgumentError
 
 __all__ = ["StorageEnsemble"]
 
@@ -24,7 +25,7 @@ class StorageEnsemble(Members):
         transforms: A transform for the rows of each storage; None: rows are not transformed.
 
     Raises:
-        TypeError: The number of transforms differs from the number of storages.
+        ArgumentError: The number of transforms differs from the number of storages.
 
     Example:
         >>> storages = StorageEnsemble(MemoryStorage(10), MemoryStorage(20))
@@ -37,7 +38,7 @@ class StorageEnsemble(Members):
     def __init__(self, *storages: Any, transforms: Sequence[Any] | None = None) -> None:
         super().__init__(*storages)
         if transforms is not None and len(transforms) != len(storages):
-            raise TypeError("transforms must have the same length as the storages provided.")
+            raise ArgumentError("transforms must have the same length as the storages provided.")
         self.transforms = None if transforms is None else list(transforms)
 
     def _select_members(self, numbers: list[int]) -> StorageEnsemble:

@@ -11,7 +11,7 @@ import numpy as np
 
 from expstore.core.values import IntArray
 from expstore.episodes.fragments import all_ids
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.storages.read_view import ReadView
 
 __all__ = ["check_episode", "rows_of_episode", "steps_of_episode", "unknown_episode"]
@@ -61,9 +61,9 @@ def check_episode(episode_id: int) -> int:
     """Return an episode id as an int.
 
     Raises:
-        TypeError: The id is not an integer.
+        ArgumentError: The id is not an integer.
     """
     try:
         return operator.index(episode_id)
     except TypeError:
-        raise TypeError(f"an episode id must be an integer, got {type(episode_id).__name__}") from None
+        raise ArgumentError(f"an episode id must be an integer, got {type(episode_id).__name__}") from None

@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray
 from expstore.episodes.joins import BatchJoins
-from expstore.errors import NoRowError, SchemaError, StateError
+from expstore.errors import ArgumentError, NoRowError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
@@ -134,7 +134,7 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
         ids = _sort_ids(storage)[numbers.astype(bool)]
         return ids, ids.shape
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise TypeError(f"an index of rows must be integers, got {numbers.dtype}")
+        raise ArgumentError(f"an index of rows must be integers, got {numbers.dtype}")
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
     # Where rows were deleted and not replaced by newer ones, the newest row is still number -1.
     end = storage.last if storage.capacity is None else storage.window.size
@@ -241,7 +241,7 @@ def contains(storage: ReadView, item: Any) -> Any:
 
     numbers = np.asarray(_plain(item))
     if numbers.dtype.kind not in "iu":
-        raise TypeError(f"an index of rows must be integers, got {type(item).__name__}")
+        raise ArgumentError(f"an index of rows must be integers, got {type(item).__name__}")
     there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
     there[storage.geometry.index_of(storage.window.ids())] = True
     size = len(storage)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from expstore.core.torchrl_keywords import MEMMAP_STORAGE, check_keywords
 from expstore.disk.files import Disk, File
 from expstore.disk.local_path import local_path
-from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.errors import ArgumentError, ExpStoreError, StateError, StorageError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.snapshots.portable_storage import PortableStorage
@@ -81,7 +81,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         StateError: The folder has a store with other settings; or one with rows, or one that `auto_cleanup`
             would remove, and `existsok` is False.
         LockedError: Another process has the store open.
-        ValueError: An argument is out of range, or not supported.
+        ArgumentError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
@@ -104,7 +104,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         check_keywords(self, torchrl, MEMMAP_STORAGE)
         self.device = find_device(device)
         if self.device is not None and self.device.type != "cpu":
-            raise ValueError(
+            raise ArgumentError(
                 "Memory map device other than CPU isn't supported: rows are in files; pass the device on "
                 "which batches are returned to the buffer instead"
             )
@@ -116,6 +116,11 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         known = folder is not None and disk.exists(folder / MANIFEST)
         if folder and known and not existsok and (auto_cleanup or Manifest.load(disk, folder).schema):
             raise _build_not_empty_error(str(folder))
+        if folder and known and (stored := Manifest.load(disk, folder).geometry.capacity) != max_size:
+            raise StateError(
+                f"{folder} was made with max_size={stored}, opened with max_size={max_size}",
+                hint=f"pass max_size={stored}, or run `expstore resize {folder} --capacity {max_size}` first",
+            )
         settings = Settings(seed=None if known else find_seed(seed))
         path = disk.make_temp_dir("expstore-") if folder is None else folder
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from expstore.core.geometry import RingGeometry
 from expstore.core.torchrl_keywords import OBJECT_STORAGE, TENSOR_STORAGE, check_keywords
 from expstore.core.values import Array
+from expstore.errors import ArgumentError
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed
 
@@ -47,7 +48,7 @@ class TensorStorage(MemoryStorage):
             other values raise an error that gives the reason.
 
     Raises:
-        ValueError: There are no rows, or not `max_size` of them; or an argument is not supported.
+        ArgumentError: There are no rows, or not `max_size` of them; or an argument is not supported.
         SchemaError: Rows of this kind cannot be stored.
 
     Example:
@@ -73,10 +74,10 @@ class TensorStorage(MemoryStorage):
 
         check_keywords(self, torchrl, OBJECT_STORAGE)
         if storage is None:
-            raise ValueError("Expected storage to be non-null.")
+            raise ArgumentError("Expected storage to be non-null.")
         shape = rows_along(storage, ndim)
         if max_size is not None and max_size != shape[0]:
-            raise ValueError(
+            raise ArgumentError(
                 "The max-size and the storage shape mismatch: got "
                 f"max_size={max_size} for a storage of shape {shape}."
             )
@@ -121,7 +122,7 @@ class LazyTensorStorage(TensorStorage):
             other values raise an error that gives the reason.
 
     Raises:
-        ValueError: An argument is out of range, or not supported.
+        ArgumentError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from expstore.core.values import Key, key_name, to_key
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.trajectories.splitting import DEFAULT_DONE_KEYS
 
 __all__ = ["DensifyReward", "MultiStep"]
@@ -38,8 +38,7 @@ class MultiStep(nn.Module):
         n_steps: The largest number of steps in a sum, at least 1.
 
     Raises:
-        TypeError: `gamma` is not a number.
-        ValueError: A number is out of range.
+        ArgumentError: `gamma` is not a number; a number is out of range.
 
     Example:
         >>> reward, done = torch.ones(4, 1), torch.tensor([[False], [False], [True], [False]])
@@ -54,16 +53,18 @@ class MultiStep(nn.Module):
     def __init__(self, gamma: float, n_steps: int) -> None:
         super().__init__()
         if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps <= 0:
-            raise ValueError(
+            raise ArgumentError(
                 "n_steps must be a non-negative integer. More exactly, it must be positive, not "
                 f"{n_steps!r}; 1 changes nothing."
             )
         try:
             inside = 0 < gamma <= 1
         except TypeError:
-            raise TypeError(f"gamma is a discount, a number above 0 and at most 1, got {gamma!r}") from None
+            raise ArgumentError(
+                f"gamma is a discount, a number above 0 and at most 1, got {gamma!r}"
+            ) from None
         if not inside:
-            raise ValueError(f"got out-of-bounds gamma decay: gamma={gamma}")
+            raise ArgumentError(f"got out-of-bounds gamma decay: gamma={gamma}")
         self.gamma = gamma
         self.n_steps = n_steps
         self.register_buffer(

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase, is_non_tensor
 
 from expstore.core.values import IntArray, Key, to_key
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 
 __all__ = [
     "Condition",
@@ -45,7 +45,7 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
         data: The transitions. One batch dim.
 
     Raises:
-        ValueError: `data` does not have exactly one batch dim.
+        ArgumentError: `data` does not have exactly one batch dim.
 
     Example:
         >>> trajectory = Trajectory(TensorDict({"reward": torch.ones(3)}, [3]))
@@ -61,7 +61,7 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
         """Set the batch size to that of the data."""
         if not self.batch_size and self.data is not None and self.data.batch_dims:
             if self.data.batch_dims != 1:
-                raise ValueError(
+                raise ArgumentError(
                     "Trajectory expects data with a single batch dimension, got "
                     f"batch_size={self.data.batch_size}."
                 )
@@ -176,7 +176,7 @@ class TrajectoryPredicate:
         if not isinstance(other, TrajectoryPredicate):
             if isinstance(other, _PerStep):
                 other()
-            raise TypeError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
+            raise ArgumentError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
         kind = _kind_of(self, other)
         return kind(fn, f"({self._text} {sign} {other._text})", _join_keys(self._keys, other._keys))
 
@@ -184,7 +184,7 @@ class TrajectoryPredicate:
         return _kind_of(self)(lambda t: not self(t), f"~{self._text}", self._keys)
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self._text} has no truth value by itself: combine conditions with &, | and ~")
+        raise ArgumentError(f"{self._text} has no truth value by itself: combine conditions with &, | and ~")
 
     def __repr__(self) -> str:
         return f"TrajectoryPredicate({self._text})"
@@ -262,9 +262,9 @@ class _PerStep(_Expression):
         """Raise an error: values per step are not a condition.
 
         Raises:
-            TypeError: Always.
+            ArgumentError: Always.
         """
-        raise TypeError(
+        raise ArgumentError(
             f"{self._text} compares per-transition values and is ambiguous as a trajectory filter. Call "
             ".any() or .all() to reduce it to a single boolean."
         )
@@ -362,12 +362,12 @@ def check_predicate(predicate: Any) -> None:
     """Check that a value is a condition on trajectories.
 
     Raises:
-        TypeError: It has a value per step instead of one per trajectory, or it is not a condition.
+        ArgumentError: It has a value per step instead of one per trajectory, or it is not a condition.
     """
     if isinstance(predicate, _PerStep):
         predicate()
     if predicate is not None and not callable(predicate):
-        raise TypeError(
+        raise ArgumentError(
             f"a condition must be built from traj or be a function of a trajectory; got {predicate!r}"
         )
 
@@ -435,8 +435,7 @@ def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Ite
 
     Raises:
         NotFoundError: The field does not exist, or no field identifies or ends trajectories.
-        TypeError: `data` is not a TensorDict.
-        ValueError: `data` does not have exactly one batch dim.
+        ArgumentError: `data` is not a TensorDict; `data` does not have exactly one batch dim.
 
     Example:
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])
@@ -444,11 +443,11 @@ def iter_trajectories(data: Any, trajectory_key: str | Key | None = None) -> Ite
         [2, 1]
     """
     if not isinstance(data, TensorDictBase):
-        raise TypeError(
+        raise ArgumentError(
             f"iter_trajectories expects a TensorDictBase, got {type(data)}; other data has no fields"
         )
     if data.batch_dims != 1:
-        raise ValueError(
+        raise ArgumentError(
             "iter_trajectories expects data with a single batch dimension (flat transitions), got "
             f"batch_size={data.batch_size}."
         )
@@ -471,8 +470,8 @@ def filter_trajectories(
 
     Raises:
         NotFoundError: The field does not exist, or no field identifies or ends trajectories.
-        TypeError: `data` is not a TensorDict, or the condition has a value per step.
-        ValueError: `data` does not have exactly one batch dim.
+        ArgumentError: `data` is not a TensorDict, or the condition has a value per step; `data` does not have
+            exactly one batch dim.
 
     Example:
         >>> data = TensorDict({"episode": torch.tensor([0, 0, 1]), "reward": torch.ones(3)}, [3])

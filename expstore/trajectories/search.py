@@ -19,7 +19,7 @@ from expstore.core.values import Array, IntArray, Key, to_key
 from expstore.data.batch import Builder
 from expstore.data.containers import form_of
 from expstore.data.nested_rows import split_rows, take_rows
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import ArgumentError, NotFoundError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
@@ -57,7 +57,7 @@ def find_trajectories(
 
     Raises:
         NotFoundError: The field does not exist, or no field identifies or ends trajectories.
-        TypeError: Rows are not TensorDicts, or the condition has a value per step.
+        ArgumentError: Rows are not TensorDicts, or the condition has a value per step.
     """
     check_predicate(predicate)
     if not len(storage):
@@ -97,7 +97,7 @@ def _search_rows(
 ) -> Iterator[Any]:
     form = form_of(storage)
     if not is_tensor_collection(form.build(_build_no_rows(storage.require_schema()), (0,), {})):
-        raise TypeError(
+        raise ArgumentError(
             "ReplayBuffer.query requires a tensordict-backed storage: rows of other kinds have no fields"
         )
     schema = storage.require_schema()
@@ -367,11 +367,11 @@ def _search_objects(
     items = column.tolist()
     wrong = next((item for item in items if not isinstance(item, TensorDictBase)), None)
     if wrong is not None:
-        raise TypeError(
+        raise ArgumentError(
             f"ReplayBuffer.query requires a tensordict-backed storage, got items of type {type(wrong)}."
         )
     if any(item.batch_dims for item in items):
-        raise TypeError(
+        raise ArgumentError(
             "ReplayBuffer.query on a list-based storage expects single-transition (scalar) items."
         )
     transform.look(storage, np.zeros(0, np.int64))  # raises an error for transforms that read other steps

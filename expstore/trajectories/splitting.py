@@ -13,7 +13,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from expstore.core.values import Key, check_key, key_name, to_key
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 
 __all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
 
@@ -50,7 +50,7 @@ def split_trajectories(
         batch without lanes gets a first dim).
 
     Raises:
-        TypeError: It is not a TensorDict, or a key is not a key.
+        ArgumentError: It is not a TensorDict, or a key is not a key.
         SchemaError: It has no batch dims or no steps, or the field with trajectory ids or ends is missing or
             has more than one value per step.
 
@@ -62,7 +62,7 @@ def split_trajectories(
                 [3, 4, 0]])
     """
     if not isinstance(rollout_tensordict, TensorDictBase):
-        raise TypeError(
+        raise ArgumentError(
             "split_trajectories takes steps as a TensorDict, as collectors return them, got "
             f"{type(rollout_tensordict).__name__}"
         )
@@ -202,7 +202,7 @@ def find_start_stop_traj(
         continues at the beginning of the ring, its first row is after its last one.
 
     Raises:
-        TypeError: Both or neither of `trajectory` and `end` are passed.
+        ArgumentError: Both or neither of `trajectory` and `end` are passed.
         RuntimeError: There are no rows, or `cursor` is not one of them.
 
     Example:
@@ -213,7 +213,7 @@ def find_start_stop_traj(
     """
     given = trajectory if trajectory is not None else end
     if given is None or (trajectory is not None and end is not None):
-        raise TypeError(
+        raise ArgumentError(
             "Exactly one of `trajectory` and `end` must be provided, got "
             f"trajectory={trajectory} and end={end}."
         )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
 from expstore.episodes.segmentation import find_ends
-from expstore.errors import SchemaError, StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import ARROW, OBJECT
 
@@ -413,13 +413,12 @@ def keys_of(
         default: The default of `in_keys`.
 
     Raises:
-        TypeError: A value is not a key.
-        ValueError: The numbers of keys differ.
+        ArgumentError: A value is not a key; the numbers of keys differ.
     """
     found = list(default) if in_keys is None else check_keys("in_keys", in_keys, nested=True)
     others = list(found) if out_keys is None else check_keys("out_keys", out_keys, nested=True)
     if len(found) != len(others):
-        raise ValueError(
+        raise ArgumentError(
             f"in_keys and out_keys must have the same length, got {len(found)} and {len(others)}"
         )
     return found, others
@@ -434,13 +433,13 @@ def check_keys(argument: str, keys: Any, *, nested: bool = False) -> list[Nested
         nested: Whether a tuple of names is one nested key instead of several keys.
 
     Raises:
-        TypeError: A value is not a key.
+        ArgumentError: A value is not a key.
     """
     names = isinstance(keys, tuple) and bool(keys) and all(isinstance(part, str) for part in keys)
     if isinstance(keys, str) or (nested and names):
         return [keys]
     if not isinstance(keys, Iterable):
-        raise TypeError(f"{argument} are the keys of fields, got {keys!r}; give a list of names")
+        raise ArgumentError(f"{argument} are the keys of fields, got {keys!r}; give a list of names")
     found = list(keys)
     for key in found:
         check_key(f"each of {argument}", key)
@@ -451,15 +450,18 @@ def check_discount(transform: str, gamma: Any) -> float:
     """Check a discount passed by a user and return it as a float from 0 to 1.
 
     Raises:
-        TypeError: It is not a number.
-        ValueError: It is below 0 or above 1.
+        ArgumentError: It is not a number; it is below 0 or above 1.
     """
     try:
         value = float(gamma)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{transform}: gamma is a discount, a number from 0 to 1, got {gamma!r}") from None
+        raise ArgumentError(
+            f"{transform}: gamma is a discount, a number from 0 to 1, got {gamma!r}"
+        ) from None
     if not 0 <= value <= 1:
-        raise ValueError(f"{transform}: got out-of-bounds gamma decay: gamma={value}; give one from 0 to 1")
+        raise ArgumentError(
+            f"{transform}: got out-of-bounds gamma decay: gamma={value}; give one from 0 to 1"
+        )
     return value
 
 
@@ -467,11 +469,11 @@ def convert_fill(argument: str, value: Any) -> Any:
     """Check a fill value passed by a user (for steps that do not exist) and return it as a number.
 
     Raises:
-        TypeError: It is not a number.
+        ArgumentError: It is not a number.
     """
     number = value.item() if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0 else value
     if not isinstance(number, int | float | complex):
-        raise TypeError(f"{argument} must be a number: the value where there is no step; got {value!r}")
+        raise ArgumentError(f"{argument} must be a number: the value where there is no step; got {value!r}")
     return number
 
 
@@ -489,7 +491,7 @@ def check_fill(argument: str, value: Any, key: NestedKey, dtype: torch.dtype) ->
         whole = not isinstance(value, complex) and math.isfinite(value) and value == int(value)
         fits = whole and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
     if not fits:
-        raise ValueError(
+        raise ArgumentError(
             f"{argument}={value!r} cannot be a value of {key_name(to_key(key))!r}, which has dtype {dtype}; "
             "pass one that this dtype can hold"
         )
@@ -505,4 +507,4 @@ def refuse_given(transform: str, reason: str, **given: tuple[Any, Any]) -> None:
     """
     for name, (value, default) in given.items():
         if value != default:
-            raise ValueError(f"{transform}: {name}={value!r} is not supported: {reason}; leave it out")
+            raise ArgumentError(f"{transform}: {name}={value!r} is not supported: {reason}; leave it out")

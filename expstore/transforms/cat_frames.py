@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.values import Key, key_name, to_key
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.transforms.base import (
     StepTransform,
     StepView,
@@ -75,9 +75,8 @@ class CatFrames(StepTransform):
         mask_key: The field for which frames were padded, if any. Shape `(n, N)`, bool.
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is not supported or is out of range, or the numbers of `in_keys` and
-            `out_keys` differ.
+        ArgumentError: An argument has the wrong type; an argument is not supported or is out of range, or the
+            numbers of `in_keys` and `out_keys` differ.
 
     Example:
         >>> rb.append_transform(CatFrames(4, dim=-3, in_keys=["pixels", ("next", "pixels")]))
@@ -100,16 +99,16 @@ class CatFrames(StepTransform):
         mask_key: NestedKey | None = None,
     ) -> None:
         if isinstance(N, bool) or not isinstance(N, int) or N < 1:
-            raise ValueError(f"N must be a positive whole number, got {N!r}")
+            raise ArgumentError(f"N must be a positive whole number, got {N!r}")
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim must be a dim of a row, a negative integer, got {dim!r}")
+            raise ArgumentError(f"dim must be a dim of a row, a negative integer, got {dim!r}")
         if dim >= 0:
-            raise ValueError(
+            raise ArgumentError(
                 "dim must be < 0 to accommodate for tensordict of different batch-sizes (since negative dims "
                 "are batch invariant)."
             )
         if padding not in ("same", "constant"):
-            raise ValueError(f"padding must be one of 'same' and 'constant', got {padding!r}")
+            raise ArgumentError(f"padding must be one of 'same' and 'constant', got {padding!r}")
         refuse_given("CatFrames", "every frame would be stored N times", as_inverse=(as_inverse, False))
         refuse_given("CatFrames", "no environment is reset", reset_key=(reset_key, None))
         done = None if done_key == "done" else done_key
@@ -124,7 +123,7 @@ class CatFrames(StepTransform):
 
         Raises:
             SchemaError: There is no such field, or it has too few dims.
-            ValueError: The field cannot hold the padding value.
+            ArgumentError: The field cannot hold the padding value.
         """
         seen = _Seen()
         begin = 0 if self.future else 1 - self.N
@@ -159,7 +158,7 @@ class CatFrames(StepTransform):
 
         Raises:
             NotFoundError: The batch has no such field.
-            ValueError: A frame has too few dims.
+            ArgumentError: A frame has too few dims.
         """
         made = []
         for name, stack in zip(self.in_keys, seen.stacks, strict=True):
@@ -179,7 +178,7 @@ class CatFrames(StepTransform):
         """Concatenate frames along `dim`. Shape `(n, *row shape)`, with `dim` N times as large."""
         place = frames.ndim + self.dim
         if place < 2:
-            raise ValueError(
+            raise ArgumentError(
                 f"dim={self.dim} is out of range for {key_name(to_key(name))!r}, which has row shape "
                 f"{list(frames.shape[2:])}"
             )

@@ -14,7 +14,7 @@ import numpy as np
 from tensordict import is_tensor_collection
 
 from expstore.core.values import Array, IntArray
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.storages.indexing import read_rows
 from expstore.transforms.base import StepTransform, StepView
 
@@ -40,7 +40,7 @@ class Compose:
         transforms: The transforms, in the order in which they are applied to samples; or one list of them.
 
     Raises:
-        ValueError: A value is neither a transform nor callable, or there are two `MultiStepTransform`s.
+        ArgumentError: A value is neither a transform nor callable, or there are two `MultiStepTransform`s.
 
     Example:
         >>> chain = Compose(lambda batch: batch.set("double", batch["reward"] * 2))
@@ -56,7 +56,7 @@ class Compose:
     def _set(self, transforms: tuple[Any, ...]) -> None:
         sums = [part for part in transforms if isinstance(part, StepTransform) and part.moves]
         if len(sums) > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"two would overwrite each other's fields, {sums[0]!r} and {sums[1]!r}: one is enough; set "
                 "its n_steps for another number of steps, and pass all reward_keys to it"
             )
@@ -73,7 +73,7 @@ class Compose:
 
         Raises:
             RuntimeError: A value is neither a transform nor callable.
-            ValueError: There is more than one `MultiStepTransform`.
+            ArgumentError: There is more than one `MultiStepTransform`.
         """
         if isinstance(transform, Compose):
             return transform
@@ -98,7 +98,7 @@ class Compose:
 
         Raises:
             StateError: A transform reads other steps, which only a buffer can provide.
-            TypeError: A transform returned None.
+            ArgumentError: A transform returned None.
         """
         for step in self.steps:
             step.forward(batch)
@@ -203,7 +203,7 @@ class Compose:
             invert: Whether to apply its `forward` to written data, and its `inv` to sampled batches.
 
         Raises:
-            ValueError: It is neither a transform nor callable, or it is a second `MultiStepTransform`.
+            ArgumentError: It is neither a transform nor callable, or it is a second `MultiStepTransform`.
         """
         self.insert(len(self), transform, invert=invert)
 
@@ -216,13 +216,13 @@ class Compose:
             invert: Whether to apply its `forward` to written data, and its `inv` to sampled batches.
 
         Raises:
-            ValueError: The index is out of range; the transform is neither a transform nor callable; it reads
-                other steps and `invert` is True (written data has no other steps yet); or it is a second
-                `MultiStepTransform`.
+            ArgumentError: The index is out of range; the transform is neither a transform nor callable; it
+                reads other steps and `invert` is True (written data has no other steps yet); or it is a
+                second `MultiStepTransform`.
         """
         size = len(self.transforms)
         if abs(index) > size:
-            raise ValueError(f"Index expected to be between [-{size}, {size}] got index={index}")
+            raise ArgumentError(f"Index expected to be between [-{size}, {size}] got index={index}")
         parts = _parts(transform)
         if invert:
             parts = tuple(Inverted(part) for part in reversed(parts))
@@ -281,7 +281,7 @@ class Inverted:
         transform: The transform.
 
     Raises:
-        ValueError: It reads other steps.
+        ArgumentError: It reads other steps.
 
     Example:
         >>> rb.append_transform(lambda batch: batch.set("seen", torch.zeros(batch.shape)), invert=True)
@@ -289,7 +289,7 @@ class Inverted:
 
     def __init__(self, transform: Any) -> None:
         if isinstance(transform, StepTransform):
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(transform).__name__} reads other steps of stored rows, and data to be written has "
                 "none yet: leave invert out"
             )
@@ -331,7 +331,7 @@ def _parts(transform: Any) -> tuple[Any, ...]:
     if isinstance(transform, Compose):
         return tuple(transform)
     if not callable(transform) and not hasattr(transform, "forward"):
-        raise ValueError(
+        raise ArgumentError(
             "Transform list must contain only transforms or callable. "
             f"Got a element of type {type(transform)}."
         )
@@ -349,7 +349,7 @@ def _parts(transform: Any) -> tuple[Any, ...]:
 
 def _require_result(transform: Any, made: Any) -> Any:
     if made is None:
-        raise TypeError(f"{transform!r} returned None; a transform must return the transformed batch")
+        raise ArgumentError(f"{transform!r} returned None; a transform must return the transformed batch")
     return made
 
 

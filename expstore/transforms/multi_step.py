@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Schema
 from expstore.transforms.base import (
@@ -72,8 +72,8 @@ class MultiStepTransform(StepTransform):
         mask_key: A bool field; rows where it is False count as terminal in `nonterminal`. "mask" by default.
 
     Raises:
-        TypeError: `gamma` is not a number, or a key is not a key.
-        ValueError: `n_steps` is not a positive integer, `gamma` is out of range, or `reward_keys` is empty.
+        ArgumentError: `gamma` is not a number, or a key is not a key; `n_steps` is not a positive integer,
+            `gamma` is out of range, or `reward_keys` is empty.
 
     Example:
         >>> rb.append_transform(MultiStepTransform(n_steps=3, gamma=0.99))
@@ -97,7 +97,7 @@ class MultiStepTransform(StepTransform):
         self.gamma = check_discount("MultiStepTransform", gamma)
         self.reward_keys = check_keys("reward_keys", ["reward"] if reward_keys is None else reward_keys)
         if not self.reward_keys:
-            raise ValueError('reward_keys=[] leaves nothing to sum up; leave it out for ["reward"]')
+            raise ArgumentError('reward_keys=[] leaves nothing to sum up; leave it out for ["reward"]')
         self.done_key = "done" if done_key is None else done_key
         self.done_keys = check_keys("done_keys", list(_DONE_KEYS) if done_keys is None else done_keys)
         self.mask_key = "mask" if mask_key is None else mask_key
@@ -113,7 +113,7 @@ class MultiStepTransform(StepTransform):
     @n_steps.setter
     def n_steps(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError("The value of n_steps must be a strictly positive integer.")
+            raise ArgumentError("The value of n_steps must be a strictly positive integer.")
         self._n_steps = value
 
     @property

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.values import to_key
+from expstore.errors import ArgumentError
 from expstore.transforms.base import (
     StepTransform,
     StepView,
@@ -60,8 +61,8 @@ class NextStateReconstructor(StepTransform):
         strict: Not supported, like `traj_key`.
 
     Raises:
-        TypeError: A key is not a key, or `fill_value` is not a number.
-        ValueError: An argument that is not supported has another value than its default.
+        ArgumentError: A key is not a key, or `fill_value` is not a number; an argument that is not supported
+            has another value than its default.
 
     Example:
         >>> rb.append_transform(NextStateReconstructor(["pixels"], fill_value=0))
@@ -97,14 +98,14 @@ class NextStateReconstructor(StepTransform):
 
         Raises:
             SchemaError: There is no such field, or its rows are not tensors.
-            TypeError: The field has integers, and `fill_value` is NaN.
-            ValueError: The field cannot hold `fill_value`.
+            ArgumentError: The field has integers, and `fill_value` is NaN; the field cannot hold
+                `fill_value`.
         """
         ids, valid = view.at(view.next_ids, [1])
         values = [view.tensor(ids[:, 0], to_key(key)) for key in self.keys]
         for key, value in zip(self.keys, values, strict=True):
             if not (value.is_floating_point() or value.is_complex()) and cmath.isnan(self.fill_value):
-                raise TypeError(
+                raise ArgumentError(
                     f"NextStateReconstructor: root key {key!r} has non-floating dtype {value.dtype}; pass an "
                     "explicit integer `fill_value` for this key (NaN cannot be represented)."
                 )

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from expstore.core.values import key_name, to_key
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 
 __all__ = ["RandomCropTensorDict"]
 
@@ -37,7 +37,7 @@ class RandomCropTensorDict(nn.Module):
             global one.
 
     Raises:
-        ValueError: `sub_seq_len` is not at least 1.
+        ArgumentError: `sub_seq_len` is not at least 1.
 
     Example:
         >>> data = TensorDict({"x": torch.arange(10).expand(3, 10)}, [3, 10])
@@ -61,7 +61,7 @@ class RandomCropTensorDict(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(sub_seq_len, bool) or not isinstance(sub_seq_len, int) or sub_seq_len < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"sub_seq_len must be the number of steps of a crop, at least 1, got {sub_seq_len!r}"
             )
         if sample_dim > 0:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, check_key, to_key
+from expstore.errors import ArgumentError
 from expstore.kernels.loader import compiling
 from expstore.transforms.base import StepTransform, StepView, below_next, check_discount, keys_of
 
@@ -42,8 +43,8 @@ class Reward2GoTransform(StepTransform):
             store.
 
     Raises:
-        TypeError: `gamma` is not a number, or a key is not a key.
-        ValueError: The numbers of `in_keys` and `out_keys` differ, or `gamma` is out of range.
+        ArgumentError: `gamma` is not a number, or a key is not a key; the numbers of `in_keys` and `out_keys`
+            differ, or `gamma` is out of range.
 
     Example:
         >>> rb.append_transform(Reward2GoTransform(gamma=0.99, out_keys=["reward_to_go"]))
@@ -57,7 +58,7 @@ class Reward2GoTransform(StepTransform):
         done_key: NestedKey | None = "done",
     ) -> None:
         if gamma is None:
-            raise ValueError("gamma=None is not a discount; leave gamma out for no discount (1.0)")
+            raise ArgumentError("gamma=None is not a discount; leave gamma out for no discount (1.0)")
         self.gamma = check_discount("Reward2GoTransform", gamma)
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, [("next", "reward")])
         self.done_key: NestedKey = "done" if done_key is None else done_key

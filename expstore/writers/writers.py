@@ -23,7 +23,7 @@ from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
 from expstore.data.batch import StepReader
 from expstore.data.containers import stack_index, take
 from expstore.episodes.table import Steps
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
@@ -69,7 +69,7 @@ class Writer(ABC):
         """Attach the writer to the storage of a buffer.
 
         Raises:
-            ValueError: The writer cannot be used with this storage.
+            ArgumentError: The writer cannot be used with this storage.
         """
         self._storage = weakref.ref(storage)
 
@@ -208,12 +208,14 @@ class Writer(ABC):
         """Check that the state is of a writer with the same settings.
 
         Raises:
-            ValueError: A setting differs.
+            ArgumentError: A setting differs.
         """
         own = self.state_dict()
         for name, value in own.items():
             if name in state_dict and state_dict[name] != value:
-                raise ValueError(f"this writer has {name}={value!r}, the state {name}={state_dict[name]!r}")
+                raise ArgumentError(
+                    f"this writer has {name}={value!r}, the state {name}={state_dict[name]!r}"
+                )
 
     def dumps(self, path: str | Path) -> None:
         """Write nothing: a writer keeps its state in the storage."""
@@ -367,7 +369,7 @@ class TensorDictMaxValueWriter(Writer):
             refused with the reason.
 
     Raises:
-        ValueError: `reduction` is unknown.
+        ArgumentError: `reduction` is unknown.
 
     Example:
         >>> rb = TensorDictReplayBuffer(
@@ -386,7 +388,7 @@ class TensorDictMaxValueWriter(Writer):
         check_keywords(self, torchrl, WRITER)
         if reduction not in get_args(Reduction):
             known = ", ".join(map(repr, get_args(Reduction)))
-            raise ValueError(f"reduction {reduction!r} is unknown; use one of {known}")
+            raise ArgumentError(f"reduction {reduction!r} is unknown; use one of {known}")
         self._ranking = Ranking(("next", "reward") if rank_key is None else to_key(rank_key), reduction)
         self._known: _Known | None = None
 
@@ -394,10 +396,10 @@ class TensorDictMaxValueWriter(Writer):
         """Attach the writer to the storage of a buffer.
 
         Raises:
-            ValueError: The storage has several dims.
+            ArgumentError: The storage has several dims.
         """
         if storage.ndim > 1:
-            raise ValueError(
+            raise ArgumentError(
                 "TensorDictMaxValueWriter is not compatible with storages with more than one dimension: "
                 "a row would get the index of another lane; store whole trajectories as rows (ndim=1)"
             )
@@ -450,7 +452,7 @@ class TensorDictMaxValueWriter(Writer):
         Raises:
             StateError: The storage has rows that are ranked differently or not at all, or counts how often
                 rows are drawn.
-            ValueError: `info` is not empty: the rows have no episodes.
+            ArgumentError: `info` is not empty: the rows have no episodes.
         """
         self._check(storage, info)
         ranks = self._rank(storage.require_schema(), columns[self._place(storage)])
@@ -471,7 +473,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def _check(self, storage: Storage, info: str) -> None:
         if info:
-            raise ValueError(
+            raise ArgumentError(
                 "episode_info is not supported by TensorDictMaxValueWriter, whose rows have no episodes of "
                 "their own; leave it out"
             )

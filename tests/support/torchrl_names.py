@@ -77,7 +77,7 @@ _SLICES = (
     *("SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler"),
     "StreamingSliceSampler",
 )
-_IGNORED = "keeps a keyword that has no effect here"
+_IGNORED = "the value of a keyword that has no effect here"
 _MEMBERS = "its members have them: call the member's, or the buffer's"
 
 #: Reasons for missing members: classes, members, the reason.

@@ -20,6 +20,7 @@ from expstore.datasets.buffers.split_store import make_split_store, split_path
 from expstore.datasets.origin import Download, Origin, data_folder, prepare_dataset, remove_dataset
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.errors import ArgumentError
 from expstore.exchange.progress_bar import show_progress
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices import SliceSampler
@@ -194,12 +195,12 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             The store, for `ReplayBuffer(storage=...)`.
 
         Raises:
-            ValueError: `dim` is not 0.
+            ArgumentError: `dim` is not 0.
             StateError: `dest` exists and is not empty.
             SchemaError: The function returns no TensorDict, or another number of rows.
         """
         if dim != 0:
-            raise ValueError(f"dim={dim}: only the rows, dim 0, can be mapped")
+            raise ArgumentError(f"dim={dim}: only the rows, dim 0, can be mapped")
         return map_rows(
             self,
             fn,

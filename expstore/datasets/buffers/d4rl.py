@@ -15,7 +15,7 @@ from expstore.datasets.d4rl import D4RLReader
 from expstore.datasets.d4rl_files import D4RL_ADDRESS, d4rl_files, score_bounds
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.origin import Download, Origin
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -55,7 +55,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     Raises:
         KeyError: The data set does not exist.
         RuntimeError: `env_kwargs` are given.
-        ValueError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
+        ArgumentError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -93,9 +93,11 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"Cannot pass env_kwargs when `direct_download=True`. Got env_kwargs keys: {[*env_kwargs]}"
             )
         if from_env or direct_download is False:
-            raise ValueError("data sets are read from D4RL's files: leave out from_env and direct_download")
+            raise ArgumentError(
+                "data sets are read from D4RL's files: leave out from_env and direct_download"
+            )
         if terminate_on_end is False:
-            raise ValueError("terminate_on_end=False needs the package d4rl, which is not used")
+            raise ArgumentError("terminate_on_end=False needs the package d4rl, which is not used")
         if dataset_id not in d4rl_files():
             raise KeyError(f"Env {dataset_id} not found.")
         super().__init__(

@@ -10,6 +10,7 @@ from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.gen_dgrl import GenDGRLReader
 from expstore.datasets.origin import Download, Origin
+from expstore.errors import ArgumentError
 
 __all__ = ["GenDGRLExperienceReplay"]
 
@@ -51,7 +52,7 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         keywords: Arguments of the base class: `sampler`, `writer`, `transform` and so on.
 
     Raises:
-        ValueError: The data set does not exist.
+        ArgumentError: The data set does not exist.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -74,7 +75,7 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         **keywords: Any,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ValueError(
+            raise ArgumentError(
                 f"{dataset_id!r} is not one of the data sets. All ids: "
                 "GenDGRLExperienceReplay.available_datasets"
             )

@@ -18,7 +18,7 @@ from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_fa
 from expstore.datasets.lerobot import LEROBOT_KEYS, LeRobotReader, lerobot_key, map_option
 from expstore.datasets.lerobot_columns import lerobot_columns_to_tensordict
 from expstore.datasets.origin import Download, Origin
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import ArgumentError, NotFoundError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices import SliceSampler
 from expstore.transforms.next_state import NextStateReconstructor
@@ -72,7 +72,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ValueError: Both `num_slices` and `slice_len` are given.
+        ArgumentError: Both `num_slices` and `slice_len` are given.
         StateError: The store exists and was made with another `key_map` or `decode_video`.
         ModuleNotFoundError: The data set has videos, and av is not installed.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
@@ -107,7 +107,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         _data: TensorDict | None = None,
     ) -> None:
         if num_slices is not None and slice_len is not None:
-            raise ValueError("num_slices or slice_len can be passed, but not both.")
+            raise ArgumentError("num_slices or slice_len can be passed, but not both.")
         self.repo_id = repo_id
         self.key_map = key_map
         self.num_slices = num_slices
@@ -170,7 +170,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
             kwargs: Other arguments of the class.
 
         Raises:
-            ValueError: A column cannot be used, or `rehydrate=True` is given and the rows have no episode
+            ArgumentError: A column cannot be used, or `rehydrate=True` is given and the rows have no episode
                 key.
 
         Example:
@@ -186,7 +186,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         """
         if references := [name for name, value in columns.items() if is_tensor_collection(value)]:
             kind = type(columns[references[0]]).__name__
-            raise ValueError(
+            raise ArgumentError(
                 f"column {references[0]!r} is a {kind}, but rows need tensors or texts: decode it, or "
                 "pass the folder of the data set as source="
             )
@@ -197,7 +197,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         """Return the sampler of rows in memory, whose episodes are delimited by a field."""
         key = to_key(lerobot_key("episode_index", {**LEROBOT_KEYS, **(self.key_map or {})}))
         if rehydrate and (key not in _EPISODE_KEYS or key not in map(to_key, data.keys(True, True))):
-            raise ValueError(
+            raise ArgumentError(
                 "rehydrate=True requires the episode entry of every row, 'episode' or ('collector', "
                 "'traj_ids'), to delimit trajectories, but it is not present in the dataset."
             )

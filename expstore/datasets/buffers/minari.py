@@ -19,7 +19,7 @@ from expstore.datasets.minari_folder import MinariReader
 from expstore.datasets.origin import Download, Origin
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, RemoteError
+from expstore.errors import ArgumentError, NotFoundError, RemoteError
 from expstore.samplers.base import Sampler
 from expstore.specs.base import TensorSpec
 from expstore.specs.bounded import Bounded
@@ -131,7 +131,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         if load_from_local_minari:
             if source is not None:
-                raise ValueError("load_from_local_minari and source exclude each other; pass one of them")
+                raise ArgumentError("load_from_local_minari and source exclude each other; pass one of them")
             source = _local_folder(dataset_id)
         super().__init__(
             Origin(

@@ -14,7 +14,7 @@ from expstore.datasets.buffers.episode_texts import EpisodeTexts
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.openx import OpenXReader
 from expstore.datasets.origin import Download, Origin
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.writers.writers import Writer
@@ -59,7 +59,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         trust_pickle: Whether to unpickle files that name other classes than NumPy's; see `OpenXReader`.
 
     Raises:
-        ValueError: The data set does not exist, `streaming` is True, or arguments exclude each other.
+        ArgumentError: The data set does not exist, `streaming` is True, or arguments exclude each other.
         RuntimeError: `pad` is given, or `shuffle` is False with replacement.
         NotImplementedError: `split_trajs` is True.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
@@ -133,16 +133,16 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         trust_pickle: bool = False,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ValueError(
+            raise ArgumentError(
                 f"{dataset_id!r} is not one of the data sets. All ids: "
                 "OpenXExperienceReplay.available_datasets"
             )
         if num_slices is not None and slice_len is not None:
-            raise ValueError("num_slices or slice_len can be not None, but not both.")
+            raise ArgumentError("num_slices or slice_len can be not None, but not both.")
         if split_trajs:
             raise NotImplementedError("trajectories of Open X-Embodiment cannot be split into rows")
         if streaming:
-            raise ValueError(
+            raise ArgumentError(
                 "streaming=True is not supported: data sets are kept as stores. Leave it out to fetch the "
                 "data set once"
             )
@@ -185,7 +185,7 @@ def _sampler(
     if num_slices is None and slice_len is None:
         return sampler
     if sampler is not None:
-        raise ValueError("`num_slices` and `slice_len` are exclusive with the `sampler` argument.")
+        raise ArgumentError("`num_slices` and `slice_len` are exclusive with the `sampler` argument.")
     if not shuffle:
         if replacement:
             raise RuntimeError("shuffle=False can only be used when replacement=False.")

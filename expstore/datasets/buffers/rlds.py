@@ -16,7 +16,7 @@ from expstore.datasets.origin import Download, Origin, data_folder
 from expstore.datasets.rlds import LastStep, RLDSReader, list_shards
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -59,7 +59,7 @@ class RLDSExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address of a folder with data sets, instead of that of Open X-Embodiment.
 
     Raises:
-        ValueError: Both `num_slices` and `slice_len` are given, or one of them with `split_trajs`.
+        ArgumentError: Both `num_slices` and `slice_len` are given, or one of them with `split_trajs`.
         StateError: The store exists and was made with another `split` or `last_step`.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
@@ -93,9 +93,9 @@ class RLDSExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = OPEN_X,
     ) -> None:
         if num_slices is not None and slice_len is not None:
-            raise ValueError("num_slices or slice_len can be passed, but not both.")
+            raise ArgumentError("num_slices or slice_len can be passed, but not both.")
         if split_trajs and (num_slices is not None or slice_len is not None):
-            raise ValueError(
+            raise ArgumentError(
                 "rows of split_trajs=True are whole episodes: leave out num_slices and slice_len"
             )
         collection = data_folder("rlds") if root is None else local_path(root)

@@ -12,7 +12,7 @@ from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.origin import Download, Origin
 from expstore.datasets.roboset import RobosetReader
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -46,7 +46,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ValueError: The data set does not exist.
+        ArgumentError: The data set does not exist.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -85,7 +85,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = HUGGING_FACE,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ValueError(
+            raise ArgumentError(
                 f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
                 "RobosetExperienceReplay.available_datasets"
             )

@@ -15,7 +15,7 @@ from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.origin import Download, Origin
 from expstore.datasets.vd4rl import VD4RLReader
-from expstore.errors import NotFoundError
+from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -55,7 +55,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ValueError: The data set does not exist.
+        ArgumentError: The data set does not exist.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -95,7 +95,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = HUGGING_FACE,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ValueError(
+            raise ArgumentError(
                 f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
                 "VD4RLExperienceReplay.available_datasets"
             )
@@ -152,7 +152,7 @@ def _size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
         return None
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or min(pair) < 1:
-        raise ValueError(f"image_size={size!r} is not a height and a width")
+        raise ArgumentError(f"image_size={size!r} is not a height and a width")
     return pair[0], pair[1]
 
 

@@ -25,7 +25,7 @@ from expstore.core.values import Key, to_key
 from expstore.disk.files import Disk
 from expstore.disk.filesystem import probe
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
+from expstore.errors import ArgumentError, CorruptionError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD, REWARD_REDUCTIONS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs, same_specs
@@ -117,19 +117,19 @@ def enter(
         StateError: The folder holds something else, or a setting contradicts the store.
     """
     if settings.mode not in ("a", "x", "w"):
-        raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
+        raise ArgumentError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
     if settings.durability not in ("process", "sync"):
-        raise ValueError(f"durability {settings.durability!r} is unknown; use 'process' or 'sync'")
+        raise ArgumentError(f"durability {settings.durability!r} is unknown; use 'process' or 'sync'")
     if settings.on_sigterm not in ("flush", "ignore"):
-        raise ValueError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
+        raise ArgumentError(f"on_sigterm {settings.on_sigterm!r} is unknown; use 'flush' or 'ignore'")
     if settings.min_free_bytes < 0:
-        raise ValueError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
+        raise ArgumentError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
     capacity, settings = _plain(capacity, dataclasses.replace(settings, storage=settings.storage or kind))
     if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
+        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
     for name, known in _REDUCTIONS.items():
         if (value := getattr(settings, name)) not in (None, *known):
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            raise ArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     _check_meta(settings.meta)
     if disk.exists(path / VERSION):
         raise StateError(
@@ -185,7 +185,7 @@ def _check_archive(
             f"one of {place} and {own} is inside the other", hint="pass archive= a path outside the store"
         )
     if new and capacity is None:
-        raise ValueError("archive= requires a capacity: without one, no row leaves the store")
+        raise ArgumentError("archive= requires a capacity: without one, no row leaves the store")
     is_store = disk.exists(place / MANIFEST)
     if not is_store:
         check_outside(disk, place)
@@ -235,7 +235,7 @@ def _refuse_half_repaired(disk: Disk, path: Path) -> None:
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
     """Check what can be checked without a store; convert numbers to Python's own, which JSON can store."""
     if settings.storage not in (None, *STORAGES):
-        raise ValueError(
+        raise ArgumentError(
             f"storage {settings.storage!r} is unknown; there are {', '.join(map(repr, STORAGES))}"
         )
     if settings.compression not in (None, *COMPRESSIONS):
@@ -250,12 +250,12 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
     if capacity is not None:
         capacity = check_whole("capacity", capacity)
         if settings.retain:
-            raise ValueError(
+            raise ArgumentError(
                 "capacity and retain exclude each other: a store with a capacity keeps the newest rows"
             )
     given: object = settings.archive
     if not (given is None or given is False or isinstance(given, Path) or (isinstance(given, str) and given)):
-        raise ValueError(f"archive must be the path of a store, or False, got {given!r}")
+        raise ArgumentError(f"archive must be the path of a store, or False, got {given!r}")
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":

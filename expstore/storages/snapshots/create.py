@@ -25,7 +25,7 @@ from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, SnapshotError, StorageError
+from expstore.errors import ArgumentError, LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
 from expstore.storages.columns.capture import Target
 from expstore.storages.columns.checksums import (
@@ -91,7 +91,7 @@ def dump(
         StorageError: The disk failed or is full; existing snapshots are unchanged.
     """
     if keep is not None and keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+        raise ArgumentError(f"keep must be at least 1, got {keep}")
     if tag is not None:
         check_tag(tag)
     storage.writer()

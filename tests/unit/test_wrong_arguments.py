@@ -1,0 +1,126 @@
+"""What a program written for TorchRL gets wrong is answered by errors of expstore that say what to do."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    ArgumentError,
+    ExpStoreError,
+    LazyMemmapStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SchemaError,
+    SliceSampler,
+    StateError,
+    TensorDictReplayBuffer,
+)
+
+
+def rows(*shape: int) -> TensorDict:
+    return TensorDict({"observation": torch.zeros(*shape, 2)}, shape)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: TensorDictReplayBuffer(batch_size=4).sample(0), "batch_size must be at least 1, got 0"),
+    (lambda: LazyMemmapStorage(0), "capacity must be at least 1, got 0"),
+    (lambda: LazyMemmapStorage(10, device="cuda"), "Memory map device other than CPU"),
+    (
+        lambda: LazyMemmapStorage(10, layout="arrow"),
+        "unexpected keyword argument 'layout'; it has max_size, ",
+    ),
+    (
+        lambda: RandomSampler(wher="a"),
+        "RandomSampler got an unexpected keyword argument 'wher'; use where='a'",
+    ),
+    (lambda: SamplerWithoutReplacement(shufle=True), "use shuffle=True"),
+    (lambda: PrioritizedSampler(10, alpha=0.7, beta=0.5, betta=1), "use beta=1"),
+    (lambda: SliceSampler(), "slice_len"),
+    (lambda: SliceSampler(slice_length=5), "use slice_len=5"),
+    (lambda: TensorDictReplayBuffer(prefetch=-3), "prefetch"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_arguments_are_refused_by_an_error_of_expstore(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ExpStoreError, match=message) as refused:
+        call()
+    assert isinstance(refused.value, TypeError)
+    assert isinstance(refused.value, ValueError)
+
+
+def test_parts_and_buffers_of_torchrl_are_named() -> None:
+    data = pytest.importorskip("torchrl.data")
+    with pytest.raises(
+        ArgumentError, match="a storage of expstore .* torchrl LazyTensorStorage; use the class of"
+    ):
+        TensorDictReplayBuffer(storage=data.LazyTensorStorage(10))
+    with pytest.raises(
+        ArgumentError, match="a writer of expstore .* torchrl TensorDictRoundRobinWriter; use"
+    ):
+        TensorDictReplayBuffer(writer=data.TensorDictRoundRobinWriter())
+    theirs = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(5))
+    with pytest.raises(
+        ArgumentError, match="ReplayBuffers of expstore, got a torchrl TensorDictReplayBuffer"
+    ):
+        ReplayBufferEnsemble(theirs, batch_size=4)
+
+
+def test_another_max_size_is_refused_in_the_words_of_the_class(tmp_path: Path) -> None:
+    path = tmp_path / "g.exp"
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=path))
+    rb.extend(rows(4))
+    rb.close()
+    with pytest.raises(
+        StateError, match=r"max_size=10, opened with max_size=20; pass max_size=10, or run `expstore resize"
+    ):
+        LazyMemmapStorage(20, scratch_dir=path, existsok=True)
+    LazyMemmapStorage(10, scratch_dir=path, existsok=True).close()
+
+
+def test_rows_of_more_dims_are_told_how_to_be_stored() -> None:
+    rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10))
+    rb.extend(rows(4))
+    with pytest.raises(
+        SchemaError, match=r"got float32\[3, 2\]; extend\(\) stores the rows of a batch of one dim"
+    ):
+        rb.add(rows(3))
+    assert len(rb) == 4
+
+
+def test_whole_trajectories_have_no_trajectory_id() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=expstore.LazyTensorStorage(10),
+        sampler=SliceSampler(slice_len=5, traj_key="trajectory"),
+        batch_size=10,
+    )
+    rb.extend(rows(3, 30).set("trajectory", torch.zeros(3, 30, dtype=torch.int64)))
+    with pytest.raises(
+        SchemaError, match=r"one number per row, .* store its steps: extend\(batch.reshape\(-1\)\)"
+    ):
+        rb.sample()
+
+
+def test_importing_all_names_keeps_the_function_open() -> None:
+    names: dict[str, Any] = {}
+    exec("from expstore import *", names)
+    assert "open" not in names
+    assert "ReplayBuffer" in names
+    assert not set(expstore.__all__) & set(vars(builtins))
+    assert expstore.errors.ExpStoreError is ExpStoreError
+
+
+def test_a_message_that_is_a_sentence_is_joined_without_its_full_stop() -> None:
+    error = StateError("This dataset doesn't allow writing.", hint="call set_writer()")
+    assert str(error) == "This dataset doesn't allow writing; call set_writer()"
+    assert str(StateError("A sentence.")) == "A sentence."
