@@ -247,12 +247,15 @@ def main() -> int:
         checkout = Checkout(Path(name))
         started = time.monotonic()
         known = checkout.find_tests(list(given.tests))
-        paths = sorted(
-            path.relative_to(ROOT)
-            for module in given.modules
-            for path in ([ROOT / module] if module.endswith(".py") else (ROOT / module).rglob("*.py"))
+        places = [checkout.folder / module for module in given.modules]
+        files = sorted(
+            file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))
         )
-        possible = [found for path in paths for found in find_mutations(str(path), (ROOT / path).read_text())]
+        possible = [
+            found
+            for file in files
+            for found in find_mutations(str(file.relative_to(checkout.folder)), file.read_text())
+        ]
         run = [found for found in possible if (found.path, found.line) in known]
         print(f"{len(possible)} possible changes, {len(run)} in lines that a test runs;", end=" ")
         print(f"tests ran in {time.monotonic() - started:.0f} s", flush=True)

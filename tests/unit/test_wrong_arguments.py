@@ -40,10 +40,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         "unexpected keyword argument 'layout'; it has max_size, ",
     ),
     (
-        lambda: RandomSampler(wher="a"),
-        "RandomSampler got an unexpected keyword argument 'wher'; use where='a'",
+        lambda: RandomSampler(whera="a"),
+        "RandomSampler got an unexpected keyword argument 'whera'; use where='a'",
     ),
-    (lambda: SamplerWithoutReplacement(shufle=True), "use shuffle=True"),
+    (lambda: SamplerWithoutReplacement(shuffled=True), "use shuffle=True"),
     (lambda: PrioritizedSampler(10, alpha=0.7, beta=0.5, betta=1), "use beta=1"),
     (lambda: SliceSampler(), "slice_len"),
     (lambda: SliceSampler(slice_length=5), "use slice_len=5"),
