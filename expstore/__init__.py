@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from expstore._lazy import attach
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __getattr__, __dir__ = attach(__name__)

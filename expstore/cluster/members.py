@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from expstore.disk.files import Disk
-from expstore.errors import ArgumentError, LockedError, NotFoundError, StateError
+from expstore.errors import LockedError, NotFoundError, StateError
 
 __all__ = ["ClusterFile", "FileMembers", "FixedMembers", "Member", "MemberList", "Members"]
 
@@ -218,7 +218,7 @@ class ClusterFile:
             found = cls(str(facts["uuid"]), MemberList(int(facts["revision"]), members), int(facts["next"]))
             numbers = [-1, *(member.number for member in members), found.following]
             if numbers != sorted(set(numbers)):
-                raise ArgumentError(f"the numbers {numbers[1:]} do not ascend")
+                raise ValueError(f"the numbers {numbers[1:]} do not ascend")
             return found
         except (ValueError, KeyError, TypeError) as exc:
             raise StateError(f"{path} is not a cluster file: {type(exc).__name__}: {exc}") from exc
@@ -285,7 +285,7 @@ def _parse_member(facts: dict[str, Any]) -> Member:
     member = Member(**{field.name: facts[field.name] for field in fields(Member)})
     types = (int, str, str, bool)
     if any(type(value) is not kind for value, kind in zip(asdict(member).values(), types, strict=True)):
-        raise ArgumentError(f"number, url, uuid and accepts of a shard are {types}, not {facts}")
+        raise TypeError(f"number, url, uuid and accepts of a shard are {types}, not {facts}")
     return member
 
 

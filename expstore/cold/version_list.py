@@ -30,7 +30,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
-from expstore.errors import ArgumentError, CorruptionError, MigrationError, SnapshotError
+from expstore.errors import CorruptionError, MigrationError, SnapshotError
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
@@ -235,12 +235,12 @@ class PartFile:
         at = 0
         for start, stop in self.runs or ():
             if not at <= start < stop <= self.size:
-                raise ArgumentError(f"{self.part!r} has impossible runs")
+                raise ValueError(f"{self.part!r} has impossible runs")
             at = stop
         if self.size < 0:
-            raise ArgumentError(f"{self.part!r} has an impossible size")
+            raise ValueError(f"{self.part!r} has an impossible size")
         if bool(self.part) != bool(self.data_bytes) or (self.part and not _PART.fullmatch(self.part)):
-            raise ArgumentError(f"{self.part!r} is not the name of a part")
+            raise ValueError(f"{self.part!r} is not the name of a part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ def _check_inside(path: str) -> str:
     """Return a path; raise ValueError if it may lie outside the folder it is relative to."""
     pure = PurePosixPath(path)
     if not path or "\\" in path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
-        raise ArgumentError(f"{path!r} is not a path inside a version")
+        raise ValueError(f"{path!r} is not a path inside a version")
     return path
 
 
@@ -311,7 +311,7 @@ def _unseal(data: bytes, name: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(data)
         checksum = content.pop("sha256")
         if checksum != _checksum(content):
-            raise ArgumentError("its checksum does not match")
+            raise ValueError("its checksum does not match")
         version = int(content["format"])
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CorruptionError(f"{name} is damaged: {exc}", hint=_DAMAGED) from exc

@@ -31,7 +31,7 @@ from expstore.data.to_arrays import to_ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
 from expstore.episodes.table import Steps
-from expstore.errors import ArgumentError, SchemaError
+from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import ARROW, Schema
 
@@ -585,7 +585,7 @@ def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
             tuple(path): (tuple(sizes), tuple(names)) for path, sizes, names in form.get("nested", ())
         }
         if any(len(sizes) != len(names) or not _are_names(names) for sizes, names in noted.values()):
-            raise ArgumentError(f"dims {noted}")
+            raise ValueError(f"dims {noted}")
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(f"the schema's description of nested TensorDicts cannot be read: {exc}") from exc
     if not noted:

@@ -28,7 +28,7 @@ from expstore.datasets.source_paths import check_folder
 from expstore.datasets.tfrecord import Example, parse_example, read_records
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, NotFoundError, SchemaError
+from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import import_library
 
 __all__ = ["RLDSReader", "Shard", "list_shards"]
@@ -104,7 +104,7 @@ def _file_name(info: Mapping[str, Any], split: Mapping[str, Any], place: int, sh
         name = name.replace(f"{{{key}}}", value)
     # A name with a path could refer to a file outside of the data set.
     if "/" in name or "{" in name:
-        raise ArgumentError(f"{name!r} is not the name of a file")
+        raise ValueError(f"{name!r} is not the name of a file")
     return name
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array
-from expstore.errors import ArgumentError, StorageError
+from expstore.errors import StorageError
 from expstore.exchange.base import open_to_read
 
 __all__ = ["Example", "Values", "parse_example", "read_records"]
@@ -112,7 +112,7 @@ def _floats(data: memoryview) -> Array:
     pieces = []
     for _, wire, value in _fields(data):
         if wire not in (_FIXED32, _BYTES):
-            raise ArgumentError(f"a list of floats has wire type {wire}")
+            raise ValueError(f"a list of floats has wire type {wire}")
         pieces.append(np.frombuffer(value, "<f4"))
     return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, "<f4"), *pieces])
 
@@ -125,7 +125,7 @@ def _integers(data: memoryview) -> Array:
         elif wire == _BYTES:
             pieces.append(_varints(value))
         else:
-            raise ArgumentError(f"a list of integers has wire type {wire}")
+            raise ValueError(f"a list of integers has wire type {wire}")
     joined = pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.uint64), *pieces])
     return joined.view(np.int64)
 
@@ -137,13 +137,13 @@ def _varints(data: memoryview) -> Array:
         return np.zeros(0, np.uint64)
     ends = np.flatnonzero(coded < 128)
     if not ends.size or ends[-1] != coded.size - 1:
-        raise ArgumentError("a varint is cut off")
+        raise ValueError("a varint is cut off")
     if ends.size == coded.size:
         return coded.astype(np.uint64)
     starts = np.append(0, ends[:-1] + 1)
     lengths = ends - starts + 1
     if lengths.max() > 10:
-        raise ArgumentError("a varint has more than 10 bytes")
+        raise ValueError("a varint has more than 10 bytes")
     places = np.arange(coded.size) - np.repeat(starts, lengths)
     found: Array = np.add.reduceat((coded & 127).astype(np.uint64) << (7 * places).astype(np.uint64), starts)
     return found
@@ -171,9 +171,9 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
         elif wire in (_FIXED32, _FIXED64):
             length = 4 if wire == _FIXED32 else 8
         else:
-            raise ArgumentError(f"unknown wire type {wire}")
+            raise ValueError(f"unknown wire type {wire}")
         if at + length > size:
-            raise ArgumentError("a field is cut off")
+            raise ValueError("a field is cut off")
         yield key >> 3, wire, data[at : at + length]
         at += length
 
@@ -188,4 +188,4 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return value & 0xFFFFFFFFFFFFFFFF, at
         if shift > 63:
-            raise ArgumentError("a varint has more than 10 bytes")
+            raise ValueError("a varint has more than 10 bytes")

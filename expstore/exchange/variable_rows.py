@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Key, key_name
-from expstore.errors import ArgumentError, SchemaError
+from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_type, to_type, type_text
 from expstore.schema.casting import fit_arrow
 from expstore.schema.schema import Field
@@ -135,5 +135,5 @@ def _widen(bits: Any) -> Any:
 
 def _narrow(values: Any) -> Any:
     if values.null_count:
-        raise ArgumentError("a tensor has a missing value")
+        raise ValueError("a tensor has a missing value")
     return pa.array(narrow_to_bfloat16(values.to_numpy()))

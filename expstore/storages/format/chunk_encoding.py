@@ -13,7 +13,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray
-from expstore.errors import ArgumentError, CorruptionError, SchemaError
+from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC, Codec
 
@@ -159,13 +159,13 @@ class Packing:
         """Return the packing for the codecs in zarr.json.
 
         Raises:
-            ArgumentError: No packing has these codecs.
+            ValueError: No packing has these codecs.
         """
         for name in CODECS:
             found = cls(name, rows, shard, shares)
             if found.means.reads(codecs[1]):
                 return found
-        raise ArgumentError(f"no packing has the codecs {codecs}")
+        raise ValueError(f"no packing has the codecs {codecs}")
 
     @property
     def zarr_codecs(self) -> list[dict[str, Any]]:

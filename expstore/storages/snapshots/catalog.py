@@ -21,7 +21,7 @@ import google_crc32c
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, CorruptionError, NotFoundError, SnapshotError
+from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.paths import VERSION
 
@@ -100,7 +100,7 @@ class Version:
             data = json.loads(disk.read_whole(path))
             checksum = data.pop("crc32c")
             if checksum != _checksum(data):
-                raise ArgumentError("its checksum does not match")
+                raise ValueError("its checksum does not match")
             return cls(**data, path=folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CorruptionError(f"{path} is damaged: {exc}", hint="open another version") from exc

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
-from expstore.errors import ArgumentError
 
 __all__ = ["END", "HEAD_BYTES", "Header", "crc_of", "encode", "read_header"]
 
@@ -182,7 +181,7 @@ def _field(data: bytes, table: int, number: int) -> int:
     (back,) = struct.unpack_from("<i", data, table)
     entries = table - back
     if entries < 0:
-        raise ArgumentError(entries)
+        raise ValueError(entries)
     (size,) = struct.unpack_from("<H", data, entries)
     if 4 + 2 * number + 2 > size:
         return 0
