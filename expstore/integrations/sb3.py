@@ -51,14 +51,14 @@ __all__ = [
 _TIMEOUT = "TimeLimit.truncated"
 #: Where attributes of stable-baselines3's buffers are found.
 _ELSEWHERE = {
-    "observations": "rb[:]['observation'] has them",
-    "next_observations": "rb[:]['next', 'observation'] has them",
-    "actions": "rb[:]['action'] has them",
-    "rewards": "rb[:]['next', 'reward'] has them",
-    "dones": "rb[:]['next', 'done'] has them",
-    "timeouts": "rb[:]['next', 'truncated'] has them",
-    "ep_start": "rb.sql('SELECT _id FROM transitions WHERE _step = 0') has them",
-    "ep_length": "rb.sql('SELECT length FROM episodes') has them",
+    "observations": 'buffer.rb[:]["observation"] has them',
+    "next_observations": 'buffer.rb[:]["next", "observation"] has them',
+    "actions": 'buffer.rb[:]["action"] has them',
+    "rewards": 'buffer.rb[:]["next", "reward"] has them',
+    "dones": 'buffer.rb[:]["next", "done"] has them',
+    "timeouts": 'buffer.rb[:]["next", "truncated"] has them',
+    "ep_start": 'buffer.rb.sql("SELECT _id FROM transitions WHERE _step = 0") has them',
+    "ep_length": 'buffer.rb.sql("SELECT length FROM episodes") has them',
     "infos": "infos are not stored",
 }
 
@@ -193,8 +193,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def close(self) -> None:
         """Store what was added, and close the store; a second call does nothing. Open episodes are cut."""
-        self._steps.close()
-        self._store.close()
+        try:
+            self._steps.close()
+        finally:
+            self._store.close()
 
     def add(
         self,
@@ -510,7 +512,7 @@ class _Store:
 
     def _open(self) -> TensorDictReplayBuffer:
         if self._closed:
-            raise StateError(f"the buffer of {self.path} is closed", hint="make or load another one")
+            raise StateError(f"the buffer of {self.path} is closed", hint="make or load another buffer")
         opened = self._open_unlocked()
         uuid = str(opened.stats()["uuid"])
         if self._uuid not in (None, uuid):
@@ -653,8 +655,9 @@ class _Steps:
 
     def close(self) -> None:
         """Store what was added, and cut the episodes that are open."""
-        if self._recorder is not None:
-            self._recorder.close()
+        recorder, self._recorder = self._recorder, None  # the next step asks the store, which is closed
+        if recorder is not None:
+            recorder.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_recorder": None, "_following": None}
