@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.replay_buffer import ReplayBuffer
@@ -38,6 +39,11 @@ except ModuleNotFoundError as exc:
 
 __all__ = ["Record", "RecordVector"]
 
+#: Options of the wrappers that are not arguments of `expstore.open`.
+_OPTIONS = {
+    "Record": ("source", "flush_steps", "info", "render"),
+    "RecordVector": ("source", "flush_steps", "info", "render", "autoreset_mode"),
+}
 #: The mode in which environments render frames as arrays.
 _FRAMES = "rgb_array"
 
@@ -78,6 +84,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         ValueError: A space has values without a fixed shape (Sequence, Graph, OneOf), frames are rendered in
             another mode, or `flush_steps` is less than 1.
         TypeError: `store` is neither a path nor a buffer that records, or options are given for a buffer.
+        ArgumentError: There is no such option.
         LockedError: The store is open for writing elsewhere.
 
     Example:
@@ -119,6 +126,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
             store,
             options,
             self._fields,
+            called="Record",
             source=source,
             flush_steps=flush_steps,
             autoreset_mode=AutoresetMode.NEXT_STEP if _resets_itself(env) else None,
@@ -242,7 +250,13 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         self._fields = _Fields(env.single_observation_space, env.single_action_space, lanes)
         self._info, self._renders = _names_of(info), render
         self._stream = _Stream(
-            store, options, self._fields, source=source, flush_steps=flush_steps, lanes=lanes
+            store,
+            options,
+            self._fields,
+            called="RecordVector",
+            source=source,
+            flush_steps=flush_steps,
+            lanes=lanes,
         )
         self._observation: dict[Key, Array] | None = None
         self._ended: Array = np.zeros(lanes, np.bool_)
@@ -375,6 +389,7 @@ class _Stream:
         store: Path of the store, or an open buffer.
         options: Arguments of `expstore.open` for a path.
         fields: The fields of observations and actions.
+        called: Name of the wrapper, for messages.
         source: Name of the stream.
         flush_steps: Number of steps that are published together.
         lanes: Number of environments; None: a single one.
@@ -387,12 +402,15 @@ class _Stream:
         options: dict[str, Any],
         fields: _Fields,
         *,
+        called: str,
         source: str | None,
         flush_steps: int,
         lanes: int | None = None,
         autoreset_mode: Any = None,
     ) -> None:
         self._fields, self._owns = fields, isinstance(store, str | Path)
+        if self._owns:
+            check_options(called, options, _OPTIONS[called])
         self.rb: Any = _open(store, options, has_text=fields.has_text)
         try:
             self._recorder: Recorder = self.rb.record(

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
-from expstore.errors import LockedError, NotReadyError, StateError
+from expstore.errors import ArgumentError, LockedError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
 
 try:
@@ -47,6 +48,8 @@ __all__ = [
     "ReplayBuffer",
 ]
 
+#: Entries of the observations of goal environments.
+_GOAL_ENTRIES = ("observation", "achieved_goal", "desired_goal")
 #: What `infos` call an end by a time limit.
 _TIMEOUT = "TimeLimit.truncated"
 #: Where attributes of stable-baselines3's buffers are found.
@@ -64,7 +67,7 @@ _ELSEWHERE = {
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
-    """A batch of `PrioritizedReplayBuffer`. The first five are as in stable-baselines3's samples.
+    """A batch of `PrioritizedReplayBuffer`. The first six are as in stable-baselines3's samples.
 
     Args:
         observations: Shape `(n, *observation)`, or a dict of such tensors.
@@ -72,6 +75,7 @@ class PrioritizedReplayBufferSamples(NamedTuple):
         next_observations: As `observations`.
         dones: 1 after a step that ended its episode, except by a time limit. Shape `(n, 1)`, float32.
         rewards: Shape `(n, 1)`, float32.
+        discounts: Discounts of the next observations' values; None: the algorithm's `gamma`.
         weights: Importance weights by which the loss of each row is multiplied. Shape `(n, 1)`, float32.
         ids: The rows' ids in the store, for `update_priorities`. Shape `(n,)`, int64.
     """
@@ -81,6 +85,7 @@ class PrioritizedReplayBufferSamples(NamedTuple):
     next_observations: Any
     dones: torch.Tensor
     rewards: torch.Tensor
+    discounts: torch.Tensor | None
     weights: torch.Tensor
     ids: torch.Tensor
 
@@ -110,12 +115,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
         n_envs: How many environments step together. Each is a source of its own.
         optimize_memory_usage: Must be False.
         handle_timeout_termination: Whether `dones` of samples are 0 after a step that a time limit ended.
-        path: Folder of the store, which is made if it is not there.
+        path: Folder of the store, which is created if it does not exist. Required.
         flush_steps: So many calls of `add` are stored together; `sample` stores what was added before.
         source: Name of the stream of steps, as in SQL.
         options: Arguments of `expstore.open`, such as `seed`, `layout` or `durability`.
 
     Raises:
+        ArgumentError: There is no `path`, or an option that neither this class nor `expstore.open` has.
+        TypeError: The observation space is a Dict; use `DictReplayBuffer`.
         ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
         LockedError: The store is open for writing elsewhere, as by another model of this process.
         StateError: The store has another capacity.
@@ -128,6 +135,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
     """
 
     obs_shape: Any  # a tuple; a dict of tuples where observations are dicts
+    #: Options that are not arguments of `expstore.open`.
+    _own_options: tuple[str, ...] = ("path", "flush_steps", "source", "handle_timeout_termination")
+    _takes_dicts = False
 
     def __init__(
         self,
@@ -139,12 +149,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        path: str | Path,
+        path: str | Path | None = None,
         flush_steps: int = 1,
         source: str = "env",
         _goals: _Goals | None = None,
         **options: Any,
     ) -> None:
+        folder = self._check_arguments(observation_space, path, options)
         if optimize_memory_usage:
             raise ValueError(
                 "optimize_memory_usage=True keeps next observations only once, which a store does by itself "
@@ -157,10 +168,32 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        folder, capacity = Path(path).expanduser().absolute(), self.buffer_size * n_envs
-        self._store = _Store(folder, capacity, options, _goals)
+        self._store = _Store(folder, self.buffer_size * n_envs, options, _goals)
         self._steps = _Steps(self._store, n_envs, flush_steps, source)
         self._steps.start()
+
+    def _check_arguments(
+        self, observation_space: spaces.Space[Any], path: str | Path | None, options: dict[str, Any]
+    ) -> Path:
+        """Return the absolute path of the store; refuse arguments that the class does not take."""
+        name = type(self).__name__
+        if path is None:
+            raise ArgumentError(
+                f"{name}() got no path, the folder of its store",
+                hint='pass replay_buffer_kwargs={"path": "my.exp"} to the model, or path= to the class',
+            )
+        if "capacity" in options:
+            raise ArgumentError(
+                f"{name}() got capacity=, but the capacity of its store is the buffer_size of the model",
+                hint=f"use buffer_size={options['capacity']!r}",
+            )
+        check_options(name, options, self._own_options)
+        if isinstance(observation_space, spaces.Dict) and not self._takes_dicts:
+            raise TypeError(
+                f"{name} is for observations that are arrays, got {observation_space}; use "
+                "expstore.sb3.DictReplayBuffer"
+            )
+        return Path(path).expanduser().absolute()
 
     @property
     def rb(self) -> TensorDictReplayBuffer:
@@ -324,6 +357,8 @@ class DictReplayBuffer(ReplayBuffer, buffers.DictReplayBuffer):
     Each entry of the space is a field of its own, such as `observation.position`.
     """
 
+    _takes_dicts = True
+
     def __init__(self, buffer_size: int, observation_space: spaces.Dict, *given: Any, **options: Any) -> None:
         if not isinstance(observation_space, spaces.Dict):
             raise TypeError(
@@ -348,7 +383,14 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
         n_sampled_goal: How many rows with new goals are sampled for each row with its own.
         goal_selection_strategy: "future", "final" or "episode": which steps give new goals.
         copy_info_dict: Must be False: infos are not stored.
+
+    Raises:
+        ValueError: The observation space lacks an entry for goals, or an argument is not allowed.
     """
+
+    _own_options = (
+        *ReplayBuffer._own_options, "n_sampled_goal", "goal_selection_strategy", "copy_info_dict",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -377,6 +419,12 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
                     f"goal_selection_strategy is {strategy!r}; it is one of {', '.join(map(repr, known))}"
                 )
             strategy = known[strategy.lower()]
+        missing = [name for name in _GOAL_ENTRIES if name not in getattr(observation_space, "spaces", ())]
+        if missing:
+            raise ValueError(
+                f"HerReplayBuffer needs the entries {', '.join(_GOAL_ENTRIES)} in the observation space; "
+                f"{observation_space} has no {', '.join(missing)}"
+            )
         self.copy_info_dict = False
         self.goal_selection_strategy = strategy
         self.n_sampled_goal = n_sampled_goal
@@ -439,13 +487,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         >>> model.replay_buffer.update_priorities(batch.ids, error.abs())
     """
 
+    _own_options = (*ReplayBuffer._own_options, "alpha", "beta")
+    _takes_dicts = True
+
     def __init__(self, *given: Any, alpha: float = 0.6, beta: float = 0.4, **options: Any) -> None:
         sampler = PrioritizedSampler(alpha=alpha, beta=beta)
         super().__init__(*given, sampler=sampler, **options)
 
     def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
         weights = self._to_device(rows["priority_weight"].reshape(-1, 1).astype(np.float32))
-        return PrioritizedReplayBufferSamples(*self._parts(rows, env), weights, torch.from_numpy(rows["id"]))
+        ids = torch.from_numpy(rows["id"])
+        return PrioritizedReplayBufferSamples(*self._parts(rows, env), None, weights, ids)
 
     def update_priorities(self, ids: torch.Tensor, priorities: torch.Tensor | Array) -> int:
         """Set the priorities of rows that are still in the store; return how many that were.

@@ -543,6 +543,24 @@ def test_an_open_buffer_stays_open(tmp_path: Path) -> None:
     assert len(rb) == 8
 
 
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_an_unknown_option_is_refused_with_the_options_of_the_wrapper(
+    store_path: Path, is_vector: bool
+) -> None:
+    def wrap(**options: Any) -> Any:
+        if is_vector:
+            return RecordVector(gymnasium.make_vec("CartPole-v1", num_envs=2), store_path, **options)
+        return Record(gymnasium.make("CartPole-v1"), store_path, **options)
+
+    with pytest.raises(expstore.ArgumentError, match=r"Record(Vector)?\(\) got .*; use flush_steps=3"):
+        wrap(flush_step=3)
+    with pytest.raises(expstore.ArgumentError, match="it has source, flush_steps, info, render, "):
+        wrap(xyz=3)
+    with pytest.raises(expstore.ArgumentError, match="use layout={'compression': 'zstd'}"):
+        wrap(compression="zstd")
+    assert not store_path.exists()
+
+
 def test_options_are_those_of_open(store_path: Path) -> None:
     env = Record(Counting(3), str(store_path), capacity=5, seed=3, batch_size=2)
     run(env, 9)

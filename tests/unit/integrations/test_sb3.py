@@ -19,6 +19,7 @@ pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not instal
 from stable_baselines3 import DQN, SAC, HerReplayBuffer
 from stable_baselines3.common import buffers
 from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import expstore
@@ -35,6 +36,7 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "dict": spaces.Dict({"image": IMAGE, "speed": spaces.Box(-1, 1, (2,), np.float32)}),
     "dict-discrete": spaces.Dict({"cell": spaces.Discrete(5), "speed": VECTOR}),
 }
+GOALS = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), VECTOR))
 ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "float64": spaces.Box(-1, 1, (2,), np.float64),
@@ -570,6 +572,19 @@ def test_rows_are_sampled_by_priority(store_path: Path) -> None:
     ours.close()
 
 
+def test_dqn_trains_on_prioritized_samples(store_path: Path) -> None:
+    model = DQN(
+        "MlpPolicy", gym.make("CartPole-v1"), buffer_size=100, learning_starts=10, batch_size=4,
+        policy_kwargs={"net_arch": [8]}, replay_buffer_class=sb3.PrioritizedReplayBuffer,
+        replay_buffer_kwargs={"path": store_path},
+    )  # fmt: skip
+    model.learn(20)
+    batch = model.replay_buffer.sample(4)
+    assert batch._fields[:6] == ReplayBufferSamples._fields
+    assert batch.discounts is None
+    model.replay_buffer.close()
+
+
 # -- errors --------------------------------------------------------------------------------------------
 
 
@@ -596,13 +611,13 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
             "is for Dict observation spaces",
         ),
         (
-            with_path(sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, copy_info_dict=True),
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, copy_info_dict=True),
             ValueError,
             "infos are not stored",
         ),
         (
             with_path(
-                sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, goal_selection_strategy="next"
+                sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, goal_selection_strategy="next"
             ),
             ValueError,
             "is 'next'; it is one of 'future'",
@@ -611,6 +626,41 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
             with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], sampler="prioritised"),
             expstore.ArgumentError,
             "prioritized",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, OBSERVATIONS["dict"], ACTIONS["discrete"]),
+            TypeError,
+            "use expstore.sb3.DictReplayBuffer",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None),
+            ValueError,
+            "has no observation, achieved_goal, desired_goal",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], capacity=9),
+            expstore.ArgumentError,
+            "use buffer_size=9",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], flush_step=3),
+            expstore.ArgumentError,
+            "ReplayBuffer() got an unexpected keyword argument 'flush_step'; use flush_steps=3",
+        ),
+        (
+            with_path(sb3.PrioritizedReplayBuffer, 9, VECTOR, ACTIONS["discrete"], xyz=3),
+            expstore.ArgumentError,
+            "it has path, flush_steps, source, handle_timeout_termination, alpha, beta, capacity",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_sampled_goals=3),
+            expstore.ArgumentError,
+            "use n_sampled_goal=3",
+        ),
+        (
+            lambda _: sb3.ReplayBuffer(9, VECTOR, ACTIONS["discrete"]),
+            expstore.ArgumentError,
+            'pass replay_buffer_kwargs={"path": "my.exp"}',
         ),
     ],
 )  # fmt: skip
