@@ -7,6 +7,7 @@ that an algorithm takes them as `replay_buffer_class`.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,11 @@ from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
-from expstore.errors import ArgumentError, LockedError, NotReadyError, StateError
+from expstore.disk.files import ReadingDisk
+from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
+from expstore.storages.engine.store import Store
+from expstore.storages.format.manifest import Manifest
 
 try:
     from gymnasium import spaces
@@ -64,6 +68,18 @@ _ELSEWHERE = {
     "ep_length": 'buffer.rb.sql("SELECT length FROM episodes") has them',
     "infos": "infos are not stored",
 }
+#: What to do with the buffer of a store that was moved.
+_MOVED = (
+    "if the store was moved, make a model over its new path instead of loading the buffer: "
+    'replay_buffer_kwargs={"path": ...}'
+)
+#: How to load a model that needs no replay buffer.
+_PREDICTS = (
+    "a model that only predicts needs no store: load it with replay_buffer_class=None, "
+    "replay_buffer_kwargs={}"
+)
+#: Stores that buffers of this process have open, by uuid.
+_open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -98,10 +114,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
     SQL, episodes and versions. A row is an episode's next step if its observation is the former next one;
     otherwise it begins another episode, as after `learn` has reset the environments.
 
-    Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps path and uuid of the store, not its
-    rows. The loaded buffer opens the store when it is first used. A store is open for writing once:
-    `load_replay_buffer` drops the model's former buffer, which closes it; close any other buffer of the same
-    path before, such as that of a model that `load` has made from the same file.
+    Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps the absolute path and the uuid of the
+    store, not its rows. Loading raises NotFoundError if there is no store at the path, and StateError if it
+    is another store. The loaded buffer opens the store when it is first used. One buffer at a time can have a
+    store open: `load_replay_buffer` closes the model's own buffer, and any other buffer of the store must be
+    closed first, such as the buffer of another model.
 
     Threads: as expstore's buffers. Processes: one has the store open for writing. Crashes: what `add` has
     stored survives the process; with `flush_steps=n` the last n - 1 steps may be lost. Rows of the last
@@ -124,7 +141,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ArgumentError: There is no `path`, or an option that neither this class nor `expstore.open` has.
         TypeError: The observation space is a Dict; use `DictReplayBuffer`.
         ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
-        LockedError: The store is open for writing elsewhere, as by another model of this process.
+        LockedError: Another buffer or process has the store open for writing.
         StateError: The store has another capacity.
 
     Example:
@@ -347,7 +364,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Take over what `__getstate__` returned.
+
+        Raises:
+            NotFoundError: There is no store at the path.
+            StateError: It is another store than the one that was saved.
+        """
+        state["_store"].check_saved()
         self.__dict__.update(state)
 
 
@@ -567,13 +590,16 @@ class _Store:
             raise StateError(f"the buffer of {self.path} is closed", hint="make or load another buffer")
         opened = self._open_unlocked()
         uuid = str(opened.stats()["uuid"])
-        if self._uuid not in (None, uuid):
+        try:
+            self._check_uuid(uuid)
+        except BaseException:
             opened.close()
-            raise StateError(
-                f"{self.path} holds store {uuid}, and the buffer was saved over store {self._uuid}",
-                hint="bring the store back that was in this folder",
-            )
+            raise
         self._opened, self._uuid = opened, uuid
+        if isinstance(opened.storage, Store):
+            _open_stores[uuid] = opened.storage
+        # "w" would replace the store, and "x" refuse it, when the buffer is loaded.
+        self._options = {name: value for name, value in self._options.items() if name != "mode"}
         return opened if self._goals is None else self._goals.draw_from(opened)
 
     def _open_unlocked(self) -> TensorDictReplayBuffer:
@@ -584,7 +610,12 @@ class _Store:
             # `learn` leaves references to the buffer in cycles: `load_replay_buffer` drops a buffer that only
             # the garbage collector closes.
             gc.collect()
-        return open_store(self.path, capacity=self._capacity, **self._options)
+        try:
+            return open_store(self.path, capacity=self._capacity, **self._options)
+        except LockedError as exc:
+            raise LockedError(
+                exc.message, hint=f"{exc.hint}; {_PREDICTS}" if exc.hint else _PREDICTS
+            ) from None
 
     def close(self) -> None:
         """Close the store; a second call does nothing."""
@@ -592,6 +623,32 @@ class _Store:
         if self._opened is not None:
             self._opened.close()
         self._buffer = None
+
+    def check_saved(self) -> None:
+        """Raise an error unless the store is still there that was open when this object was pickled.
+
+        Raises:
+            NotFoundError: There is no store at the path.
+            StateError: It is another store.
+        """
+        try:
+            found = Manifest.load(ReadingDisk(), self.path).uuid
+        except NotFoundError as exc:
+            raise NotFoundError(
+                f"the buffer was saved over the store {self.path}, and there is no store any more",
+                hint=_MOVED,
+            ) from exc
+        self._check_uuid(found)
+        # The model drops its former buffer without closing it when it loads this one.
+        if (former := _open_stores.get(found)) is not None:
+            former.warns_if_forgotten = False
+
+    def _check_uuid(self, uuid: str) -> None:
+        if self._uuid not in (None, uuid):
+            raise StateError(
+                f"{self.path} holds store {uuid}, and the buffer was saved over store {self._uuid}",
+                hint=f"bring back the store that was in this folder; {_MOVED}",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_buffer": None, "_closed": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def pair(
     theirs = buffers.DictReplayBuffer if is_dict else buffers.ReplayBuffer
     return (
         ours(size, observation, action, "cpu", path=path, seed=1, **options),
-        theirs(size, observation, action, "cpu", **options),
+        theirs(size, observation, action, "cpu", **{k: v for k, v in options.items() if k != "mode"}),
     )
 
 
@@ -307,9 +308,14 @@ def test_a_buffer_that_was_dropped_is_closed(store_path: Path) -> None:
     ours.itself = ours  # a cycle, as those that `learn` leaves
     copy = pickle.loads(pickle.dumps(ours))
     del ours
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        assert copy.size() == 0
+    assert copy.size() == 0
     copy.close()
+
+
+def test_a_buffer_that_was_forgotten_warns_if_nothing_replaces_it(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    with pytest.warns(ResourceWarning, match="was forgotten without close"):
+        del ours
 
 
 def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
@@ -317,9 +323,72 @@ def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
     saved = pickle.dumps(ours)
     ours.close()
     expstore.open(store_path, mode="w", capacity=40).close()
-    with pytest.raises(expstore.StateError, match="was saved over store"):
-        pickle.loads(saved).size()
+    with pytest.raises(expstore.StateError, match=r"was saved over store .* if the store was moved, make a"):
+        pickle.loads(saved)
     expstore.open(store_path, capacity=40).close()  # it was not left open
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_loading_the_buffer_of_a_store_that_is_gone_keeps_the_buffer_of_the_model(
+    tmp_path: Path, change: str
+) -> None:
+    model = model_of(tmp_path / "gone.exp")
+    model.learn(40)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.replay_buffer.close()
+    shutil.rmtree(tmp_path / "gone.exp")
+    if change == "replaced":
+        expstore.open(tmp_path / "gone.exp", capacity=500).close()
+    model = model_of(tmp_path / "fresh.exp")
+    model.learn(40)
+    # stable-baselines3 does not close a path that it opened if unpickling fails.
+    with (
+        open(tmp_path / "buffer.pkl", "rb") as file,
+        pytest.raises(expstore.ExpStoreError, match="if the store was moved") as raised,
+    ):
+        model.load_replay_buffer(file)
+    wanted = expstore.NotFoundError if change == "deleted" else expstore.StateError
+    assert isinstance(raised.value, wanted)
+    assert (tmp_path / "gone.exp").exists() == (change == "replaced")
+    model.learn(20, reset_num_timesteps=False)
+    assert model.replay_buffer.size() == 60
+    model.replay_buffer.close()
+
+
+def test_a_model_over_the_new_path_continues_a_store_that_was_moved(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "old.exp")
+    model.learn(40)
+    model.replay_buffer.close()
+    (tmp_path / "old.exp").rename(tmp_path / "new.exp")
+    model = model_of(tmp_path / "new.exp")
+    assert model.replay_buffer.size() == 40
+    model.replay_buffer.close()
+
+
+def test_a_saved_buffer_does_not_replace_its_store(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], mode="w")
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 3):
+        ours.add(*step)
+    saved = pickle.dumps(ours)
+    ours.close()
+    copy = pickle.loads(saved)
+    assert copy.size() == 3
+    copy.close()
+
+
+def test_a_model_that_only_predicts_is_loaded_without_the_store(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path)
+    model.learn(40)
+    model.save(tmp_path / "model.zip")
+    words = (
+        r"close\(\) it first; a model that only predicts .* replay_buffer_class=None, replay_buffer_kwargs={}"
+    )
+    with pytest.raises(expstore.LockedError, match=words):
+        DQN.load(tmp_path / "model.zip")
+    loaded = DQN.load(tmp_path / "model.zip", replay_buffer_class=None, replay_buffer_kwargs={})
+    seen = np.zeros(4, np.float32)
+    assert loaded.predict(seen, deterministic=True)[0] == model.predict(seen, deterministic=True)[0]
+    model.replay_buffer.close()
 
 
 def model_of(path: Path, **options: Any) -> DQN:
@@ -342,8 +411,7 @@ def test_a_model_saves_and_loads_its_replay_buffer(store_path: Path, tmp_path: P
     model.save_replay_buffer(tmp_path / "buffer.pkl")
     model.load_replay_buffer(tmp_path / "buffer.pkl")
     assert model.replay_buffer is not None
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        assert model.replay_buffer.size() == 100
+    assert model.replay_buffer.size() == 100
     model.learn(52, reset_num_timesteps=False)
     assert model.replay_buffer.size() == 152
     assert "cut" in {status for status, _ in lengths(model.replay_buffer.rb)}
@@ -546,8 +614,7 @@ def test_sac_learns_with_hindsight_goals(store_path: Path, tmp_path: Path) -> No
     first.learn(60)
     first.save_replay_buffer(tmp_path / "buffer.pkl")
     first.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=True)
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        first.learn(30, reset_num_timesteps=False)
+    first.learn(30, reset_num_timesteps=False)
     assert first.replay_buffer.size() == 90
     first.replay_buffer.close()
 
