@@ -7,6 +7,7 @@ that an algorithm takes them as `replay_buffer_class`.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import ReadingDisk
 from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
@@ -125,7 +127,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
     second may be lost in a power cut.
 
     Args:
-        buffer_size: The most rows; the capacity of a new store is the next lower multiple of `n_envs`.
+        buffer_size: The most rows. The capacity of a new store is the next lower multiple of `n_envs`; an
+            existing store must have this capacity, or `buffer_size` itself.
         observation_space: A space of gymnasium.
         action_space: A space of gymnasium.
         device: Device of the samples.
@@ -142,7 +145,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         TypeError: The observation space is a Dict; use `DictReplayBuffer`.
         ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
         LockedError: Another buffer or process has the store open for writing.
-        StateError: The store has another capacity.
+        StateError: The store has another capacity; nothing was changed.
 
     Example:
         >>> kwargs = {"path": "run.exp"}
@@ -178,16 +181,16 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 "optimize_memory_usage=True keeps next observations only once, which a store does by itself "
                 "for packed images; leave it out"
             )
-        self.buffer_size = max(buffer_size // n_envs, 1)
         self.observation_space, self.action_space = observation_space, action_space
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self._batch_shape = None if isinstance(self.obs_shape, dict) else (n_envs, *self.obs_shape)
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        self._store = _Store(folder, self.buffer_size * n_envs, options, _goals)
+        self._store = _Store(folder, buffer_size, n_envs, options, _goals)
         self._steps = _Steps(self._store, n_envs, flush_steps, source)
         self._steps.start()
+        self.buffer_size = max(self._store.capacity // n_envs, 1)
 
     def _check_arguments(
         self, observation_space: spaces.Space[Any], path: str | Path | None, options: dict[str, Any]
@@ -269,9 +272,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 environments return it, one dict whose values have shape `(n_envs,)`.
 
         Raises:
+            StateError: These are not the steps of `n_envs` environments; nothing was stored.
             SchemaError: The values do not fit the fields of the store; nothing was stored.
             StorageError: The disk failed.
         """
+        if len(done) != self.n_envs:
+            raise StateError(
+                f"the buffer of {self.path} was made for {self.n_envs} environments, and add() got steps of "
+                f"{len(done)}",
+                hint="make a model of these environments over the path instead of loading the buffer: "
+                f'replay_buffer_kwargs={{"path": "{self.path}"}}',
+            )
         self._steps.add(
             self._reshape(obs),
             np.asarray(action).reshape(self.n_envs, self.action_dim),
@@ -560,14 +571,19 @@ class _Store:
 
     Args:
         path: The folder.
-        capacity: Of a new store, rows.
+        buffer_size: The most rows.
+        n_envs: How many environments step together: a new store has a multiple of it as its capacity.
         options: Arguments of `expstore.open`.
         goals: Gives rows of batches new goals; None: nothing does.
     """
 
-    def __init__(self, path: Path, capacity: int, options: dict[str, Any], goals: _Goals | None) -> None:
+    def __init__(
+        self, path: Path, buffer_size: int, n_envs: int, options: dict[str, Any], goals: _Goals | None
+    ) -> None:
         self.path = path
-        self._capacity, self._options, self._goals = capacity, options, goals
+        self._n_envs, self._options, self._goals = n_envs, options, goals
+        #: The most rows: of the store once it was opened.
+        self.capacity = max(buffer_size // n_envs, 1) * n_envs
         self._uuid: str | None = None  # of the store; None: it was not opened yet
         self._closed = False
         self._opened: TensorDictReplayBuffer | None = None
@@ -604,18 +620,43 @@ class _Store:
 
     def _open_unlocked(self) -> TensorDictReplayBuffer:
         """Open the store, after the former buffer of a model was dropped."""
+        self._take_capacity()
         try:
-            return open_store(self.path, capacity=self._capacity, **self._options)
+            return open_store(self.path, capacity=self.capacity, **self._options)
         except LockedError:
             # `learn` leaves references to the buffer in cycles: `load_replay_buffer` drops a buffer that only
             # the garbage collector closes.
             gc.collect()
         try:
-            return open_store(self.path, capacity=self._capacity, **self._options)
+            return open_store(self.path, capacity=self.capacity, **self._options)
         except LockedError as exc:
             raise LockedError(
                 exc.message, hint=f"{exc.hint}; {_PREDICTS}" if exc.hint else _PREDICTS
             ) from None
+
+    def _take_capacity(self) -> None:
+        """Take the capacity of the store if it differs only because it is no multiple of `n_envs`.
+
+        Raises:
+            StateError: The store has another capacity.
+        """
+        if self._options.get("mode", "a") != "a":
+            return
+        try:
+            manifest = Manifest.load(ReadingDisk(), self.path)
+        except NotFoundError:
+            return
+        stored, asked = manifest.capacity, self.capacity
+        if stored is not None and stored // self._n_envs * self._n_envs == asked:
+            self.capacity = stored
+        elif stored is None or stored != round_up(asked, math.prod(manifest.dims)):
+            resize = f"run `expstore resize {self.path} --capacity {asked}`"
+            raise StateError(
+                f"{self.path} has {'no capacity' if stored is None else f'capacity {stored}'}, and "
+                f"the buffer_size of the model asks for {asked} rows",
+                kind="mismatch",
+                hint=resize if stored is None else f"pass buffer_size={stored}, or {resize}",
+            )
 
     def close(self) -> None:
         """Close the store; a second call does nothing."""

@@ -25,6 +25,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import expstore
 from expstore import sb3
+from expstore.cli.app import run as cli
 
 spaces = gym.spaces
 IMAGE = spaces.Box(0, 255, (4, 8, 8), np.uint8)
@@ -751,8 +752,51 @@ def test_arrays_that_a_store_does_not_have_are_named(store_path: Path) -> None:
 def test_another_capacity_is_refused(store_path: Path) -> None:
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
     ours.close()
-    with pytest.raises(expstore.StateError, match="40"):
+    words = (
+        "has capacity 40, .* asks for 50 rows; pass buffer_size=40, or run `expstore resize .* --capacity 50`"
+    )
+    with pytest.raises(expstore.StateError, match=words):
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
+    assert cli(["resize", str(store_path), "--capacity", "50"]) == 0
+    sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path).close()
+
+
+def test_a_store_without_a_capacity_is_refused(store_path: Path) -> None:
+    expstore.open(store_path, seed=1).close()
+    with pytest.raises(
+        expstore.StateError, match="has no capacity, .*; run `expstore resize .* --capacity 40`"
+    ):
+        pair(store_path, VECTOR, ACTIONS["discrete"])
+    assert cli(["resize", str(store_path), "--capacity", "40"]) == 0
+    pair(store_path, VECTOR, ACTIONS["discrete"])[0].close()
+
+
+def test_the_capacity_of_a_store_need_not_be_a_multiple_of_the_environments(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], size=10)
+    ours.close()
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], size=10, n_envs=3)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 3, 5):
+        ours.add(*step)
+        theirs.add(*step)
+        assert (ours.size(), ours.full) == (theirs.size(), theirs.full)
+    assert ours.rb.storage.capacity == 10
+    assert set(ours.sample(200).rewards.flatten().tolist()) <= {1.0, 2.0, 3.0, 4.0}
+    ours.close()
+
+
+def test_a_buffer_of_other_environments_is_refused_at_the_first_step(
+    store_path: Path, tmp_path: Path
+) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], n_envs=4)
+    saved = pickle.dumps(ours)
+    ours.close()
+    copy = pickle.loads(saved)
+    words = "was made for 4 environments, and add.. got steps of 2; make a model of these environments over"
+    with pytest.raises(expstore.StateError, match=words):
+        copy.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 2, 1)))
+    assert copy.size() == 0
+    copy.close()
+    pair(store_path, VECTOR, ACTIONS["discrete"], n_envs=2)[0].close()
 
 
 def test_infos_of_a_vector_environment_are_one_dict(tmp_path: Path) -> None:
