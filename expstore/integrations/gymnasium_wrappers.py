@@ -18,6 +18,7 @@ from expstore.buffers.recorder import Recorder
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.space_fields import (
     autoreset_mode_of,
+    check_spaces,
     describe_rows,
     fields_of,
     find_specs,
@@ -86,6 +87,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         TypeError: `store` is neither a path nor a buffer that records, or options are given for a buffer.
         ArgumentError: There is no such option.
         LockedError: The store is open for writing elsewhere.
+        StateError: The store has rows of another environment; nothing was changed.
 
     Example:
         >>> env = Record(gymnasium.make("CartPole-v1"), "run.exp", source="env-0")
@@ -413,6 +415,8 @@ class _Stream:
             check_options(called, options, _OPTIONS[called])
         self.rb: Any = _open(store, options, has_text=fields.has_text)
         try:
+            if not len(self.rb.transform):  # a transform may change what is stored
+                check_spaces(self.rb, (*fields.observation, *fields.action), _path_of(store))
             self._recorder: Recorder = self.rb.record(
                 source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
             )
@@ -480,9 +484,13 @@ class _Stream:
                 exc.add_note("The environment has made the step (`last_step`), which is not stored.")
             raise
         self._is_torn = False
-        if not self._is_described:
-            self._is_described = True
-            describe_rows(self.rb, find_specs(self._fields.observation, self._fields.action))
+        if not self._is_described and not self._recorder.pending:
+            self._describe()
+
+    def _describe(self) -> None:
+        """Store the specs of the fields, once the store has rows."""
+        self._is_described = True
+        describe_rows(self.rb, find_specs(self._fields.observation, self._fields.action))
 
     def reset(self, lanes: Sequence[int] | None = None, *, info: Any = None) -> None:
         """Cut the open episodes of lanes, and note facts about the next ones; see `Recorder.reset`."""

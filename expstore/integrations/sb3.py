@@ -21,11 +21,13 @@ from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.collectors.space_fields import SpaceField, check_spaces, describe_rows
 from expstore.core.geometry import round_up
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import ReadingDisk
 from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
+from expstore.specs import Categorical, MultiCategorical, TensorSpec
 from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import Manifest
 
@@ -145,7 +147,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         TypeError: The observation space is a Dict; use `DictReplayBuffer`.
         ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
         LockedError: Another buffer or process has the store open for writing.
-        StateError: The store has another capacity; nothing was changed.
+        StateError: The store has another capacity, or rows of another environment; nothing was changed.
 
     Example:
         >>> kwargs = {"path": "run.exp"}
@@ -187,9 +189,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        self._store = _Store(folder, buffer_size, n_envs, options, _goals)
+        fields = _Fields(observation_space, self.obs_shape, action_space, self.action_dim)
+        self._store = _Store(folder, buffer_size, n_envs, options, fields, _goals)
         self._steps = _Steps(self._store, n_envs, flush_steps, source)
-        self._steps.start()
+        try:
+            self._steps.start()
+        except BaseException:
+            self._store.close()
+            raise
         self.buffer_size = max(self._store.capacity // n_envs, 1)
 
     def _check_arguments(
@@ -566,6 +573,59 @@ def _leaf(value: Any) -> Any:
     return value.numpy()
 
 
+class _Fields:
+    """The fields of observations and actions.
+
+    Args:
+        observation: The space of observations.
+        obs_shape: Their shape; a dict of shapes for a Dict space.
+        action: The space of actions.
+        action_dim: Number of values of an action.
+    """
+
+    def __init__(
+        self, observation: spaces.Space[Any], obs_shape: Any, action: spaces.Space[Any], action_dim: int
+    ) -> None:
+        parts = observation.spaces if isinstance(observation, spaces.Dict) else {None: observation}
+        self._observation = [
+            SpaceField(
+                (),
+                ("observation",) if name is None else ("observation", name),
+                space,
+                obs_shape if name is None else obs_shape[name],
+                np.dtype(space.dtype),
+            )
+            for name, space in parts.items()
+        ]
+        self._action = [SpaceField((), ("action",), action, (action_dim,), np.dtype(action.dtype))]
+
+    def check(self, rb: TensorDictReplayBuffer, path: Path) -> None:
+        """Raise StateError if a store has rows of another environment."""
+        # An environment may return observations of another dtype than its space says, which are stored.
+        check_spaces(rb, self._observation, path, dtypes=False)
+        check_spaces(rb, self._action, path)
+
+    def describe(self, rb: TensorDictReplayBuffer) -> bool:
+        """Store the specs of discrete fields in a store that has rows; return whether it has.
+
+        Fields of Box spaces get none: algorithms store actions that are scaled to [-1, 1].
+        """
+        if rb.schema is None:
+            return False
+        found: dict[Key, TensorSpec] = {}
+        for field in (*self._observation, *self._action):
+            spec = field.find_spec()
+            if not isinstance(spec, Categorical):
+                continue
+            if not isinstance(spec, MultiCategorical):
+                spec = Categorical(spec.n, shape=field.shape, dtype=spec.dtype)
+            found[field.key] = spec
+            if field.key[0] == "observation":
+                found["next", *field.key] = spec
+        describe_rows(rb, found)
+        return True
+
+
 class _Store:
     """The store of a buffer: opened when it is first used.
 
@@ -574,13 +634,20 @@ class _Store:
         buffer_size: The most rows.
         n_envs: How many environments step together: a new store has a multiple of it as its capacity.
         options: Arguments of `expstore.open`.
+        fields: The fields of observations and actions.
         goals: Gives rows of batches new goals; None: nothing does.
     """
 
     def __init__(
-        self, path: Path, buffer_size: int, n_envs: int, options: dict[str, Any], goals: _Goals | None
+        self,
+        path: Path,
+        buffer_size: int,
+        n_envs: int,
+        options: dict[str, Any],
+        fields: _Fields,
+        goals: _Goals | None,
     ) -> None:
-        self.path = path
+        self.path, self._fields = path, fields
         self._n_envs, self._options, self._goals = n_envs, options, goals
         #: The most rows: of the store once it was opened.
         self.capacity = max(buffer_size // n_envs, 1) * n_envs
@@ -608,6 +675,7 @@ class _Store:
         uuid = str(opened.stats()["uuid"])
         try:
             self._check_uuid(uuid)
+            self._fields.check(opened, self.path)
         except BaseException:
             opened.close()
             raise
@@ -633,6 +701,10 @@ class _Store:
             raise LockedError(
                 exc.message, hint=f"{exc.hint}; {_PREDICTS}" if exc.hint else _PREDICTS
             ) from None
+
+    def describe(self) -> bool:
+        """Store the specs of discrete fields; return whether the store has rows, and so has them."""
+        return self._opened is not None and self._fields.describe(self._opened)
 
     def _take_capacity(self) -> None:
         """Take the capacity of the store if it differs only because it is no multiple of `n_envs`.
@@ -753,6 +825,7 @@ class _Steps:
         self._store, self._n_envs = store, n_envs
         self._flush_steps, self._source = flush_steps, source
         self._recorder: Any = None
+        self._is_described = False
         self._following: bytes | None = None  # what the next observations must be to continue the episodes
         self._ended = np.zeros(n_envs, np.bool_)
 
@@ -796,6 +869,8 @@ class _Steps:
         """Store what was added."""
         if self._recorder is not None:
             self._recorder.flush()
+            if not self._is_described:
+                self._is_described = self._store.describe()
 
     def cut(self) -> None:
         """Cut the episodes that are open."""
@@ -805,6 +880,8 @@ class _Steps:
 
     def close(self) -> None:
         """Store what was added, and cut the episodes that are open."""
+        if self._recorder is not None:
+            self.flush()
         recorder, self._recorder = self._recorder, None  # the next step asks the store, which is closed
         if recorder is not None:
             recorder.close()

@@ -543,6 +543,48 @@ def test_an_open_buffer_stays_open(tmp_path: Path) -> None:
     assert len(rb) == 8
 
 
+@pytest.mark.parametrize("flush_steps", [1, 4])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("observation", "action", "words"),
+    [
+        (
+            spaces.Box(-1, 1, (3,)),
+            spaces.Discrete(2),
+            r"observation is float32\[2\] there and float32\[3\] here",
+        ),
+        (
+            spaces.Box(-1, 1, (2,)),
+            spaces.Box(-1, 1, ()),
+            r"action is int64\[\] with 2 values there and float32",
+        ),
+        (spaces.Box(-1, 1, (2,)), spaces.Discrete(3), "with 2 values there and .* with 3 values here"),
+        (spaces.Dict(a=spaces.Discrete(2)), spaces.Discrete(2), "observation.a is nothing there and"),
+        (spaces.Text(9), spaces.Discrete(2), r"float32\[2\] there and text\[\] here"),
+    ],
+)
+def test_the_store_of_another_environment_is_refused(
+    store_path: Path, observation: Any, action: Any, words: str, is_open: bool, flush_steps: int
+) -> None:
+    env = Record(
+        Random(spaces.Box(-1, 1, (2,)), spaces.Discrete(2)),
+        store_path,
+        flush_steps=flush_steps,
+        layout="arrow",
+    )
+    env.reset()
+    for _ in range(5):
+        env.step(0)
+    env.close()
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(expstore.open(store_path)) if is_open else store_path
+        with pytest.raises(StateError, match=words) as raised:
+            Record(Random(observation, action), store)
+        assert f"the rows of {store_path} do not fit" in str(raised.value)
+        assert "choose another store for each environment" in str(raised.value)
+        Record(Random(spaces.Box(-9, 9, (2,)), spaces.Discrete(2)), store).close()  # bounds may change
+
+
 @pytest.mark.parametrize("is_vector", [False, True])
 def test_an_unknown_option_is_refused_with_the_options_of_the_wrapper(
     store_path: Path, is_vector: bool

@@ -761,6 +761,37 @@ def test_another_capacity_is_refused(store_path: Path) -> None:
     sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path).close()
 
 
+@pytest.mark.parametrize(
+    ("observation", "action", "words"),
+    [
+        ("image", "discrete", "observation is float32[3] there and uint8[4,8,8] here"),
+        (
+            "dict",
+            "discrete",
+            "observation.image is nothing there and uint8[4,8,8] here, observation.speed is",
+        ),
+        ("vector", "float64", "action is int64[1] with 3 values there and float64[2] here"),
+        ("vector", "box", "action is int64[1] with 3 values there and float32[1] here"),
+        ("vector", "other", "action is int64[1] with 3 values there and int64[1] with 4 values here"),
+        ("vector", "multi", "action is int64[1] with 3 values there and int64[2] with 3 and 4 values here"),
+    ],
+)
+def test_the_store_of_another_environment_is_refused(
+    store_path: Path, observation: str, action: str, words: str
+) -> None:
+    actions = ACTIONS | {"box": spaces.Box(-1, 1, (1,), np.float32), "other": spaces.Discrete(4)}
+    ours, _ = pair(store_path, VECTOR, actions["discrete"])
+    for step in steps_of(VECTOR, actions["discrete"], 1, 3):
+        ours.add(*step)
+    ours.close()
+    with pytest.raises(expstore.StateError, match=re.escape(words)) as raised:
+        pair(store_path, OBSERVATIONS[observation], actions[action])
+    assert f"the rows of {store_path} do not fit the environment" in str(raised.value)
+    assert "choose another store for each environment" in str(raised.value)
+    wider = spaces.Box(-9, 9, (3,), np.float64)
+    pair(store_path, wider, actions["discrete"])[0].close()  # bounds and precision may change
+
+
 def test_a_store_without_a_capacity_is_refused(store_path: Path) -> None:
     expstore.open(store_path, seed=1).close()
     with pytest.raises(
