@@ -30,6 +30,7 @@ from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.specs import Categorical, MultiCategorical, TensorSpec
 from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import Manifest
+from expstore.transforms import MultiStepTransform, StepView
 
 try:
     from gymnasium import spaces
@@ -82,6 +83,8 @@ _PREDICTS = (
     "a model that only predicts needs no store: load it with replay_buffer_class=None, "
     "replay_buffer_kwargs={}"
 )
+#: Field of a batch with the rewards of all its steps.
+_REWARDS = "rewards_of_steps"
 #: Stores that buffers of this process have open, by uuid.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
@@ -140,12 +143,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
         path: Folder of the store, which is created if it does not exist. Required.
         flush_steps: So many calls of `add` are stored together; `sample` stores what was added before.
         source: Name of the stream of steps, as in SQL.
+        n_steps: Number of steps that a sample covers: `rewards` are discounted sums, `next_observations` and
+            `dones` those of the last step, and `discounts` are set. As `NStepReplayBuffer` of
+            stable-baselines3, but a sum also stops where `learn` has reset the environment.
+        gamma: The discount of these sums; pass that of the algorithm.
         options: Arguments of `expstore.open`, such as `seed`, `layout` or `durability`.
 
     Raises:
         ArgumentError: There is no `path`, or an option that neither this class nor `expstore.open` has.
         TypeError: The observation space is a Dict; use `DictReplayBuffer`.
-        ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
+        ValueError: `optimize_memory_usage` is set, `flush_steps` or `n_steps` is less than 1, or `gamma` is
+            not between 0 and 1.
         LockedError: Another buffer or process has the store open for writing.
         StateError: The store has another capacity, or rows of another environment; nothing was changed.
 
@@ -158,7 +166,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     obs_shape: Any  # a tuple; a dict of tuples where observations are dicts
     #: Options that are not arguments of `expstore.open`.
-    _own_options: tuple[str, ...] = ("path", "flush_steps", "source", "handle_timeout_termination")
+    _own_options: tuple[str, ...] = (
+        "path", "flush_steps", "source", "n_steps", "gamma", "handle_timeout_termination",
+    )  # fmt: skip
     _takes_dicts = False
 
     def __init__(
@@ -174,6 +184,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         path: str | Path | None = None,
         flush_steps: int = 1,
         source: str = "env",
+        n_steps: int = 1,
+        gamma: float = 0.99,
         _goals: _Goals | None = None,
         **options: Any,
     ) -> None:
@@ -190,7 +202,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         fields = _Fields(observation_space, self.obs_shape, action_space, self.action_dim)
-        self._store = _Store(folder, buffer_size, n_envs, options, fields, _goals)
+        self._n_steps = None if n_steps == 1 else _NSteps(n_steps, gamma)
+        self._store = _Store(folder, buffer_size, n_envs, options, fields, _goals or self._n_steps)
         self._steps = _Steps(self._store, n_envs, flush_steps, source)
         try:
             self._steps.start()
@@ -333,21 +346,25 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return rows
 
     def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
-        observations, actions, following, dones, rewards = self._parts(rows, env)
-        if isinstance(observations, dict):
-            return DictReplayBufferSamples(observations, actions, following, dones, rewards)
-        return ReplayBufferSamples(observations, actions, following, dones, rewards)
+        parts = self._parts(rows, env)
+        return DictReplayBufferSamples(*parts) if isinstance(parts[0], dict) else ReplayBufferSamples(*parts)
 
-    def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any]:
-        """Return observations, actions, next observations, dones and rewards, on the device."""
+    def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """Return observations, actions, next observations, dones, rewards and discounts, on the device."""
         following = rows["next"]
         ended = following["terminated" if self.handle_timeout_termination else "done"]
+        if self._n_steps is None:
+            rewards, discounts = self._normalize_reward(following["reward"].reshape(-1, 1), env), None
+        else:
+            each = self._normalize_reward(rows[_REWARDS], env)
+            rewards, discounts = self._n_steps.sum_rewards(each, rows["steps_to_next_obs"])
         return (
             self._to_device(self._normalize_obs(rows["observation"], env)),
             self._to_device(rows["action"]),
             self._to_device(self._normalize_obs(following["observation"], env)),
             self._to_device(ended.reshape(-1, 1).astype(np.float32)),
-            self._to_device(self._normalize_reward(following["reward"].reshape(-1, 1), env)),
+            self._to_device(rewards),
+            None if discounts is None else self._to_device(discounts),
         )
 
     def _to_device(self, values: Any) -> Any:
@@ -360,7 +377,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return the rows of steps, of one environment each, which is drawn as stable-baselines3 does.
 
         Args:
-            batch_inds: Numbers of steps, from the oldest on. Shape `(n,)`.
+            batch_inds: Numbers of steps, as `pos` counts them. Shape `(n,)`.
             env: As in `sample`.
         """
         lanes = np.random.randint(0, self.n_envs, len(batch_inds))
@@ -452,6 +469,8 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
             raise ValueError(
                 "copy_info_dict=True passes infos to compute_reward, and infos are not stored; leave it out"
             )
+        if options.get("n_steps", 1) != 1:
+            raise ValueError("HerReplayBuffer has no n-step samples, got n_steps=; leave it out")
         strategy = goal_selection_strategy
         if isinstance(strategy, str):
             known = KEY_TO_GOAL_STRATEGY
@@ -538,7 +557,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
         weights = self._to_device(rows["priority_weight"].reshape(-1, 1).astype(np.float32))
         ids = torch.from_numpy(rows["id"])
-        return PrioritizedReplayBufferSamples(*self._parts(rows, env), None, weights, ids)
+        return PrioritizedReplayBufferSamples(*self._parts(rows, env), weights, ids)
 
     def update_priorities(self, ids: torch.Tensor, priorities: torch.Tensor | Array) -> int:
         """Set the priorities of rows that are still in the store; return how many that were.
@@ -635,7 +654,7 @@ class _Store:
         n_envs: How many environments step together: a new store has a multiple of it as its capacity.
         options: Arguments of `expstore.open`.
         fields: The fields of observations and actions.
-        goals: Gives rows of batches new goals; None: nothing does.
+        goals: Changes the rows of batches; None: nothing does.
     """
 
     def __init__(
@@ -645,7 +664,7 @@ class _Store:
         n_envs: int,
         options: dict[str, Any],
         fields: _Fields,
-        goals: _Goals | None,
+        goals: _Goals | _NSteps | None,
     ) -> None:
         self.path, self._fields = path, fields
         self._n_envs, self._options, self._goals = n_envs, options, goals
@@ -765,6 +784,53 @@ class _Store:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_buffer": None, "_closed": False}
+
+
+class _NSteps:
+    """Batches whose rows cover several steps.
+
+    Args:
+        n_steps: Number of steps.
+        gamma: The discount.
+    """
+
+    def __init__(self, n_steps: int, gamma: float) -> None:
+        self._transform = _RewardsOfSteps(n_steps, gamma, done_keys=[])
+
+    def draw_from(self, opened: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
+        """Make the batches of an open store cover several steps; return its buffer."""
+        return opened.append_transform(self._transform)
+
+    def sum_rewards(self, rewards: Array, steps: IntArray) -> tuple[Array, Array]:
+        """Return discounted sums of rewards, and the discounts of what follows. Shapes `(n, 1)`, float32.
+
+        The same operations as in stable-baselines3, so that the results are equal to the last bit.
+
+        Args:
+            rewards: The rewards of the next steps; only the first `steps` of a row count. Shape
+                `(n, n_steps)`, float32.
+            steps: Number of steps that each row covers. Shape `(n,)`, int64.
+        """
+        gamma, numbers = self._transform.gamma, np.arange(self._transform.n_steps, dtype=np.float32)[None]
+        counts = steps[:, None]
+        sums = (rewards * gamma**numbers * (numbers < counts)).sum(axis=1, keepdims=True)
+        return sums.astype(np.float32), (gamma ** counts.astype(np.float32)).astype(np.float32)
+
+
+class _RewardsOfSteps(MultiStepTransform):
+    """As `MultiStepTransform`; batches also have the reward of each step: normalizing clips each of them."""
+
+    def look(self, view: StepView) -> Any:
+        """Read the rewards of the steps, and choose the last one of each row."""
+        seen = super().look(view)
+        ids, _ = view.at(view.ids, np.arange(self.n_steps))
+        return seen, view.floats(ids, ("next", "reward")).reshape(ids.shape)
+
+    def apply(self, batch: Any, seen: Any) -> Any:
+        """Write the rewards of the steps into the batch."""
+        batch = super().apply(batch, seen[0])
+        batch.set(_REWARDS, torch.from_numpy(seen[1]))
+        return batch
 
 
 class _Goals:

@@ -445,6 +445,61 @@ def test_sac_learns_with_several_environments(store_path: Path) -> None:
     model.replay_buffer.close()
 
 
+# -- samples of several steps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("handled", [True, False])
+@pytest.mark.parametrize(("n_envs", "count"), [(1, 13), (2, 13), (1, 29), (2, 29)])
+def test_samples_of_several_steps_are_those_of_stable_baselines3(
+    store_path: Path, n_envs: int, count: int, handled: bool, normalized: bool
+) -> None:
+    """Also of a full buffer, which the oldest steps have left."""
+    given = {"n_envs": n_envs, "handle_timeout_termination": handled, "n_steps": 4, "gamma": 0.9}
+    size = 20 * n_envs
+    ours = sb3.ReplayBuffer(size, VECTOR, ACTIONS["discrete"], "cpu", path=store_path, **given)
+    theirs = buffers.NStepReplayBuffer(size, VECTOR, ACTIONS["discrete"], "cpu", **given)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], n_envs, count):
+        ours.add(*step)
+        theirs.add(*step)
+    env = None
+    if normalized:
+        env = VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")]), norm_obs=False)
+        env.ret_rms.var = np.array(4.0)  # rewards above 20 are clipped
+    for number in range(min(count, 20)):
+        for seed in range(2):
+            np.random.seed(seed)
+            wanted = theirs._get_samples(np.array([number]), env)
+            np.random.seed(seed)
+            assert_same(ours._get_samples(np.array([number]), env), wanted)
+    samples = ours.sample(64, env)
+    possible = 0.9 ** np.arange(1, 5, dtype=np.float32)
+    assert set(samples.discounts.flatten().tolist()) <= set(possible.tolist())
+    ours.close()
+
+
+def test_dqn_trains_on_several_steps(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path, n_steps=3, gamma=0.99)
+    model.learn(40)
+    assert model.replay_buffer.sample(8).discounts.shape == (8, 1)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert model.replay_buffer.sample(8).discounts.shape == (8, 1)
+    model.replay_buffer.close()
+
+
+def test_observations_that_are_dicts_and_priorities_have_several_steps(tmp_path: Path) -> None:
+    for cls, kind in ((sb3.DictReplayBuffer, "dict"), (sb3.PrioritizedReplayBuffer, "vector")):
+        space = OBSERVATIONS[kind]
+        ours = cls(40, space, ACTIONS["discrete"], "cpu", path=tmp_path / kind, n_steps=2, gamma=0.5)
+        for step in steps_of(space, ACTIONS["discrete"], 1, 3):  # an episode, with rewards 0, 1, 2
+            ours.add(*step)
+        batch = ours.sample(64)
+        found = {*zip(batch.rewards.flatten().tolist(), batch.discounts.flatten().tolist(), strict=True)}
+        assert found == {(0.5, 0.25), (2.0, 0.25), (2.0, 0.5)}
+        ours.close()
+
+
 # -- hindsight goals -----------------------------------------------------------------------------------
 
 
@@ -718,7 +773,12 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
         (
             with_path(sb3.PrioritizedReplayBuffer, 9, VECTOR, ACTIONS["discrete"], xyz=3),
             expstore.ArgumentError,
-            "it has path, flush_steps, source, handle_timeout_termination, alpha, beta, capacity",
+            "it has path, flush_steps, source, n_steps, gamma, handle_timeout_termination, alpha, beta, cap",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_steps=3),
+            ValueError,
+            "no n-step samples",
         ),
         (
             with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_sampled_goals=3),
