@@ -852,6 +852,20 @@ def test_the_store_of_another_environment_is_refused(
     pair(store_path, wider, actions["discrete"])[0].close()  # bounds and precision may change
 
 
+def test_a_buffer_that_cannot_be_closed_in_order_is_closed(store_path: Path) -> None:
+    """Once `close` has raised, nothing is left that would be reported when the program ends."""
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
+    engine = ours.rb.storage.engine
+    engine.health.failure = expstore.StorageError("cannot sync")
+    with pytest.raises(expstore.StateError, match="can no longer be written: cannot sync"):
+        ours.close()
+    assert not engine.lock_file.held
+    with pytest.raises(expstore.StateError, match="make or load another buffer"):
+        ours.size()
+    ours.close()
+
+
 def test_a_store_without_a_capacity_is_refused(store_path: Path) -> None:
     expstore.open(store_path, seed=1).close()
     with pytest.raises(
