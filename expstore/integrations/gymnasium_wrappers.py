@@ -205,10 +205,10 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
     """Record every step of a vector environment into a store.
 
     As `Record`; each lane is a stream of its own: `source`, `source//1`, `source//2` and so on. All three
-    autoreset modes give the same episodes: a lane that only resets leaves no row, and the last next
-    observation of an episode is its own. `reset(options={"reset_mask": mask})` cuts and begins episodes of
-    these lanes only. The seed of an episode is the one that its lane got: `seed + lane`, or its entry of a
-    list.
+    autoreset modes give the same episodes: a step in which a lane only resets is not stored for that lane,
+    and the last next observation of an episode is the final observation of that episode.
+    `reset(options={"reset_mask": mask})` cuts and begins episodes of these lanes only. The seed of an episode
+    is the one that its lane got: `seed + lane`, or its entry of a list.
 
     The steps of all lanes are stored together, or not at all; the first ones after a reset with seeds are
     stored one after another.
