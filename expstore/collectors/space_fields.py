@@ -244,7 +244,7 @@ def check_spaces(rb: ReplayBuffer, fields: Sequence[SpaceField], path: Any, *, d
         ):
             has = "nothing" if found is None else _describe_field(found.dtype, found.shape, values)
             wants = _describe_field("text" if field.is_text else field.dtype, field.shape, wanted)
-            other.append(f"{key_name(field.key)} is {has} there and {wants} here")
+            other.append(f"{key_name(field.key)} is {has} in the store and {wants} in the environment")
     if other:
         raise StateError(
             f"the rows of {path} do not fit the environment: {', '.join(other)}",

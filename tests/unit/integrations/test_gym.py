@@ -551,16 +551,20 @@ def test_an_open_buffer_stays_open(tmp_path: Path) -> None:
         (
             spaces.Box(-1, 1, (3,)),
             spaces.Discrete(2),
-            r"observation is float32\[2\] there and float32\[3\] here",
+            r"observation is float32\[2\] in the store and float32\[3\] in the environment",
         ),
         (
             spaces.Box(-1, 1, (2,)),
             spaces.Box(-1, 1, ()),
-            r"action is int64\[\] with 2 values there and float32",
+            r"action is int64\[\] with 2 values in the store and float32",
         ),
-        (spaces.Box(-1, 1, (2,)), spaces.Discrete(3), "with 2 values there and .* with 3 values here"),
-        (spaces.Dict(a=spaces.Discrete(2)), spaces.Discrete(2), "observation.a is nothing there and"),
-        (spaces.Text(9), spaces.Discrete(2), r"float32\[2\] there and text\[\] here"),
+        (
+            spaces.Box(-1, 1, (2,)),
+            spaces.Discrete(3),
+            "with 2 values in the store and .* with 3 values in the environment",
+        ),
+        (spaces.Dict(a=spaces.Discrete(2)), spaces.Discrete(2), "observation.a is nothing in the store and"),
+        (spaces.Text(9), spaces.Discrete(2), r"float32\[2\] in the store and text\[\] in the environment"),
     ],
 )
 def test_the_store_of_another_environment_is_refused(

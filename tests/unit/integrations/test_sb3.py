@@ -824,16 +824,28 @@ def test_another_capacity_is_refused(store_path: Path) -> None:
 @pytest.mark.parametrize(
     ("observation", "action", "words"),
     [
-        ("image", "discrete", "observation is float32[3] there and uint8[4,8,8] here"),
+        ("image", "discrete", "observation is float32[3] in the store and uint8[4,8,8] in the environment"),
         (
             "dict",
             "discrete",
-            "observation.image is nothing there and uint8[4,8,8] here, observation.speed is",
+            "observation.image is nothing in the store and uint8[4,8,8] in the environment, observation.",
         ),
-        ("vector", "float64", "action is int64[1] with 3 values there and float64[2] here"),
-        ("vector", "box", "action is int64[1] with 3 values there and float32[1] here"),
-        ("vector", "other", "action is int64[1] with 3 values there and int64[1] with 4 values here"),
-        ("vector", "multi", "action is int64[1] with 3 values there and int64[2] with 3 and 4 values here"),
+        (
+            "vector",
+            "float64",
+            "action is int64[1] with 3 values in the store and float64[2] in the environment",
+        ),
+        ("vector", "box", "action is int64[1] with 3 values in the store and float32[1] in the environment"),
+        (
+            "vector",
+            "other",
+            "action is int64[1] with 3 values in the store and int64[1] with 4 values in the environment",
+        ),
+        (
+            "vector",
+            "multi",
+            "action is int64[1] with 3 values in the store and int64[2] with 3 and 4 values in the",
+        ),
     ],
 )
 def test_the_store_of_another_environment_is_refused(
