@@ -6,10 +6,11 @@ Most programs call it first. It checks and combines the settings; the packages b
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
-from expstore.core.arguments import check_whole, refuse_unknown
+from expstore.core.arguments import check_whole, refuse_unknown, unknown_keyword
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, check_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
@@ -46,7 +47,7 @@ from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
 
-__all__ = ["open"]
+__all__ = ["check_options", "open"]
 
 _logger = logging.getLogger("expstore")
 #: The default settings of a new store.
@@ -273,6 +274,20 @@ def _undo_on_error(path: Path, mode: Mode) -> Iterator[bool]:
             finally:
                 lock.release()
         raise
+
+
+def check_options(called: str, options: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raise ArgumentError if an option is no argument of `open`.
+
+    Args:
+        called: The class that passes its options to `open`, for the message.
+        options: The options, without those of the class.
+        own: The options of the class, which the message also suggests.
+    """
+    known = [*own, *(name for name in inspect.signature(open).parameters if name != "path")]
+    for name, value in options.items():
+        if name not in known:
+            raise unknown_keyword(f"{called}()", name, value, known, _PARTS)
 
 
 def _list_backups(disk: Disk, path: Path) -> set[str]:

@@ -16,15 +16,17 @@ import torch
 
 from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.core.values import Array, Key, key_name
-from expstore.errors import ArgumentError, SchemaError
-from expstore.specs import Categorical, TensorSpec, Unbounded
+from expstore.core.values import Array, Key, key_name, to_key
+from expstore.errors import ArgumentError, SchemaError, StateError
+from expstore.schema.schema import ARROW, OBJECT, Field
+from expstore.specs import Categorical, MultiCategorical, TensorSpec, Unbounded
 from expstore.specs.gymnasium_spaces import WITHOUT_SPEC, from_space
 
 __all__ = [
     "SpaceField",
     "autoreset_mode_of",
     "check_mode",
+    "check_spaces",
     "describe_rows",
     "fields_of",
     "find_specs",
@@ -57,6 +59,17 @@ class SpaceField:
     def is_text(self) -> bool:
         """Whether its values are texts."""
         return self.dtype.kind == "O"
+
+    def find_spec(self) -> TensorSpec | None:
+        """Return the spec of the values; None: a custom space, or a text."""
+        with contextlib.suppress(TypeError, ValueError):
+            spec: TensorSpec = from_space(self.space)
+            return spec
+        return None
+
+    def find_values(self) -> tuple[int, ...] | None:
+        """Return the numbers of values of a discrete space; None: it is not discrete."""
+        return _find_values(self.find_spec())
 
     def pick(self, value: Any) -> Any:
         """Return the part of a nested value."""
@@ -183,8 +196,8 @@ def find_specs(observation: Sequence[SpaceField], action: Sequence[SpaceField]) 
     """Return the specs of the fields that may be stored for an environment."""
     found: dict[Key, TensorSpec] = {}
     for field in (*action, *observation):
-        with contextlib.suppress(TypeError, ValueError):  # a custom space, or a text
-            found[field.key] = from_space(field.space)
+        if (spec := field.find_spec()) is not None:
+            found[field.key] = spec
     found |= {("next", *field.key): found[field.key] for field in observation if field.key in found}
     found["next", "reward"] = Unbounded((1,), dtype=torch.float32)
     for flag in _FLAGS:
@@ -203,6 +216,69 @@ def describe_rows(rb: Any, specs: Mapping[Key, TensorSpec]) -> None:
         found = select_specs(dict(specs), rb.schema)
         if not found.is_empty():
             rb.set_specs(found)
+
+
+def check_spaces(rb: ReplayBuffer, fields: Sequence[SpaceField], path: Any, *, dtypes: bool = True) -> None:
+    """Raise StateError if a buffer's rows have other shapes, kinds of numbers or discrete values than spaces.
+
+    Bounds are not compared: they may change between two versions of an environment.
+
+    Args:
+        rb: The buffer; a store without rows fits all spaces.
+        fields: The fields of the spaces.
+        path: The store, for the message.
+        dtypes: Whether to compare kinds of numbers: integers, floats or complex numbers.
+    """
+    if rb.schema is None:
+        return
+    stored = {field.key: field for field in rb.schema.fields}
+    specs = rb.specs
+    named = {} if specs is None else {to_key(key): spec for key, spec in specs.items(True, True)}
+    other = []
+    for field in fields:
+        found, values, wanted = stored.get(field.key), _find_values(named.get(field.key)), field.find_values()
+        if (
+            found is None
+            or not _fits(found, field, dtypes=dtypes)
+            or (values is not None and values != wanted)
+        ):
+            has = "nothing" if found is None else _describe_field(found.dtype, found.shape, values)
+            wants = _describe_field("text" if field.is_text else field.dtype, field.shape, wanted)
+            other.append(f"{key_name(field.key)} is {has} in the store and {wants} in the environment")
+    if other:
+        raise StateError(
+            f"the rows of {path} do not fit the environment: {', '.join(other)}",
+            kind="mismatch",
+            hint="choose another store for each environment, and for each way to record it",
+        )
+
+
+def _fits(stored: Field, field: SpaceField, *, dtypes: bool) -> bool:
+    """Return whether a stored field has the shape, and the kind of numbers, of a space."""
+    if stored.dtype in (ARROW, OBJECT) or field.is_text:
+        return stored.dtype in (ARROW, OBJECT)
+    return stored.shape == field.shape and not (
+        dtypes and _find_kind(stored.dtype) != _find_kind(str(field.dtype))
+    )
+
+
+def _find_kind(dtype: str) -> str:
+    for kind in ("float", "complex"):
+        if kind in dtype:  # also bfloat16
+            return kind
+    return "integer"
+
+
+def _find_values(spec: TensorSpec | None) -> tuple[int, ...] | None:
+    """Return the numbers of values of a discrete spec; None: it is not discrete, or unknown."""
+    if isinstance(spec, MultiCategorical):
+        return tuple(torch.as_tensor(spec.nvec).reshape(-1).tolist())
+    return (int(spec.n),) if isinstance(spec, Categorical) else None
+
+
+def _describe_field(dtype: Any, shape: tuple[int, ...], values: tuple[int, ...] | None) -> str:
+    count = "" if values is None else f" with {' and '.join(map(str, values))} values"
+    return f"{dtype}[{','.join(map(str, shape))}]{count}"
 
 
 def check_mode(mode: Any) -> Any:

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.space_fields import (
     autoreset_mode_of,
+    check_spaces,
     describe_rows,
     fields_of,
     find_specs,
@@ -24,7 +26,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, Key
-from expstore.errors import SchemaError, StateError, StorageError
+from expstore.errors import ArgumentError, SchemaError, StateError, StorageError
 
 try:
     import gymnasium as gym
@@ -38,6 +40,11 @@ except ModuleNotFoundError as exc:
 
 __all__ = ["Record", "RecordVector"]
 
+#: Options of the wrappers that are not arguments of `expstore.open`.
+_OPTIONS = {
+    "Record": ("source", "flush_steps", "info", "render"),
+    "RecordVector": ("source", "flush_steps", "info", "render", "autoreset_mode"),
+}
 #: The mode in which environments render frames as arrays.
 _FRAMES = "rgb_array"
 
@@ -75,10 +82,11 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
             space has Text, the default of `layout` is "arrow", and recording a step takes longer.
 
     Raises:
-        ValueError: A space has values without a fixed shape (Sequence, Graph, OneOf), frames are rendered in
-            another mode, or `flush_steps` is less than 1.
-        TypeError: `store` is neither a path nor a buffer that records, or options are given for a buffer.
+        ArgumentError: A space has values without a fixed shape (Sequence, Graph, OneOf), frames are rendered
+            in another mode, or `flush_steps` is less than 1; `store` is neither a path nor a buffer that
+            records, or options are given for a buffer; there is no such option.
         LockedError: The store is open for writing elsewhere.
+        StateError: The store has rows of another environment; nothing was changed.
 
     Example:
         >>> env = Record(gymnasium.make("CartPole-v1"), "run.exp", source="env-0")
@@ -119,6 +127,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
             store,
             options,
             self._fields,
+            called="Record",
             source=source,
             flush_steps=flush_steps,
             autoreset_mode=AutoresetMode.NEXT_STEP if _resets_itself(env) else None,
@@ -195,10 +204,10 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
     """Record every step of a vector environment into a store.
 
     As `Record`; each lane is a stream of its own: `source`, `source//1`, `source//2` and so on. All three
-    autoreset modes give the same episodes: a lane that only resets leaves no row, and the last next
-    observation of an episode is its own. `reset(options={"reset_mask": mask})` cuts and begins episodes of
-    these lanes only. The seed of an episode is the one that its lane got: `seed + lane`, or its entry of a
-    list.
+    autoreset modes give the same episodes: a step in which a lane only resets is not stored for that lane,
+    and the last next observation of an episode is the final observation of that episode.
+    `reset(options={"reset_mask": mask})` cuts and begins episodes of these lanes only. The seed of an episode
+    is the one that its lane got: `seed + lane`, or its entry of a list.
 
     The steps of all lanes are stored together, or not at all; the first ones after a reset with seeds are
     stored one after another.
@@ -210,8 +219,8 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
             "Disabled", or gymnasium's enum.
 
     Raises:
-        ValueError: As `Record`; or the autoreset mode is unknown.
-        TypeError: As `Record`; or `env` is not a vector environment.
+        ArgumentError: As `Record`; or the autoreset mode is unknown; as `Record`; or `env` is not a vector
+            environment.
 
     Example:
         >>> envs = RecordVector(gymnasium.make_vec("CartPole-v1", num_envs=4), "run.exp", source="envs")
@@ -242,7 +251,13 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         self._fields = _Fields(env.single_observation_space, env.single_action_space, lanes)
         self._info, self._renders = _names_of(info), render
         self._stream = _Stream(
-            store, options, self._fields, source=source, flush_steps=flush_steps, lanes=lanes
+            store,
+            options,
+            self._fields,
+            called="RecordVector",
+            source=source,
+            flush_steps=flush_steps,
+            lanes=lanes,
         )
         self._observation: dict[Key, Array] | None = None
         self._ended: Array = np.zeros(lanes, np.bool_)
@@ -344,7 +359,7 @@ class _Fields:
         lanes: Number of environments; None: a single one.
 
     Raises:
-        ValueError: A space has values without a fixed shape.
+        ArgumentError: A space has values without a fixed shape.
     """
 
     def __init__(self, observation: Any, action: Any, lanes: int | None = None) -> None:
@@ -375,6 +390,7 @@ class _Stream:
         store: Path of the store, or an open buffer.
         options: Arguments of `expstore.open` for a path.
         fields: The fields of observations and actions.
+        called: Name of the wrapper, for messages.
         source: Name of the stream.
         flush_steps: Number of steps that are published together.
         lanes: Number of environments; None: a single one.
@@ -387,14 +403,19 @@ class _Stream:
         options: dict[str, Any],
         fields: _Fields,
         *,
+        called: str,
         source: str | None,
         flush_steps: int,
         lanes: int | None = None,
         autoreset_mode: Any = None,
     ) -> None:
         self._fields, self._owns = fields, isinstance(store, str | Path)
+        if self._owns:
+            check_options(called, options, _OPTIONS[called])
         self.rb: Any = _open(store, options, has_text=fields.has_text)
         try:
+            if not len(self.rb.transform):  # a transform may change what is stored
+                check_spaces(self.rb, (*fields.observation, *fields.action), _path_of(store))
             self._recorder: Recorder = self.rb.record(
                 source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
             )
@@ -462,9 +483,13 @@ class _Stream:
                 exc.add_note("The environment has made the step (`last_step`), which is not stored.")
             raise
         self._is_torn = False
-        if not self._is_described:
-            self._is_described = True
-            describe_rows(self.rb, find_specs(self._fields.observation, self._fields.action))
+        if not self._is_described and not self._recorder.pending:
+            self._describe()
+
+    def _describe(self) -> None:
+        """Store the specs of the fields, once the store has rows."""
+        self._is_described = True
+        describe_rows(self.rb, find_specs(self._fields.observation, self._fields.action))
 
     def reset(self, lanes: Sequence[int] | None = None, *, info: Any = None) -> None:
         """Cut the open episodes of lanes, and note facts about the next ones; see `Recorder.reset`."""
@@ -492,19 +517,20 @@ def _open(store: str | Path | ReplayBuffer, options: dict[str, Any], *, has_text
     """Return the buffer of a store.
 
     Raises:
-        TypeError: The store is neither a path nor a buffer that records, or options are given for a buffer.
+        ArgumentError: The store is neither a path nor a buffer that records, or options are given for a
+            buffer.
     """
     if isinstance(store, str | Path):
         if has_text:
             options = {"layout": "arrow"} | options
         return open_store(store, **options)
     if not isinstance(store, ReplayBuffer):
-        raise TypeError(
+        raise ArgumentError(
             f"store is a {type(store).__name__}; pass a path, or an open buffer of this process, such as "
             "expstore.open(path) returns"
         )
     if options:
-        raise TypeError(
+        raise ArgumentError(
             f"{', '.join(options)}: options are for a store that is opened here; pass them to expstore.open"
         )
     return store
@@ -531,13 +557,13 @@ def _nest(columns: dict[Key, Array]) -> Any:
 
 def _names_of(info: Sequence[str]) -> tuple[str, ...]:
     if isinstance(info, str):
-        raise TypeError(f"info={info!r} is one text; pass a sequence of names, such as info=({info!r},)")
+        raise ArgumentError(f"info={info!r} is one text; pass a sequence of names, such as info=({info!r},)")
     return tuple(info)
 
 
 def _check_render_mode(mode: str | None) -> None:
     if mode != _FRAMES:
-        raise ValueError(
+        raise ArgumentError(
             f"render=True stores frames, and the environment has render_mode={mode!r}; create it with "
             f"render_mode={_FRAMES!r}"
         )

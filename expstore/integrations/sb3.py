@@ -7,6 +7,8 @@ that an algorithm takes them as `replay_buffer_class`.
 from __future__ import annotations
 
 import gc
+import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +17,20 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from expstore._open import check_options
 from expstore._open import open as open_store
 from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.values import Array, IntArray
-from expstore.errors import LockedError, NotReadyError, StateError
+from expstore.collectors.space_fields import SpaceField, check_spaces, describe_rows
+from expstore.core.geometry import round_up
+from expstore.core.values import Array, IntArray, Key
+from expstore.disk.files import ReadingDisk
+from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
+from expstore.specs import Categorical, MultiCategorical, TensorSpec
+from expstore.storages.engine.store import Store
+from expstore.storages.format.manifest import Manifest
+from expstore.transforms import MultiStepTransform, StepView
 
 try:
     from gymnasium import spaces
@@ -47,24 +57,40 @@ __all__ = [
     "ReplayBuffer",
 ]
 
+#: Entries of the observations of goal environments.
+_GOAL_ENTRIES = ("observation", "achieved_goal", "desired_goal")
 #: What `infos` call an end by a time limit.
 _TIMEOUT = "TimeLimit.truncated"
 #: Where attributes of stable-baselines3's buffers are found.
 _ELSEWHERE = {
-    "observations": "rb[:]['observation'] has them",
-    "next_observations": "rb[:]['next', 'observation'] has them",
-    "actions": "rb[:]['action'] has them",
-    "rewards": "rb[:]['next', 'reward'] has them",
-    "dones": "rb[:]['next', 'done'] has them",
-    "timeouts": "rb[:]['next', 'truncated'] has them",
-    "ep_start": "rb.sql('SELECT _id FROM transitions WHERE _step = 0') has them",
-    "ep_length": "rb.sql('SELECT length FROM episodes') has them",
+    "observations": 'buffer.rb[:]["observation"] has them',
+    "next_observations": 'buffer.rb[:]["next", "observation"] has them',
+    "actions": 'buffer.rb[:]["action"] has them',
+    "rewards": 'buffer.rb[:]["next", "reward"] has them',
+    "dones": 'buffer.rb[:]["next", "done"] has them',
+    "timeouts": 'buffer.rb[:]["next", "truncated"] has them',
+    "ep_start": 'buffer.rb.sql("SELECT _id FROM transitions WHERE _step = 0") has them',
+    "ep_length": 'buffer.rb.sql("SELECT length FROM episodes") has them',
     "infos": "infos are not stored",
 }
+#: What to do with the buffer of a store that was moved.
+_MOVED = (
+    "if the store was moved, make a model over its new path instead of loading the buffer: "
+    'replay_buffer_kwargs={"path": ...}'
+)
+#: How to load a model that needs no replay buffer.
+_PREDICTS = (
+    "a model that only predicts needs no store: load it with replay_buffer_class=None, "
+    "replay_buffer_kwargs={}"
+)
+#: Field of a batch with the rewards of all its steps.
+_REWARDS = "rewards_of_steps"
+#: Stores that buffers of this process have open, by uuid.
+_open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
-    """A batch of `PrioritizedReplayBuffer`. The first five are as in stable-baselines3's samples.
+    """A batch of `PrioritizedReplayBuffer`. The first six are as in stable-baselines3's samples.
 
     Args:
         observations: Shape `(n, *observation)`, or a dict of such tensors.
@@ -72,6 +98,7 @@ class PrioritizedReplayBufferSamples(NamedTuple):
         next_observations: As `observations`.
         dones: 1 after a step that ended its episode, except by a time limit. Shape `(n, 1)`, float32.
         rewards: Shape `(n, 1)`, float32.
+        discounts: Discounts of the next observations' values; None: the algorithm's `gamma`.
         weights: Importance weights by which the loss of each row is multiplied. Shape `(n, 1)`, float32.
         ids: The rows' ids in the store, for `update_priorities`. Shape `(n,)`, int64.
     """
@@ -81,6 +108,7 @@ class PrioritizedReplayBufferSamples(NamedTuple):
     next_observations: Any
     dones: torch.Tensor
     rewards: torch.Tensor
+    discounts: torch.Tensor | None
     weights: torch.Tensor
     ids: torch.Tensor
 
@@ -93,32 +121,40 @@ class ReplayBuffer(buffers.ReplayBuffer):
     SQL, episodes and versions. A row is an episode's next step if its observation is the former next one;
     otherwise it begins another episode, as after `learn` has reset the environments.
 
-    Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps path and uuid of the store, not its
-    rows. The loaded buffer opens the store when it is first used. A store is open for writing once:
-    `load_replay_buffer` drops the model's former buffer, which closes it; close any other buffer of the same
-    path before, such as that of a model that `load` has made from the same file.
+    Pickling, as by `save_replay_buffer` and `load_replay_buffer`, keeps the absolute path and the uuid of the
+    store, not its rows. Loading raises NotFoundError if there is no store at the path, and StateError if it
+    is another store. The loaded buffer opens the store when it is first used. One buffer at a time can have a
+    store open: `load_replay_buffer` closes the model's own buffer, and any other buffer of the store must be
+    closed first, such as the buffer of another model.
 
     Threads: as expstore's buffers. Processes: one has the store open for writing. Crashes: what `add` has
     stored survives the process; with `flush_steps=n` the last n - 1 steps may be lost. Rows of the last
     second may be lost in a power cut.
 
     Args:
-        buffer_size: The most rows; the capacity of a new store is the next lower multiple of `n_envs`.
+        buffer_size: The most rows. The capacity of a new store is the next lower multiple of `n_envs`; an
+            existing store must have this capacity, or `buffer_size` itself.
         observation_space: A space of gymnasium.
         action_space: A space of gymnasium.
         device: Device of the samples.
         n_envs: How many environments step together. Each is a source of its own.
         optimize_memory_usage: Must be False.
         handle_timeout_termination: Whether `dones` of samples are 0 after a step that a time limit ended.
-        path: Folder of the store, which is made if it is not there.
+        path: Folder of the store, which is created if it does not exist. Required.
         flush_steps: So many calls of `add` are stored together; `sample` stores what was added before.
         source: Name of the stream of steps, as in SQL.
+        n_steps: Number of steps that a sample covers: `rewards` are discounted sums, `next_observations` and
+            `dones` those of the last step, and `discounts` are set. As `NStepReplayBuffer` of
+            stable-baselines3, but a sum also stops where `learn` has reset the environment.
+        gamma: The discount of these sums; pass that of the algorithm.
         options: Arguments of `expstore.open`, such as `seed`, `layout` or `durability`.
 
     Raises:
-        ValueError: `optimize_memory_usage` is set, or `flush_steps` is less than 1.
-        LockedError: The store is open for writing elsewhere, as by another model of this process.
-        StateError: The store has another capacity.
+        ArgumentError: There is no `path`, or an option that neither this class nor `expstore.open` has; the
+            observation space is a Dict; use `DictReplayBuffer`; `optimize_memory_usage` is set, `flush_steps`
+            or `n_steps` is less than 1, or `gamma` is not between 0 and 1.
+        LockedError: Another buffer or process has the store open for writing.
+        StateError: The store has another capacity, or rows of another environment; nothing was changed.
 
     Example:
         >>> kwargs = {"path": "run.exp"}
@@ -128,6 +164,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
     """
 
     obs_shape: Any  # a tuple; a dict of tuples where observations are dicts
+    #: Options that are not arguments of `expstore.open`.
+    _own_options: tuple[str, ...] = (
+        "path", "flush_steps", "source", "n_steps", "gamma", "handle_timeout_termination",
+    )  # fmt: skip
+    _takes_dicts = False
 
     def __init__(
         self,
@@ -139,28 +180,59 @@ class ReplayBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        path: str | Path,
+        path: str | Path | None = None,
         flush_steps: int = 1,
         source: str = "env",
+        n_steps: int = 1,
+        gamma: float = 0.99,
         _goals: _Goals | None = None,
         **options: Any,
     ) -> None:
+        folder = self._check_arguments(observation_space, path, options)
         if optimize_memory_usage:
-            raise ValueError(
+            raise ArgumentError(
                 "optimize_memory_usage=True keeps next observations only once, which a store does by itself "
                 "for packed images; leave it out"
             )
-        self.buffer_size = max(buffer_size // n_envs, 1)
         self.observation_space, self.action_space = observation_space, action_space
         self.obs_shape, self.action_dim = get_obs_shape(observation_space), get_action_dim(action_space)
         self._batch_shape = None if isinstance(self.obs_shape, dict) else (n_envs, *self.obs_shape)
         self.device, self.n_envs = get_device(device), n_envs
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        folder, capacity = Path(path).expanduser().absolute(), self.buffer_size * n_envs
-        self._store = _Store(folder, capacity, options, _goals)
+        fields = _Fields(observation_space, self.obs_shape, action_space, self.action_dim)
+        self._n_steps = None if n_steps == 1 else _NSteps(n_steps, gamma)
+        self._store = _Store(folder, buffer_size, n_envs, options, fields, _goals or self._n_steps)
         self._steps = _Steps(self._store, n_envs, flush_steps, source)
-        self._steps.start()
+        try:
+            self._steps.start()
+        except BaseException:
+            self._store.close()
+            raise
+        self.buffer_size = max(self._store.capacity // n_envs, 1)
+
+    def _check_arguments(
+        self, observation_space: spaces.Space[Any], path: str | Path | None, options: dict[str, Any]
+    ) -> Path:
+        """Return the absolute path of the store; refuse arguments that the class does not take."""
+        name = type(self).__name__
+        if path is None:
+            raise ArgumentError(
+                f"{name}() got no path, the folder of its store",
+                hint='pass replay_buffer_kwargs={"path": "my.exp"} to the model, or path= to the class',
+            )
+        if "capacity" in options:
+            raise ArgumentError(
+                f"{name}() got capacity=, but the capacity of its store is the buffer_size of the model",
+                hint=f"use buffer_size={options['capacity']!r}",
+            )
+        check_options(name, options, self._own_options)
+        if isinstance(observation_space, spaces.Dict) and not self._takes_dicts:
+            raise ArgumentError(
+                f"{name} is for observations that are arrays, got {observation_space}; use "
+                "expstore.sb3.DictReplayBuffer"
+            )
+        return Path(path).expanduser().absolute()
 
     @property
     def rb(self) -> TensorDictReplayBuffer:
@@ -193,8 +265,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def close(self) -> None:
         """Store what was added, and close the store; a second call does nothing. Open episodes are cut."""
-        self._steps.close()
-        self._store.close()
+        try:
+            self._steps.close()
+        finally:
+            self._store.close()
 
     def add(
         self,
@@ -217,9 +291,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 environments return it, one dict whose values have shape `(n_envs,)`.
 
         Raises:
+            StateError: These are not the steps of `n_envs` environments; nothing was stored.
             SchemaError: The values do not fit the fields of the store; nothing was stored.
             StorageError: The disk failed.
         """
+        if len(done) != self.n_envs:
+            raise StateError(
+                f"the buffer of {self.path} was made for {self.n_envs} environments, and add() got steps of "
+                f"{len(done)}",
+                hint="make a model of these environments over the path instead of loading the buffer: "
+                f'replay_buffer_kwargs={{"path": "{self.path}"}}',
+            )
         self._steps.add(
             self._reshape(obs),
             np.asarray(action).reshape(self.n_envs, self.action_dim),
@@ -263,21 +345,25 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return rows
 
     def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
-        observations, actions, following, dones, rewards = self._parts(rows, env)
-        if isinstance(observations, dict):
-            return DictReplayBufferSamples(observations, actions, following, dones, rewards)
-        return ReplayBufferSamples(observations, actions, following, dones, rewards)
+        parts = self._parts(rows, env)
+        return DictReplayBufferSamples(*parts) if isinstance(parts[0], dict) else ReplayBufferSamples(*parts)
 
-    def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any]:
-        """Return observations, actions, next observations, dones and rewards, on the device."""
+    def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """Return observations, actions, next observations, dones, rewards and discounts, on the device."""
         following = rows["next"]
         ended = following["terminated" if self.handle_timeout_termination else "done"]
+        if self._n_steps is None:
+            rewards, discounts = self._normalize_reward(following["reward"].reshape(-1, 1), env), None
+        else:
+            each = self._normalize_reward(rows[_REWARDS], env)
+            rewards, discounts = self._n_steps.sum_rewards(each, rows["steps_to_next_obs"])
         return (
             self._to_device(self._normalize_obs(rows["observation"], env)),
             self._to_device(rows["action"]),
             self._to_device(self._normalize_obs(following["observation"], env)),
             self._to_device(ended.reshape(-1, 1).astype(np.float32)),
-            self._to_device(self._normalize_reward(following["reward"].reshape(-1, 1), env)),
+            self._to_device(rewards),
+            None if discounts is None else self._to_device(discounts),
         )
 
     def _to_device(self, values: Any) -> Any:
@@ -290,7 +376,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return the rows of steps, of one environment each, which is drawn as stable-baselines3 does.
 
         Args:
-            batch_inds: Numbers of steps, from the oldest on. Shape `(n,)`.
+            batch_inds: Numbers of steps, as `pos` counts them. Shape `(n,)`.
             env: As in `sample`.
         """
         lanes = np.random.randint(0, self.n_envs, len(batch_inds))
@@ -312,7 +398,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Take over what `__getstate__` returned.
+
+        Raises:
+            NotFoundError: There is no store at the path.
+            StateError: It is another store than the one that was saved.
+        """
+        state["_store"].check_saved()
         self.__dict__.update(state)
 
 
@@ -322,9 +414,11 @@ class DictReplayBuffer(ReplayBuffer, buffers.DictReplayBuffer):
     Each entry of the space is a field of its own, such as `observation.position`.
     """
 
+    _takes_dicts = True
+
     def __init__(self, buffer_size: int, observation_space: spaces.Dict, *given: Any, **options: Any) -> None:
         if not isinstance(observation_space, spaces.Dict):
-            raise TypeError(
+            raise ArgumentError(
                 f"DictReplayBuffer is for Dict observation spaces, got {observation_space}; use ReplayBuffer"
             )
         super().__init__(buffer_size, observation_space, *given, **options)
@@ -346,7 +440,14 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
         n_sampled_goal: How many rows with new goals are sampled for each row with its own.
         goal_selection_strategy: "future", "final" or "episode": which steps give new goals.
         copy_info_dict: Must be False: infos are not stored.
+
+    Raises:
+        ArgumentError: The observation space lacks an entry for goals, or an argument is not allowed.
     """
+
+    _own_options = (
+        *ReplayBuffer._own_options, "n_sampled_goal", "goal_selection_strategy", "copy_info_dict",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -364,17 +465,25 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
         **options: Any,
     ) -> None:
         if copy_info_dict:
-            raise ValueError(
+            raise ArgumentError(
                 "copy_info_dict=True passes infos to compute_reward, and infos are not stored; leave it out"
             )
+        if options.get("n_steps", 1) != 1:
+            raise ArgumentError("HerReplayBuffer has no n-step samples, got n_steps=; leave it out")
         strategy = goal_selection_strategy
         if isinstance(strategy, str):
             known = KEY_TO_GOAL_STRATEGY
             if strategy.lower() not in known:
-                raise ValueError(
+                raise ArgumentError(
                     f"goal_selection_strategy is {strategy!r}; it is one of {', '.join(map(repr, known))}"
                 )
             strategy = known[strategy.lower()]
+        missing = [name for name in _GOAL_ENTRIES if name not in getattr(observation_space, "spaces", ())]
+        if missing:
+            raise ArgumentError(
+                f"HerReplayBuffer needs the entries {', '.join(_GOAL_ENTRIES)} in the observation space; "
+                f"{observation_space} has no {', '.join(missing)}"
+            )
         self.copy_info_dict = False
         self.goal_selection_strategy = strategy
         self.n_sampled_goal = n_sampled_goal
@@ -394,10 +503,10 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
         """Set the environment that computes rewards, after unpickling.
 
         Raises:
-            ValueError: There is one already.
+            ArgumentError: There is one already.
         """
         if self._goals.env is not None:
-            raise ValueError("Trying to set env of already initialized environment.")
+            raise ArgumentError("Trying to set env of already initialized environment.")
         self._goals.env = env
 
     def truncate_last_trajectory(self) -> None:
@@ -437,13 +546,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         >>> model.replay_buffer.update_priorities(batch.ids, error.abs())
     """
 
+    _own_options = (*ReplayBuffer._own_options, "alpha", "beta")
+    _takes_dicts = True
+
     def __init__(self, *given: Any, alpha: float = 0.6, beta: float = 0.4, **options: Any) -> None:
         sampler = PrioritizedSampler(alpha=alpha, beta=beta)
         super().__init__(*given, sampler=sampler, **options)
 
     def _samples(self, rows: dict[str, Any], env: VecNormalize | None) -> Any:
         weights = self._to_device(rows["priority_weight"].reshape(-1, 1).astype(np.float32))
-        return PrioritizedReplayBufferSamples(*self._parts(rows, env), weights, torch.from_numpy(rows["id"]))
+        ids = torch.from_numpy(rows["id"])
+        return PrioritizedReplayBufferSamples(*self._parts(rows, env), weights, ids)
 
     def update_priorities(self, ids: torch.Tensor, priorities: torch.Tensor | Array) -> int:
         """Set the priorities of rows that are still in the store; return how many that were.
@@ -478,19 +591,84 @@ def _leaf(value: Any) -> Any:
     return value.numpy()
 
 
+class _Fields:
+    """The fields of observations and actions.
+
+    Args:
+        observation: The space of observations.
+        obs_shape: Their shape; a dict of shapes for a Dict space.
+        action: The space of actions.
+        action_dim: Number of values of an action.
+    """
+
+    def __init__(
+        self, observation: spaces.Space[Any], obs_shape: Any, action: spaces.Space[Any], action_dim: int
+    ) -> None:
+        parts = observation.spaces if isinstance(observation, spaces.Dict) else {None: observation}
+        self._observation = [
+            SpaceField(
+                (),
+                ("observation",) if name is None else ("observation", name),
+                space,
+                obs_shape if name is None else obs_shape[name],
+                np.dtype(space.dtype),
+            )
+            for name, space in parts.items()
+        ]
+        self._action = [SpaceField((), ("action",), action, (action_dim,), np.dtype(action.dtype))]
+
+    def check(self, rb: TensorDictReplayBuffer, path: Path) -> None:
+        """Raise StateError if a store has rows of another environment."""
+        # An environment may return observations of another dtype than its space says, which are stored.
+        check_spaces(rb, self._observation, path, dtypes=False)
+        check_spaces(rb, self._action, path)
+
+    def describe(self, rb: TensorDictReplayBuffer) -> bool:
+        """Store the specs of discrete fields in a store that has rows; return whether it has.
+
+        Fields of Box spaces get none: algorithms store actions that are scaled to [-1, 1].
+        """
+        if rb.schema is None:
+            return False
+        found: dict[Key, TensorSpec] = {}
+        for field in (*self._observation, *self._action):
+            spec = field.find_spec()
+            if not isinstance(spec, Categorical):
+                continue
+            if not isinstance(spec, MultiCategorical):
+                spec = Categorical(spec.n, shape=field.shape, dtype=spec.dtype)
+            found[field.key] = spec
+            if field.key[0] == "observation":
+                found["next", *field.key] = spec
+        describe_rows(rb, found)
+        return True
+
+
 class _Store:
     """The store of a buffer: opened when it is first used.
 
     Args:
         path: The folder.
-        capacity: Of a new store, rows.
+        buffer_size: The most rows.
+        n_envs: How many environments step together: a new store has a multiple of it as its capacity.
         options: Arguments of `expstore.open`.
-        goals: Gives rows of batches new goals; None: nothing does.
+        fields: The fields of observations and actions.
+        goals: Changes the rows of batches; None: nothing does.
     """
 
-    def __init__(self, path: Path, capacity: int, options: dict[str, Any], goals: _Goals | None) -> None:
-        self.path = path
-        self._capacity, self._options, self._goals = capacity, options, goals
+    def __init__(
+        self,
+        path: Path,
+        buffer_size: int,
+        n_envs: int,
+        options: dict[str, Any],
+        fields: _Fields,
+        goals: _Goals | _NSteps | None,
+    ) -> None:
+        self.path, self._fields = path, fields
+        self._n_envs, self._options, self._goals = n_envs, options, goals
+        #: The most rows: of the store once it was opened.
+        self.capacity = max(buffer_size // n_envs, 1) * n_envs
         self._uuid: str | None = None  # of the store; None: it was not opened yet
         self._closed = False
         self._opened: TensorDictReplayBuffer | None = None
@@ -510,27 +688,65 @@ class _Store:
 
     def _open(self) -> TensorDictReplayBuffer:
         if self._closed:
-            raise StateError(f"the buffer of {self.path} is closed", hint="make or load another one")
+            raise StateError(f"the buffer of {self.path} is closed", hint="make or load another buffer")
         opened = self._open_unlocked()
         uuid = str(opened.stats()["uuid"])
-        if self._uuid not in (None, uuid):
+        try:
+            self._check_uuid(uuid)
+            self._fields.check(opened, self.path)
+        except BaseException:
             opened.close()
-            raise StateError(
-                f"{self.path} holds store {uuid}, and the buffer was saved over store {self._uuid}",
-                hint="bring the store back that was in this folder",
-            )
+            raise
         self._opened, self._uuid = opened, uuid
+        if isinstance(opened.storage, Store):
+            _open_stores[uuid] = opened.storage
+        # "w" would replace the store, and "x" refuse it, when the buffer is loaded.
+        self._options = {name: value for name, value in self._options.items() if name != "mode"}
         return opened if self._goals is None else self._goals.draw_from(opened)
 
     def _open_unlocked(self) -> TensorDictReplayBuffer:
         """Open the store, after the former buffer of a model was dropped."""
+        self._take_capacity()
         try:
-            return open_store(self.path, capacity=self._capacity, **self._options)
+            return open_store(self.path, capacity=self.capacity, **self._options)
         except LockedError:
             # `learn` leaves references to the buffer in cycles: `load_replay_buffer` drops a buffer that only
             # the garbage collector closes.
             gc.collect()
-        return open_store(self.path, capacity=self._capacity, **self._options)
+        try:
+            return open_store(self.path, capacity=self.capacity, **self._options)
+        except LockedError as exc:
+            raise LockedError(
+                exc.message, hint=f"{exc.hint}; {_PREDICTS}" if exc.hint else _PREDICTS
+            ) from None
+
+    def describe(self) -> bool:
+        """Store the specs of discrete fields; return whether the store has rows, and so has them."""
+        return self._opened is not None and self._fields.describe(self._opened)
+
+    def _take_capacity(self) -> None:
+        """Take the capacity of the store if it differs only because it is no multiple of `n_envs`.
+
+        Raises:
+            StateError: The store has another capacity.
+        """
+        if self._options.get("mode", "a") != "a":
+            return
+        try:
+            manifest = Manifest.load(ReadingDisk(), self.path)
+        except NotFoundError:
+            return
+        stored, asked = manifest.capacity, self.capacity
+        if stored is not None and stored // self._n_envs * self._n_envs == asked:
+            self.capacity = stored
+        elif stored is None or stored != round_up(asked, math.prod(manifest.dims)):
+            resize = f"run `expstore resize {self.path} --capacity {asked}`"
+            raise StateError(
+                f"{self.path} has {'no capacity' if stored is None else f'capacity {stored}'}, and "
+                f"the buffer_size of the model asks for {asked} rows",
+                kind="mismatch",
+                hint=resize if stored is None else f"pass buffer_size={stored}, or {resize}",
+            )
 
     def close(self) -> None:
         """Close the store; a second call does nothing."""
@@ -539,8 +755,81 @@ class _Store:
             self._opened.close()
         self._buffer = None
 
+    def check_saved(self) -> None:
+        """Raise an error unless the store is still there that was open when this object was pickled.
+
+        Raises:
+            NotFoundError: There is no store at the path.
+            StateError: It is another store.
+        """
+        try:
+            found = Manifest.load(ReadingDisk(), self.path).uuid
+        except NotFoundError as exc:
+            raise NotFoundError(
+                f"the buffer was saved over the store {self.path}, and there is no store any more",
+                hint=_MOVED,
+            ) from exc
+        self._check_uuid(found)
+        # The model drops its former buffer without closing it when it loads this one.
+        if (former := _open_stores.get(found)) is not None:
+            former.warns_if_forgotten = False
+
+    def _check_uuid(self, uuid: str) -> None:
+        if self._uuid not in (None, uuid):
+            raise StateError(
+                f"{self.path} holds store {uuid}, and the buffer was saved over store {self._uuid}",
+                hint=f"bring back the store that was in this folder; {_MOVED}",
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_buffer": None, "_closed": False}
+
+
+class _NSteps:
+    """Batches whose rows cover several steps.
+
+    Args:
+        n_steps: Number of steps.
+        gamma: The discount.
+    """
+
+    def __init__(self, n_steps: int, gamma: float) -> None:
+        self._transform = _RewardsOfSteps(n_steps, gamma, done_keys=[])
+
+    def draw_from(self, opened: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
+        """Make the batches of an open store cover several steps; return its buffer."""
+        return opened.append_transform(self._transform)
+
+    def sum_rewards(self, rewards: Array, steps: IntArray) -> tuple[Array, Array]:
+        """Return discounted sums of rewards, and the discounts of what follows. Shapes `(n, 1)`, float32.
+
+        The same operations as in stable-baselines3, so that the results are equal to the last bit.
+
+        Args:
+            rewards: The rewards of the next steps; only the first `steps` of a row count. Shape
+                `(n, n_steps)`, float32.
+            steps: Number of steps that each row covers. Shape `(n,)`, int64.
+        """
+        gamma, numbers = self._transform.gamma, np.arange(self._transform.n_steps, dtype=np.float32)[None]
+        counts = steps[:, None]
+        sums = (rewards * gamma**numbers * (numbers < counts)).sum(axis=1, keepdims=True)
+        return sums.astype(np.float32), (gamma ** counts.astype(np.float32)).astype(np.float32)
+
+
+class _RewardsOfSteps(MultiStepTransform):
+    """As `MultiStepTransform`; batches also have the reward of each step: normalizing clips each of them."""
+
+    def look(self, view: StepView) -> Any:
+        """Read the rewards of the steps, and choose the last one of each row."""
+        seen = super().look(view)
+        ids, _ = view.at(view.ids, np.arange(self.n_steps))
+        return seen, view.floats(ids, ("next", "reward")).reshape(ids.shape)
+
+    def apply(self, batch: Any, seen: Any) -> Any:
+        """Write the rewards of the steps into the batch."""
+        batch = super().apply(batch, seen[0])
+        batch.set(_REWARDS, torch.from_numpy(seen[1]))
+        return batch
 
 
 class _Goals:
@@ -597,10 +886,11 @@ class _Steps:
 
     def __init__(self, store: _Store, n_envs: int, flush_steps: int, source: str) -> None:
         if not isinstance(flush_steps, int) or flush_steps < 1:
-            raise ValueError(f"flush_steps must be an integer of at least 1, got {flush_steps!r}")
+            raise ArgumentError(f"flush_steps must be an integer of at least 1, got {flush_steps!r}")
         self._store, self._n_envs = store, n_envs
         self._flush_steps, self._source = flush_steps, source
         self._recorder: Any = None
+        self._is_described = False
         self._following: bytes | None = None  # what the next observations must be to continue the episodes
         self._ended = np.zeros(n_envs, np.bool_)
 
@@ -644,6 +934,8 @@ class _Steps:
         """Store what was added."""
         if self._recorder is not None:
             self._recorder.flush()
+            if not self._is_described:
+                self._is_described = self._store.describe()
 
     def cut(self) -> None:
         """Cut the episodes that are open."""
@@ -654,7 +946,10 @@ class _Steps:
     def close(self) -> None:
         """Store what was added, and cut the episodes that are open."""
         if self._recorder is not None:
-            self._recorder.close()
+            self.flush()
+        recorder, self._recorder = self._recorder, None  # the next step asks the store, which is closed
+        if recorder is not None:
+            recorder.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_recorder": None, "_following": None}

@@ -6,6 +6,7 @@ Used by everything in the engine that writes files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,10 +49,13 @@ class Health:
     def check(self) -> None:
         """Raise StateError if an fsync has failed before."""
         if self.failure is not None:
+            deleted = self.failure.errno == errno.ENOENT
             raise StateError(
                 f"{self._path} can no longer be written: {self.failure}",
                 kind="poisoned",
-                hint="close it and open it again",
+                hint="the folder was deleted or moved: close the store, and restore the folder or use another"
+                if deleted
+                else "close it and open it again",
             )
 
     @contextlib.contextmanager

@@ -100,7 +100,7 @@ class Store(Storage):
     _state: OpenStore
     path: Path
     #: Whether to warn if the store is garbage-collected without having been closed.
-    _warns_if_forgotten = True
+    warns_if_forgotten = True
 
     def __init__(
         self,
@@ -801,7 +801,7 @@ class Store(Storage):
             self.engine.do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
-            if self._warns_if_forgotten:
+            if self.warns_if_forgotten:
                 warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
 
     # -- facts -----------------------------------------------------------------------------------------
@@ -828,6 +828,6 @@ class Store(Storage):
 def _open_archive(path: Path, **options: Any) -> Store:
     """Open the archive of a store. The store closes it; nothing is done if the program ends without that."""
     archive = Store(path, **options)
-    archive._warns_if_forgotten = False
+    archive.warns_if_forgotten = False
     unregister(archive)
     return archive

@@ -543,6 +543,70 @@ def test_an_open_buffer_stays_open(tmp_path: Path) -> None:
     assert len(rb) == 8
 
 
+@pytest.mark.parametrize("flush_steps", [1, 4])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("observation", "action", "words"),
+    [
+        (
+            spaces.Box(-1, 1, (3,)),
+            spaces.Discrete(2),
+            r"observation is float32\[2\] in the store and float32\[3\] in the environment",
+        ),
+        (
+            spaces.Box(-1, 1, (2,)),
+            spaces.Box(-1, 1, ()),
+            r"action is int64\[\] with 2 values in the store and float32",
+        ),
+        (
+            spaces.Box(-1, 1, (2,)),
+            spaces.Discrete(3),
+            "with 2 values in the store and .* with 3 values in the environment",
+        ),
+        (spaces.Dict(a=spaces.Discrete(2)), spaces.Discrete(2), "observation.a is nothing in the store and"),
+        (spaces.Text(9), spaces.Discrete(2), r"float32\[2\] in the store and text\[\] in the environment"),
+    ],
+)
+def test_the_store_of_another_environment_is_refused(
+    store_path: Path, observation: Any, action: Any, words: str, is_open: bool, flush_steps: int
+) -> None:
+    env = Record(
+        Random(spaces.Box(-1, 1, (2,)), spaces.Discrete(2)),
+        store_path,
+        flush_steps=flush_steps,
+        layout="arrow",
+    )
+    env.reset()
+    for _ in range(5):
+        env.step(0)
+    env.close()
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(expstore.open(store_path)) if is_open else store_path
+        with pytest.raises(StateError, match=words) as raised:
+            Record(Random(observation, action), store)
+        assert f"the rows of {store_path} do not fit" in str(raised.value)
+        assert "choose another store for each environment" in str(raised.value)
+        Record(Random(spaces.Box(-9, 9, (2,)), spaces.Discrete(2)), store).close()  # bounds may change
+
+
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_an_unknown_option_is_refused_with_the_options_of_the_wrapper(
+    store_path: Path, is_vector: bool
+) -> None:
+    def wrap(**options: Any) -> Any:
+        if is_vector:
+            return RecordVector(gymnasium.make_vec("CartPole-v1", num_envs=2), store_path, **options)
+        return Record(gymnasium.make("CartPole-v1"), store_path, **options)
+
+    with pytest.raises(expstore.ArgumentError, match=r"Record(Vector)?\(\) got .*; use flush_steps=3"):
+        wrap(flush_step=3)
+    with pytest.raises(expstore.ArgumentError, match="it has source, flush_steps, info, render, "):
+        wrap(xyz=3)
+    with pytest.raises(expstore.ArgumentError, match="use layout={'compression': 'zstd'}"):
+        wrap(compression="zstd")
+    assert not store_path.exists()
+
+
 def test_options_are_those_of_open(store_path: Path) -> None:
     env = Record(Counting(3), str(store_path), capacity=5, seed=3, batch_size=2)
     run(env, 9)

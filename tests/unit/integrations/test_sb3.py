@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not instal
 from stable_baselines3 import DQN, SAC, HerReplayBuffer
 from stable_baselines3.common import buffers
 from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import expstore
 from expstore import sb3
+from expstore.cli.app import run as cli
 
 spaces = gym.spaces
 IMAGE = spaces.Box(0, 255, (4, 8, 8), np.uint8)
@@ -35,6 +38,7 @@ OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "dict": spaces.Dict({"image": IMAGE, "speed": spaces.Box(-1, 1, (2,), np.float32)}),
     "dict-discrete": spaces.Dict({"cell": spaces.Discrete(5), "speed": VECTOR}),
 }
+GOALS = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), VECTOR))
 ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "float64": spaces.Box(-1, 1, (2,), np.float64),
@@ -77,7 +81,7 @@ def pair(
     theirs = buffers.DictReplayBuffer if is_dict else buffers.ReplayBuffer
     return (
         ours(size, observation, action, "cpu", path=path, seed=1, **options),
-        theirs(size, observation, action, "cpu", **options),
+        theirs(size, observation, action, "cpu", **{k: v for k, v in options.items() if k != "mode"}),
     )
 
 
@@ -204,7 +208,7 @@ def test_every_public_name_of_stable_baselines3_is_there_or_explained(store_path
     names = [name for name in dir(theirs) if not name.startswith("_")]
     missing = [name for name in names if not hasattr(ours, name)]
     for name in missing:
-        with pytest.raises(AttributeError, match=r"; (rb.* has them|infos are not stored)$"):
+        with pytest.raises(AttributeError, match=r"; (buffer\.rb.* has them|infos are not stored)$"):
             getattr(ours, name)
     for name in set(names) - {*missing, "env"}:
         found, wanted = getattr(ours, name), getattr(theirs, name)
@@ -276,8 +280,9 @@ def test_pickling_keeps_the_store_and_not_its_rows(store_path: Path) -> None:
     saved = pickle.dumps(ours)
     assert len(saved) < 3000
     ours.close()
-    with pytest.raises(expstore.StateError, match="is closed"):
-        ours.size()
+    for use_buffer in (ours.size, lambda: ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))):
+        with pytest.raises(expstore.StateError, match="is closed; make or load another buffer"):
+            use_buffer()
     copy = pickle.loads(saved)
     assert (copy.size(), copy.pos, copy.buffer_size) == (7, 7, 40)
     for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 3):
@@ -304,9 +309,14 @@ def test_a_buffer_that_was_dropped_is_closed(store_path: Path) -> None:
     ours.itself = ours  # a cycle, as those that `learn` leaves
     copy = pickle.loads(pickle.dumps(ours))
     del ours
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        assert copy.size() == 0
+    assert copy.size() == 0
     copy.close()
+
+
+def test_a_buffer_that_was_forgotten_warns_if_nothing_replaces_it(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    with pytest.warns(ResourceWarning, match="was forgotten without close"):
+        del ours
 
 
 def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
@@ -314,9 +324,72 @@ def test_a_saved_buffer_refuses_another_store(store_path: Path) -> None:
     saved = pickle.dumps(ours)
     ours.close()
     expstore.open(store_path, mode="w", capacity=40).close()
-    with pytest.raises(expstore.StateError, match="was saved over store"):
-        pickle.loads(saved).size()
+    with pytest.raises(expstore.StateError, match=r"was saved over store .* if the store was moved, make a"):
+        pickle.loads(saved)
     expstore.open(store_path, capacity=40).close()  # it was not left open
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_loading_the_buffer_of_a_store_that_is_gone_keeps_the_buffer_of_the_model(
+    tmp_path: Path, change: str
+) -> None:
+    model = model_of(tmp_path / "gone.exp")
+    model.learn(40)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.replay_buffer.close()
+    shutil.rmtree(tmp_path / "gone.exp")
+    if change == "replaced":
+        expstore.open(tmp_path / "gone.exp", capacity=500).close()
+    model = model_of(tmp_path / "fresh.exp")
+    model.learn(40)
+    # stable-baselines3 does not close a path that it opened if unpickling fails.
+    with (
+        open(tmp_path / "buffer.pkl", "rb") as file,
+        pytest.raises(expstore.ExpStoreError, match="if the store was moved") as raised,
+    ):
+        model.load_replay_buffer(file)
+    wanted = expstore.NotFoundError if change == "deleted" else expstore.StateError
+    assert isinstance(raised.value, wanted)
+    assert (tmp_path / "gone.exp").exists() == (change == "replaced")
+    model.learn(20, reset_num_timesteps=False)
+    assert model.replay_buffer.size() == 60
+    model.replay_buffer.close()
+
+
+def test_a_model_over_the_new_path_continues_a_store_that_was_moved(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "old.exp")
+    model.learn(40)
+    model.replay_buffer.close()
+    (tmp_path / "old.exp").rename(tmp_path / "new.exp")
+    model = model_of(tmp_path / "new.exp")
+    assert model.replay_buffer.size() == 40
+    model.replay_buffer.close()
+
+
+def test_a_saved_buffer_does_not_replace_its_store(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], mode="w")
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 3):
+        ours.add(*step)
+    saved = pickle.dumps(ours)
+    ours.close()
+    copy = pickle.loads(saved)
+    assert copy.size() == 3
+    copy.close()
+
+
+def test_a_model_that_only_predicts_is_loaded_without_the_store(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path)
+    model.learn(40)
+    model.save(tmp_path / "model.zip")
+    words = (
+        r"close\(\) it first; a model that only predicts .* replay_buffer_class=None, replay_buffer_kwargs={}"
+    )
+    with pytest.raises(expstore.LockedError, match=words):
+        DQN.load(tmp_path / "model.zip")
+    loaded = DQN.load(tmp_path / "model.zip", replay_buffer_class=None, replay_buffer_kwargs={})
+    seen = np.zeros(4, np.float32)
+    assert loaded.predict(seen, deterministic=True)[0] == model.predict(seen, deterministic=True)[0]
+    model.replay_buffer.close()
 
 
 def model_of(path: Path, **options: Any) -> DQN:
@@ -339,8 +412,7 @@ def test_a_model_saves_and_loads_its_replay_buffer(store_path: Path, tmp_path: P
     model.save_replay_buffer(tmp_path / "buffer.pkl")
     model.load_replay_buffer(tmp_path / "buffer.pkl")
     assert model.replay_buffer is not None
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        assert model.replay_buffer.size() == 100
+    assert model.replay_buffer.size() == 100
     model.learn(52, reset_num_timesteps=False)
     assert model.replay_buffer.size() == 152
     assert "cut" in {status for status, _ in lengths(model.replay_buffer.rb)}
@@ -371,6 +443,61 @@ def test_sac_learns_with_several_environments(store_path: Path) -> None:
     assert lengths(rb) == [("open", 30)] * 3
     assert len(set(rb.sql("SELECT source FROM episodes").fetchall())) == 3
     model.replay_buffer.close()
+
+
+# -- samples of several steps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("handled", [True, False])
+@pytest.mark.parametrize(("n_envs", "count"), [(1, 13), (2, 13), (1, 29), (2, 29)])
+def test_samples_of_several_steps_are_those_of_stable_baselines3(
+    store_path: Path, n_envs: int, count: int, handled: bool, normalized: bool
+) -> None:
+    """Also of a full buffer, which the oldest steps have left."""
+    given = {"n_envs": n_envs, "handle_timeout_termination": handled, "n_steps": 4, "gamma": 0.9}
+    size = 20 * n_envs
+    ours = sb3.ReplayBuffer(size, VECTOR, ACTIONS["discrete"], "cpu", path=store_path, **given)
+    theirs = buffers.NStepReplayBuffer(size, VECTOR, ACTIONS["discrete"], "cpu", **given)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], n_envs, count):
+        ours.add(*step)
+        theirs.add(*step)
+    env = None
+    if normalized:
+        env = VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")]), norm_obs=False)
+        env.ret_rms.var = np.array(4.0)  # rewards above 20 are clipped
+    for number in range(min(count, 20)):
+        for seed in range(2):
+            np.random.seed(seed)
+            wanted = theirs._get_samples(np.array([number]), env)
+            np.random.seed(seed)
+            assert_same(ours._get_samples(np.array([number]), env), wanted)
+    samples = ours.sample(64, env)
+    possible = 0.9 ** np.arange(1, 5, dtype=np.float32)
+    assert set(samples.discounts.flatten().tolist()) <= set(possible.tolist())
+    ours.close()
+
+
+def test_dqn_trains_on_several_steps(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path, n_steps=3, gamma=0.99)
+    model.learn(40)
+    assert model.replay_buffer.sample(8).discounts.shape == (8, 1)
+    model.save_replay_buffer(tmp_path / "buffer.pkl")
+    model.load_replay_buffer(tmp_path / "buffer.pkl")
+    assert model.replay_buffer.sample(8).discounts.shape == (8, 1)
+    model.replay_buffer.close()
+
+
+def test_observations_that_are_dicts_and_priorities_have_several_steps(tmp_path: Path) -> None:
+    for cls, kind in ((sb3.DictReplayBuffer, "dict"), (sb3.PrioritizedReplayBuffer, "vector")):
+        space = OBSERVATIONS[kind]
+        ours = cls(40, space, ACTIONS["discrete"], "cpu", path=tmp_path / kind, n_steps=2, gamma=0.5)
+        for step in steps_of(space, ACTIONS["discrete"], 1, 3):  # an episode, with rewards 0, 1, 2
+            ours.add(*step)
+        batch = ours.sample(64)
+        found = {*zip(batch.rewards.flatten().tolist(), batch.discounts.flatten().tolist(), strict=True)}
+        assert found == {(0.5, 0.25), (2.0, 0.25), (2.0, 0.5)}
+        ours.close()
 
 
 # -- hindsight goals -----------------------------------------------------------------------------------
@@ -543,8 +670,7 @@ def test_sac_learns_with_hindsight_goals(store_path: Path, tmp_path: Path) -> No
     first.learn(60)
     first.save_replay_buffer(tmp_path / "buffer.pkl")
     first.load_replay_buffer(tmp_path / "buffer.pkl", truncate_last_traj=True)
-    with pytest.warns(ResourceWarning, match="was forgotten without close"):
-        first.learn(30, reset_num_timesteps=False)
+    first.learn(30, reset_num_timesteps=False)
     assert first.replay_buffer.size() == 90
     first.replay_buffer.close()
 
@@ -567,6 +693,19 @@ def test_rows_are_sampled_by_priority(store_path: Path) -> None:
     with pytest.raises(expstore.PriorityError):
         ours.update_priorities(ids, -np.ones(8))
     ours.close()
+
+
+def test_dqn_trains_on_prioritized_samples(store_path: Path) -> None:
+    model = DQN(
+        "MlpPolicy", gym.make("CartPole-v1"), buffer_size=100, learning_starts=10, batch_size=4,
+        policy_kwargs={"net_arch": [8]}, replay_buffer_class=sb3.PrioritizedReplayBuffer,
+        replay_buffer_kwargs={"path": store_path},
+    )  # fmt: skip
+    model.learn(20)
+    batch = model.replay_buffer.sample(4)
+    assert batch._fields[:6] == ReplayBufferSamples._fields
+    assert batch.discounts is None
+    model.replay_buffer.close()
 
 
 # -- errors --------------------------------------------------------------------------------------------
@@ -595,13 +734,13 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
             "is for Dict observation spaces",
         ),
         (
-            with_path(sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, copy_info_dict=True),
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, copy_info_dict=True),
             ValueError,
             "infos are not stored",
         ),
         (
             with_path(
-                sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None, goal_selection_strategy="next"
+                sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, goal_selection_strategy="next"
             ),
             ValueError,
             "is 'next'; it is one of 'future'",
@@ -610,6 +749,46 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
             with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], sampler="prioritised"),
             expstore.ArgumentError,
             "prioritized",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, OBSERVATIONS["dict"], ACTIONS["discrete"]),
+            TypeError,
+            "use expstore.sb3.DictReplayBuffer",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, OBSERVATIONS["dict"], VECTOR, None),
+            ValueError,
+            "has no observation, achieved_goal, desired_goal",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], capacity=9),
+            expstore.ArgumentError,
+            "use buffer_size=9",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], flush_step=3),
+            expstore.ArgumentError,
+            "ReplayBuffer() got an unexpected keyword argument 'flush_step'; use flush_steps=3",
+        ),
+        (
+            with_path(sb3.PrioritizedReplayBuffer, 9, VECTOR, ACTIONS["discrete"], xyz=3),
+            expstore.ArgumentError,
+            "it has path, flush_steps, source, n_steps, gamma, handle_timeout_termination, alpha, beta, cap",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_steps=3),
+            ValueError,
+            "no n-step samples",
+        ),
+        (
+            with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_sampled_goals=3),
+            expstore.ArgumentError,
+            "use n_sampled_goal=3",
+        ),
+        (
+            lambda _: sb3.ReplayBuffer(9, VECTOR, ACTIONS["discrete"]),
+            expstore.ArgumentError,
+            'pass replay_buffer_kwargs={"path": "my.exp"}',
         ),
     ],
 )  # fmt: skip
@@ -623,7 +802,7 @@ def test_wrong_arguments_make_no_store(
 
 def test_arrays_that_a_store_does_not_have_are_named(store_path: Path) -> None:
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
-    with pytest.raises(AttributeError, match=re.escape("rb[:]['next', 'reward'] has them")):
+    with pytest.raises(AttributeError, match=re.escape('; buffer.rb[:]["next", "reward"] has them')):
         ours.rewards  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'spam'"):
         ours.spam  # noqa: B018
@@ -633,8 +812,108 @@ def test_arrays_that_a_store_does_not_have_are_named(store_path: Path) -> None:
 def test_another_capacity_is_refused(store_path: Path) -> None:
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
     ours.close()
-    with pytest.raises(expstore.StateError, match="40"):
+    words = (
+        "has capacity 40, .* asks for 50 rows; pass buffer_size=40, or run `expstore resize .* --capacity 50`"
+    )
+    with pytest.raises(expstore.StateError, match=words):
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
+    assert cli(["resize", str(store_path), "--capacity", "50"]) == 0
+    sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path).close()
+
+
+@pytest.mark.parametrize(
+    ("observation", "action", "words"),
+    [
+        ("image", "discrete", "observation is float32[3] in the store and uint8[4,8,8] in the environment"),
+        (
+            "dict",
+            "discrete",
+            "observation.image is nothing in the store and uint8[4,8,8] in the environment, observation.",
+        ),
+        (
+            "vector",
+            "float64",
+            "action is int64[1] with 3 values in the store and float64[2] in the environment",
+        ),
+        ("vector", "box", "action is int64[1] with 3 values in the store and float32[1] in the environment"),
+        (
+            "vector",
+            "other",
+            "action is int64[1] with 3 values in the store and int64[1] with 4 values in the environment",
+        ),
+        (
+            "vector",
+            "multi",
+            "action is int64[1] with 3 values in the store and int64[2] with 3 and 4 values in the",
+        ),
+    ],
+)
+def test_the_store_of_another_environment_is_refused(
+    store_path: Path, observation: str, action: str, words: str
+) -> None:
+    actions = ACTIONS | {"box": spaces.Box(-1, 1, (1,), np.float32), "other": spaces.Discrete(4)}
+    ours, _ = pair(store_path, VECTOR, actions["discrete"])
+    for step in steps_of(VECTOR, actions["discrete"], 1, 3):
+        ours.add(*step)
+    ours.close()
+    with pytest.raises(expstore.StateError, match=re.escape(words)) as raised:
+        pair(store_path, OBSERVATIONS[observation], actions[action])
+    assert f"the rows of {store_path} do not fit the environment" in str(raised.value)
+    assert "choose another store for each environment" in str(raised.value)
+    wider = spaces.Box(-9, 9, (3,), np.float64)
+    pair(store_path, wider, actions["discrete"])[0].close()  # bounds and precision may change
+
+
+def test_a_buffer_that_cannot_be_closed_in_order_is_closed(store_path: Path) -> None:
+    """Once `close` has raised, nothing is left that would be reported when the program ends."""
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
+    engine = ours.rb.storage.engine
+    engine.health.failure = expstore.StorageError("cannot sync")
+    with pytest.raises(expstore.StateError, match="can no longer be written: cannot sync"):
+        ours.close()
+    assert not engine.lock_file.held
+    with pytest.raises(expstore.StateError, match="make or load another buffer"):
+        ours.size()
+    ours.close()
+
+
+def test_a_store_without_a_capacity_is_refused(store_path: Path) -> None:
+    expstore.open(store_path, seed=1).close()
+    with pytest.raises(
+        expstore.StateError, match="has no capacity, .*; run `expstore resize .* --capacity 40`"
+    ):
+        pair(store_path, VECTOR, ACTIONS["discrete"])
+    assert cli(["resize", str(store_path), "--capacity", "40"]) == 0
+    pair(store_path, VECTOR, ACTIONS["discrete"])[0].close()
+
+
+def test_the_capacity_of_a_store_need_not_be_a_multiple_of_the_environments(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], size=10)
+    ours.close()
+    ours, theirs = pair(store_path, VECTOR, ACTIONS["discrete"], size=10, n_envs=3)
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 3, 5):
+        ours.add(*step)
+        theirs.add(*step)
+        assert (ours.size(), ours.full) == (theirs.size(), theirs.full)
+    assert ours.rb.storage.capacity == 10
+    assert set(ours.sample(200).rewards.flatten().tolist()) <= {1.0, 2.0, 3.0, 4.0}
+    ours.close()
+
+
+def test_a_buffer_of_other_environments_is_refused_at_the_first_step(
+    store_path: Path, tmp_path: Path
+) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"], n_envs=4)
+    saved = pickle.dumps(ours)
+    ours.close()
+    copy = pickle.loads(saved)
+    words = "was made for 4 environments, and add.. got steps of 2; make a model of these environments over"
+    with pytest.raises(expstore.StateError, match=words):
+        copy.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 2, 1)))
+    assert copy.size() == 0
+    copy.close()
+    pair(store_path, VECTOR, ACTIONS["discrete"], n_envs=2)[0].close()
 
 
 def test_infos_of_a_vector_environment_are_one_dict(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_a_failed_fsync_refuses_everything_behind_it() -> None:
         with pytest.raises(StateError, match="run.exp can no longer be written: fsync failed") as caught:
             act()
         assert caught.value.kind == "poisoned"
+
+
+def test_a_folder_that_was_deleted_is_named() -> None:
+    health = Health(Path("run.exp"))
+    error = lost()
+    error.errno = errno.ENOENT
+    health.note_failure(error)
+    with pytest.raises(StateError, match="fsync failed; the folder was deleted or moved"):
+        health.check()
 
 
 def test_other_failures_leave_all_as_it_was() -> None:
