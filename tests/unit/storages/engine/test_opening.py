@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,20 @@ def test_a_first_opening_that_fails_lets_others_write(
     assert open_files(store_path) == before
     with expstore.open(store_path) as rb:
         assert len(rb) == 40
+
+
+def test_a_removed_segment_that_a_power_cut_brings_back_does_not_count(
+    store_path: Path, tmp_path: Path
+) -> None:
+    """Its removal is not synced. Rows that were written after the opening must not depend on it."""
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(40))
+        (former,) = (store_path / "journal").iterdir()
+        content = former.read_bytes()
+    with expstore.open(store_path) as rb:
+        assert not former.exists()
+        rb.extend(numbered_rows(2))
+        killed = shutil.copytree(store_path, tmp_path / "killed.exp")
+    (killed / "journal" / former.name).write_bytes(content)
+    with expstore.open(killed) as rb:
+        assert len(rb) == 42
