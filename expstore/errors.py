@@ -58,19 +58,24 @@ class ExpStoreError(Exception):
 
     def __init__(self, message: str, *, kind: str | None = None, hint: str = "") -> None:
         hint = hint or self.default_hint
-        if hint:
-            message = message.removesuffix(".")
-        super().__init__(f"{message}; {hint}" if hint else message)
+        super().__init__(_join(message, hint))
         self.message = message
         self.kind = kind or self.default_kind
         self.hint = hint
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument, OSError may print "None".
-        return f"{self.message}; {self.hint}" if self.hint else self.message
+        return _join(self.message, self.hint)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.kind, self.hint)
+
+
+def _join(message: str, hint: str) -> str:
+    if not hint:
+        return message
+    # Messages that follow TorchRL's are sentences.
+    return f"{message} {hint[0].upper()}{hint[1:]}" if message.endswith(".") else f"{message}; {hint}"
 
 
 def _rebuild(cls: type[ExpStoreError], message: str, kind: str, hint: str) -> ExpStoreError:

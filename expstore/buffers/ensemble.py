@@ -669,10 +669,10 @@ def _joint(transform: Compose) -> Compose:
 def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
     for rb in rbs:
         if not isinstance(rb, ReplayBuffer):
-            package = type(rb).__module__.partition(".")[0]
+            name, package = type(rb).__name__, type(rb).__module__.partition(".")[0]
             raise ArgumentError(
-                f"members of an ensemble must be ReplayBuffers of expstore, "
-                f"got a {package} {type(rb).__name__}"
+                f"members of an ensemble must be ReplayBuffers, got a {name}",
+                hint="use the class of the same name in expstore" if package == "torchrl" else "",
             )
     return rbs
 

@@ -70,9 +70,7 @@ def test_parts_and_buffers_of_torchrl_are_named() -> None:
     ):
         TensorDictReplayBuffer(writer=data.TensorDictRoundRobinWriter())
     theirs = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(5))
-    with pytest.raises(
-        ArgumentError, match="ReplayBuffers of expstore, got a torchrl TensorDictReplayBuffer"
-    ):
+    with pytest.raises(ArgumentError, match="got a TensorDictReplayBuffer; use the class of the same name"):
         ReplayBufferEnsemble(theirs, batch_size=4)
 
 
@@ -120,7 +118,7 @@ def test_importing_all_names_keeps_the_function_open() -> None:
     assert expstore.errors.ExpStoreError is ExpStoreError
 
 
-def test_a_message_that_is_a_sentence_is_joined_without_its_full_stop() -> None:
+def test_the_hint_after_a_sentence_is_another_sentence() -> None:
     error = StateError("This dataset doesn't allow writing.", hint="call set_writer()")
-    assert str(error) == "This dataset doesn't allow writing; call set_writer()"
+    assert str(error) == "This dataset doesn't allow writing. Call set_writer()"
     assert str(StateError("A sentence.")) == "A sentence."

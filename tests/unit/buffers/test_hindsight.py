@@ -456,7 +456,7 @@ def test_settings_out_of_bounds_are_refused_as_by_torchrl() -> None:
             raised(lambda lib=lib, more=keywords: lib.HERReplayBuffer(reward, **more))  # type: ignore[misc]
             for lib in (expstore, theirs)
         )
-        assert type(ours) is type(other)
+        assert isinstance(ours, type(other))
         assert str(ours) == str(other)
     with pytest.raises(TypeError, match="reward_fn"):
         HERReplayBuffer(3)  # type: ignore[arg-type]

@@ -168,7 +168,7 @@ def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) ->
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
         for lib in (expstore, theirs)
     )
-    assert type(ours) is type(other)
+    assert isinstance(ours, type(other))
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
 
 
