@@ -47,7 +47,7 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert local_path("~/a") == Path("/home/somebody/a")
     assert local_path(Path("~/a")) == Path("/home/somebody/a")
-    with pytest.raises(StateError, match="write the path without ~"):
+    with pytest.raises(StateError, match="Write the path without ~"):
         local_path("~no_such_user/a")
 
 

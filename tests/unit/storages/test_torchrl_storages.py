@@ -247,7 +247,7 @@ def test_a_store_that_is_there(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="holds rows already; existsok=True continues"):
             LazyMemmapStorage(10, scratch_dir=folder, **options)
     assert read_files(folder) == before
-    with pytest.raises(StateError, match="capacity=10"):
+    with pytest.raises(StateError, match="max_size=10"):
         LazyMemmapStorage(11, scratch_dir=folder, existsok=True, auto_cleanup=True)
     with pytest.raises(StateError, match="ndim"):
         LazyMemmapStorage(10, scratch_dir=folder, existsok=True, ndim=2)
