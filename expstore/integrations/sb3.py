@@ -28,7 +28,7 @@ from expstore.disk.files import ReadingDisk
 from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.specs import Categorical, MultiCategorical, TensorSpec
-from expstore.storages.engine.store import Store
+from expstore.storages.engine.store import Store, forget_silently
 from expstore.storages.format.manifest import Manifest
 from expstore.transforms import MultiStepTransform, StepView
 
@@ -772,7 +772,7 @@ class _Store:
         self._check_uuid(found)
         # The model drops its former buffer without closing it when it loads this one.
         if (former := _open_stores.get(found)) is not None:
-            former.warns_if_forgotten = False
+            forget_silently(former)
 
     def _check_uuid(self, uuid: str) -> None:
         if self._uuid not in (None, uuid):

@@ -87,7 +87,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
     """
 
-    warns_if_forgotten = False  # programs written for TorchRL never close a storage
+    _warns_if_forgotten = False  # programs written for TorchRL never close a storage
 
     def __init__(
         self,

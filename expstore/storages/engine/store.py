@@ -61,7 +61,7 @@ from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.create import dump as make_snapshot
 
-__all__ = ["Store"]
+__all__ = ["Store", "forget_silently"]
 
 _logger = logging.getLogger("expstore")
 #: Bytes of variable-length rows that may be unsynced before `extend` waits for the disk.
@@ -100,7 +100,7 @@ class Store(Storage):
     _state: OpenStore
     path: Path
     #: Whether to warn if the store is garbage-collected without having been closed.
-    warns_if_forgotten = True
+    _warns_if_forgotten = True
 
     def __init__(
         self,
@@ -801,7 +801,7 @@ class Store(Storage):
             self.engine.do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
-            if self.warns_if_forgotten:
+            if self._warns_if_forgotten:
                 warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
 
     # -- facts -----------------------------------------------------------------------------------------
@@ -825,9 +825,14 @@ class Store(Storage):
         } | archive
 
 
+def forget_silently(store: Store) -> None:
+    """Give no warning if a store is garbage-collected without having been closed: something else drops it."""
+    store._warns_if_forgotten = False
+
+
 def _open_archive(path: Path, **options: Any) -> Store:
     """Open the archive of a store. The store closes it; nothing is done if the program ends without that."""
     archive = Store(path, **options)
-    archive.warns_if_forgotten = False
+    forget_silently(archive)
     unregister(archive)
     return archive
