@@ -260,7 +260,8 @@ def main() -> int:
         print(f"{len(possible)} possible changes, {len(run)} in lines that a test runs;", end=" ")
         print(f"tests ran in {time.monotonic() - started:.0f} s", flush=True)
         accepted = 0
-        for number, mutation in enumerate(chance.sample(run, min(given.count, len(run))), 1):
+        tried = chance.sample(run, min(given.count, len(run)))
+        for number, mutation in enumerate(tried, 1):
             tests = sorted(known[mutation.path, mutation.line])
             tests = chance.sample(tests, min(MOST_TESTS, len(tests)))
             lives = checkout.accepts(mutation, tests)
@@ -270,7 +271,7 @@ def main() -> int:
                 f"[{number}] {told}: {mutation.path}:{mutation.line}: {mutation.what} ({len(tests)} tests)",
                 flush=True,
             )
-    print(f"{accepted} of {number} changes were accepted")
+    print(f"{accepted} of {len(tried)} changes were accepted")
     return bool(accepted)
 
 
