@@ -23,7 +23,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
-from expstore.core.arguments import check_whole, refuse_unknown, unknown_keyword
+from expstore.core.arguments import check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, check_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
@@ -285,9 +285,7 @@ def check_options(called: str, options: Mapping[str, Any], own: Collection[str])
         own: The options of the class, which the message also suggests.
     """
     known = [*own, *(name for name in inspect.signature(open).parameters if name != "path")]
-    for name, value in options.items():
-        if name not in known:
-            raise unknown_keyword(f"{called}()", name, value, known, _PARTS)
+    refuse_keywords(f"{called}()", options, known, _PARTS)
 
 
 def _list_backups(disk: Disk, path: Path) -> set[str]:

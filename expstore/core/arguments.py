@@ -14,7 +14,7 @@ import numpy as np
 from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
-__all__ = ["check_whole", "refuse_unknown", "unknown_keyword"]
+__all__ = ["check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -62,14 +62,31 @@ def refuse_unknown(
 
         @functools.wraps(function)
         def check_and_call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            for name, value in kwargs.items():
-                if name not in known:
-                    raise unknown_keyword(f"{function.__name__}()", name, value, known, parts)
+            refuse_keywords(f"{function.__name__}()", kwargs, known, parts)
             return function(*args, **kwargs)
 
         return check_and_call
 
     return decorate
+
+
+def refuse_keywords(
+    called: str, given: Mapping[str, Any], known: Sequence[str], parts: Mapping[str, str] = _NO_PARTS
+) -> None:
+    """Raise the error of `unknown_keyword` if a keyword is not known.
+
+    Args:
+        called: The name of the function or class, for the message.
+        given: The keywords with their values.
+        known: The keywords of the function or class.
+        parts: As for `unknown_keyword`.
+
+    Raises:
+        ArgumentError: A keyword is unknown.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise unknown_keyword(called, name, value, known, parts)
 
 
 def unknown_keyword(

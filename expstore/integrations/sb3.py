@@ -653,7 +653,7 @@ class _Store:
         n_envs: How many environments step together: a new store has a multiple of it as its capacity.
         options: Arguments of `expstore.open`.
         fields: The fields of observations and actions.
-        goals: Changes the rows of batches; None: nothing does.
+        changes: What changes the rows of batches; None: nothing.
     """
 
     def __init__(
@@ -663,10 +663,10 @@ class _Store:
         n_envs: int,
         options: dict[str, Any],
         fields: _Fields,
-        goals: _Goals | _NSteps | None,
+        changes: _Goals | _NSteps | None,
     ) -> None:
         self.path, self._fields = path, fields
-        self._n_envs, self._options, self._goals = n_envs, options, goals
+        self._n_envs, self._options, self._changes = n_envs, options, changes
         #: The most rows: of the store once it was opened.
         self.capacity = max(buffer_size // n_envs, 1) * n_envs
         self._uuid: str | None = None  # of the store; None: it was not opened yet
@@ -702,7 +702,7 @@ class _Store:
             _open_stores[uuid] = opened.storage
         # "w" would replace the store, and "x" refuse it, when the buffer is loaded.
         self._options = {name: value for name, value in self._options.items() if name != "mode"}
-        return opened if self._goals is None else self._goals.draw_from(opened)
+        return opened if self._changes is None else self._changes.draw_from(opened)
 
     def _open_unlocked(self) -> TensorDictReplayBuffer:
         """Open the store, after the former buffer of a model was dropped."""

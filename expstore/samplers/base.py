@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import numpy as np
 import torch
 
-from expstore.core.arguments import unknown_keyword
+from expstore.core.arguments import refuse_keywords
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
@@ -66,11 +66,10 @@ class SamplerKind(ABCMeta):
                     "cannot be instantiated with replacement=False."
                 )
             return counterpart(*args, **options)
-        parameters = cls.__signature__.parameters
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            for name, value in options.items():
-                if name not in parameters:
-                    raise unknown_keyword(cls.__name__, name, value, list(parameters))
+        if options:
+            parameters = cls.__signature__.parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+                refuse_keywords(cls.__name__, options, list(parameters))
         return super().__call__(*args, **options)
 
     @property

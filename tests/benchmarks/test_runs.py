@@ -228,6 +228,19 @@ def test_failed_parts_stop_no_others_and_a_cut_run_continues(
         entry.main(["--resume", "--out", str(out)])
 
 
+def test_a_part_waits_for_an_idle_machine_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = [5.0, 3.0, 1.0]
+    pauses: list[float] = []
+    monkeypatch.setattr(entry.os, "getloadavg", lambda: (loads.pop(0), 0.0, 0.0))
+    monkeypatch.setattr(entry.time, "sleep", pauses.append)
+    entry._wait_until_idle()
+    assert len(pauses) == 2
+    monkeypatch.setattr(entry.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    monkeypatch.setattr(entry, "IDLE_SECONDS", 0)
+    entry._wait_until_idle()
+    assert len(pauses) == 2
+
+
 def test_figures_of_a_smoke_run_are_not_put_into_readme(told: dict[str, Any], tmp_path: Path) -> None:
     run = runs.Run(tmp_path)
     run.write(told | {"effort": "smoke"})
