@@ -31,7 +31,8 @@ from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
 from expstore.errors import NotReadyError, QueryError
-from expstore.wire.stream import batches_of, read_table, table_stream
+from expstore.sql.result import table_stream
+from expstore.wire.stream import batches_of, read_table
 
 router = APIRouter(tags=["asking"])
 

@@ -34,7 +34,7 @@ from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, RemoteError, SchemaError, SnapshotError, StateError
+from expstore.errors import ArgumentError, QueryError, RemoteError, SchemaError, SnapshotError, StateError
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -440,6 +440,9 @@ class ShardedReplayBuffer(ServedBuffer):
     ) -> Result:
         """Run one read-only SELECT on every shard; return all rows, with the shard's number as `_shard`.
 
+        A shard to which nothing was written yet has no columns of data: where it refuses the query and
+        another shard does not, it adds no rows.
+
         Args:
             query: The statement, over the relations of the store's `rb.sql`.
             params: Values for `?` (a sequence) or `$name` (a mapping).
@@ -449,10 +452,21 @@ class ShardedReplayBuffer(ServedBuffer):
             QueryError: A shard refuses the query, or without a limit, its result has more rows than a server
                 returns (kind "truncated").
         """
-        found = self._shards.each(
-            lambda shard: shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
-        )
-        return join_parts(found)
+
+        def ask(shard: Shard) -> Result | QueryError:
+            try:
+                return shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
+            except QueryError as exc:
+                if shard.call(lambda buffer: buffer.schema) is not None:
+                    raise
+                return exc
+
+        found = self._shards.each(ask)
+        parts = {number: part for number, part in found.items() if isinstance(part, Result)}
+        for refusal in found.values():
+            if isinstance(refusal, QueryError) and not parts:
+                raise refusal
+        return join_parts(parts)
 
     def sql(
         self,

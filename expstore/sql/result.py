@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,7 +19,7 @@ from expstore.core.tables import ITEMS, PREVIEW_ROWS, ListHead, Table, build_tab
 from expstore.disk.local_path import local_path
 from expstore.errors import StorageError
 
-__all__ = ["Result"]
+__all__ = ["Result", "table_stream"]
 
 
 class Result:
@@ -109,6 +110,27 @@ class Result:
         first = [column.slice(0, PREVIEW_ROWS) for column in self._table.columns]
         rows = zip(*(map(_peek, column) for column in first), strict=True)
         return build_table(self.columns, rows, total=len(self))
+
+
+def table_stream(table: pa.Table) -> pa.Buffer:
+    """Return a table as a complete Arrow IPC stream that holds no bytes but those of its values.
+
+    Under a null, DuckDB leaves what the memory held before: addresses, or values of other queries. Whoever
+    receives the stream must not read them.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches():
+            columns = [_clear_nulls(column) for column in batch.columns]
+            writer.write_batch(pa.record_batch(columns, schema=batch.schema))
+    return sink.getvalue()
+
+
+def _clear_nulls(array: pa.Array) -> pa.Array:
+    """Return an array with zeros in the slots of its nulls."""
+    if not array.null_count and not array.type.num_fields:
+        return array
+    return array.take(pa.array(np.arange(len(array))))  # take() writes zeros for nulls, also in nested arrays
 
 
 def _tuples(table: pa.Table) -> list[tuple[Any, ...]]:

@@ -27,7 +27,6 @@ __all__ = [
     "read_batches",
     "read_each",
     "read_table",
-    "table_stream",
     "write_stream",
 ]
 
@@ -113,14 +112,6 @@ class StreamWriter:
         """Return the bytes appended since the last call."""
         parts, self._parts, self.pending = [memoryview(part) for part in self._parts], [], 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def table_stream(table: Any) -> Any:
-    """Return a table as a complete stream. A pyarrow Buffer."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
 
 
 def batches_of(data: Any) -> tuple[list[str], list[Any]]:

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.sql.result import table_stream
 from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.sql.sync import Catalog
@@ -162,10 +163,7 @@ class _Child:
         try:
             take = _Take(asked["rows"], asked["bytes"])
             table = self._catalog.query(asked["sql"], asked["params"], take).arrow()
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table)
-            return {"rows": len(table), "truncated": take.truncated}, sink.getvalue()
+            return {"rows": len(table), "truncated": take.truncated}, table_stream(table)
         finally:
             bound_data(None)
 

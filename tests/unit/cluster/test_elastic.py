@@ -18,7 +18,7 @@ from expstore import Retries
 from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import ClusterFile, FileMembers, Member, MemberList
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
-from expstore.errors import NotFoundError, RemoteError, StateError
+from expstore.errors import NotFoundError, QueryError, RemoteError, StateError
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
@@ -169,6 +169,18 @@ def episodes_of(rb: ShardedReplayBuffer) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
+def test_a_shard_without_rows_adds_none_to_a_query(cluster: Cluster) -> None:
+    query = "SELECT action FROM transitions"
+    with cluster.connect() as rb:
+        with pytest.raises(QueryError, match="no column action"):
+            rb.sql_each(query)
+        rb.extend(batch_of(3), source=name_of(0, shards_of(rb), set()))
+        assert rb.sql_each(query).fetchall() == [(0, 0), (1, 0), (2, 0)]
+        assert rb.sql_each("SELECT count(*) AS n FROM transitions").fetchall() == [(3, 0), (0, 1)]
+        with pytest.raises(QueryError, match=r"shard 0 .* no column actoin"):
+            rb.sql_each("SELECT actoin FROM transitions")
+
+
 def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> None:
     """Two clients write parts of episodes, also of each other's sources, while shards come and go."""
     rng = np.random.default_rng(7)
@@ -176,13 +188,15 @@ def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> No
     late_rb = ShardedReplayBuffer(late, batch_size=32, seed=1, retries=SOON)
     with cluster.connect() as rb, late_rb:
         clients = [rb, late_rb]
+        grown, taken = shards_of(rb) | {2: cluster._left[0][1]}, set[str]()
+        names = [name_of(number % 3, grown, taken) for number in range(10)]
         open_steps: dict[tuple[int, str], tuple[int, int]] = {}
         numbers = iter(range(10_000))
 
         def write(count: int) -> None:
             """Write the next part of some episode, each of 10 steps."""
             for _ in range(count):
-                key = int(rng.integers(2)), f"actor-{rng.integers(10)}"
+                key = int(rng.integers(2)), names[rng.integers(10)]
                 number, step = open_steps.pop(key, (-1, 0))
                 number = next(numbers) if number < 0 else number
                 size = int(rng.integers(1, 11 - step))

@@ -17,7 +17,6 @@ from expstore.wire.stream import (
     frames_in,
     read_batches,
     read_each,
-    table_stream,
     write_stream,
 )
 
@@ -139,8 +138,3 @@ def test_frames_lie_in_the_bytes_that_came() -> None:
     for length in (0, 5, len(body) // 2, len(body) - 8, len(body) - 1):
         with pytest.raises(SchemaError, match="not an Arrow IPC stream"):
             frames_in(body[:length])
-
-
-def test_tables_are_streams() -> None:
-    table = pa.Table.from_batches([BATCH, BATCH])
-    assert pa.ipc.open_stream(table_stream(table)).read_all() == table
