@@ -10,6 +10,7 @@ from typing import Any
 
 from expstore.cluster.macro_batches import Drawn
 from expstore.cluster.worker import Worker
+from expstore.remote.forks import copy_in_child
 
 __all__ = ["BatchQueue"]
 
@@ -20,8 +21,8 @@ class BatchQueue:
     Batches that are drawn together begin at a multiple of `ahead`: batch k is the same, whichever batch was
     the first of this process.
 
-    Threads: any number may take batches. Processes: a copy in another process draws batches again that were
-    drawn and not returned.
+    Threads: any number may take batches. Processes: a copy in another process, and a forked child, draw
+    batches again that were drawn and not returned.
 
     Args:
         fetch: Draws batches, given the number of the first one.
@@ -39,6 +40,7 @@ class BatchQueue:
         self._lock, self._worker = threading.Lock(), Worker("expstore-batches")
         self._ready: deque[Drawn] = deque()
         self._pending: Future[list[Drawn]] | None = None
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no batches yet."""

@@ -190,8 +190,8 @@ class ShardedReplayBuffer(ServedBuffer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
-        self.__dict__.update(state, _client=uuid.uuid4().hex)
-        self._drawing = threading.Lock()
+        super().__setstate__(state)
+        self._client, self._drawing = uuid.uuid4().hex, threading.Lock()
 
     # -- sampling --------------------------------------------------------------------------------
 

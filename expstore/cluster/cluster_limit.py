@@ -17,6 +17,7 @@ from typing import Any
 from expstore.cluster.shard_set import ShardSet
 from expstore.core.rate_limiters import Counts, RateLimiter
 from expstore.errors import NotReadyError, StateError
+from expstore.remote.forks import copy_in_child
 
 __all__ = ["ClusterLimit"]
 
@@ -29,7 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 class ClusterLimit:
     """Wait until the rows of all shards permit a draw or a write of this client.
 
-    Threads: any number may wait. Processes: a copy waits by itself; the counts are in the shards.
+    Threads: any number may wait. Processes: a copy, and a forked child, wait by themselves;
+    the counts are in the shards.
 
     Args:
         limiter: The rules; it is not attached to a store.
@@ -46,6 +48,7 @@ class ClusterLimit:
 
     def _start(self) -> None:
         self._lock, self._inserting = threading.Lock(), 0
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""

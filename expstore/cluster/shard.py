@@ -21,6 +21,7 @@ from expstore.cluster.worker import Worker
 from expstore.core.rate_limiters import Counts
 from expstore.errors import ExpStoreError, RemoteError, StateError
 from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.forks import copy_in_child
 from expstore.remote.transport import ARROW, Address, Connection, Retries
 from expstore.wire.codec import Codec, Decoder, note_of
 from expstore.wire.stream import frames_in
@@ -71,8 +72,8 @@ class Limits(NamedTuple):
 class Shard:
     """A served store that is one of several shards.
 
-    Threads: any number may use it; draws run in a thread of its own. Processes: a copy in another process
-    opens connections and starts a thread of its own.
+    Threads: any number may use it; draws run in a thread of its own. Processes: a copy in another process,
+    and a forked child, open connections and start a thread of their own.
 
     Args:
         member: Its entry in the list of shards.
@@ -124,6 +125,7 @@ class Shard:
         self._asked = -math.inf
         self._decoder = Decoder()
         self._ended = threading.Event()
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
@@ -135,6 +137,7 @@ class Shard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""
         self.__dict__.update(state, _ended=threading.Event())
+        copy_in_child(self)
 
     @property
     def address(self) -> Address:

@@ -8,7 +8,6 @@ that it has moved or was removed.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.cluster.shard import Shard
 from expstore.cluster.worker import run_together
 from expstore.errors import ArgumentError, NotFoundError, RemoteError, StateError
+from expstore.remote.forks import copy_in_child
 
 __all__ = ["ShardSet"]
 
@@ -43,8 +43,8 @@ class _State(NamedTuple):
 class ShardSet:
     """The shards, by number.
 
-    Threads: any number may use it. Processes: a copy in another process opens connections of its own, and
-    reads the list again.
+    Threads: any number may use it. Processes: a copy in another process, and a forked child, open
+    connections of their own, and read the list again.
 
     Args:
         members: Says which shards there are.
@@ -82,12 +82,13 @@ class ShardSet:
 
     def _start(self) -> None:
         self._lock, self._taking = threading.Lock(), threading.Lock()
-        self._ended, self._watcher = threading.Event(), 0
+        self._ended, self._is_watched = threading.Event(), False
         self._looked = float("-inf")
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
-        own = ("_lock", "_taking", "_ended", "_watcher", "_looked", "_state")
+        own = ("_lock", "_taking", "_ended", "_is_watched", "_looked", "_state")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return state | {"_state": (self._state.revision, dict(self._state.shards))}
 
@@ -176,8 +177,8 @@ class ShardSet:
 
     def _watch(self) -> None:
         """Start the thread that looks at the list, unless this process has it or the list never changes."""
-        if self._watcher != os.getpid() and not isinstance(self._members, FixedMembers):
-            self._watcher = os.getpid()
+        if not self._is_watched and not isinstance(self._members, FixedMembers):
+            self._is_watched = True
             target = partial(_look_repeatedly, weakref.ref(self), self._ended)
             threading.Thread(target=target, name="expstore-members", daemon=True).start()
 

@@ -6,13 +6,14 @@ then wait for shards that do not answer.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from expstore.remote.forks import copy_in_child
 
 __all__ = ["Worker", "run_together"]
 
@@ -23,7 +24,8 @@ _Task = tuple["Future[Any]", Callable[[], Any]]
 class Worker:
     """Run functions in a thread of its own.
 
-    Threads: any number may submit. Processes: a copy in another process starts a thread of its own.
+    Threads: any number may submit. Processes: a copy in another process, and a forked child, start a
+    thread of their own.
 
     Args:
         name: Name of the thread.
@@ -32,7 +34,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] | None = None
-        self._pid = 0
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no thread yet."""
@@ -45,8 +47,8 @@ class Worker:
     def submit(self, act: Callable[[], _Found]) -> Future[_Found]:
         """Run a function after those submitted before."""
         with self._lock:
-            if self._tasks is None or self._pid != os.getpid():
-                self._tasks, self._pid = queue.SimpleQueue(), os.getpid()
+            if self._tasks is None:
+                self._tasks = queue.SimpleQueue()
                 threading.Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True).start()
                 weakref.finalize(self, self._tasks.put, None)
             future: Future[_Found] = Future()
@@ -57,7 +59,7 @@ class Worker:
         """End the thread after the functions submitted before."""
         with self._lock:
             tasks, self._tasks = self._tasks, None
-            if tasks is not None and self._pid == os.getpid():
+            if tasks is not None:
                 tasks.put(None)
 
 

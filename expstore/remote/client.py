@@ -125,7 +125,7 @@ class RemoteReplayBuffer(ServedBuffer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._lock = threading.Lock()
 
     # -- writing ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import to_array
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
+from expstore.remote.forks import copy_in_child
 from expstore.remote.local_only import LocalOnly
 from expstore.storages.columns.priorities import check_priorities
 
@@ -49,10 +50,16 @@ class ServedBuffer(LocalOnly):
         self._device = None if device is None else torch.device(device)
         self.priority_key, self._as_numpy = priority_key, as_numpy
         self._iterator: Generator[Any] | None = None
+        copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process, without the current iteration."""
         return self.__dict__ | {"_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state that `__getstate__` returned."""
+        self.__dict__.update(state)
+        copy_in_child(self)
 
     # -- sampling --------------------------------------------------------------------------------
 

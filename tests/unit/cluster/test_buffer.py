@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import threading
 from collections.abc import Iterator
@@ -354,6 +355,56 @@ def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
             rb._shards.find(number).note_down({})
         with pytest.raises(RemoteError, match="none of the 3 shards"):
             rb.sample()
+
+
+def _draw_in_child(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
+    pipe.send(ids_of([rb.sample() for _ in range(4)] + list(rb.stream(4))))
+
+
+def test_a_forked_child_draws_although_its_parent_waits_for_a_shard(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls) as rb:
+        fill(rb)
+        wanted = ids_of(rb.stream(10))
+        rb.load_state_dict(rb.state_dict() | {"draw": 0})
+        batches = rb.stream()
+        next(batches)
+        stop(refuses)
+        next(batches)  # a thread draws the next ones, and waits
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=_draw_in_child, args=(rb, there))
+        child.start()
+        refuses.clear()
+        try:
+            assert here.poll(60), "the child says nothing"
+            assert here.recv() == wanted[2:]
+        finally:
+            child.kill()
+            child.join(60)
+        assert ids_of(next(batches) for _ in range(8)) == wanted[2:]
+
+
+def _wait_for_shards(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
+    wait_until(lambda: rb.sample()["shards_missing"] == [])
+    pipe.send(rb.shards_missing)
+
+
+def test_a_forked_child_asks_shards_that_did_not_answer(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls, down="partial", ahead=1) as rb:
+        fill(rb)
+        stop(refuses)
+        wait_until(lambda: rb.sample()["shards_missing"] == [2])
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=_wait_for_shards, args=(rb, there))
+        child.start()
+        refuses.clear()
+        try:
+            assert here.poll(60), "the child says nothing"
+            assert here.recv() == ()
+        finally:
+            child.kill()
+            child.join(60)
 
 
 def wait_until(condition: Any, seconds: float = 20.0) -> None:
