@@ -52,9 +52,9 @@ __all__ = [
 
 _ABOUT = b"expstore"
 _WISHES = b"expstore.wishes"
-#: The key of a note in the metadata of a message, and its length: longer than any that is sent.
+#: The key of a note in the metadata of a message, and its length: longer than most.
 NOTE = b"expstore.draw"
-_NOTE_BYTES = 256
+_NOTE_BYTES = 512
 _FORMAT = 1
 #: The Arrow type for one value of a dtype.
 _ARROW: dict[str, Any] = {
@@ -315,17 +315,19 @@ class _Kind:
     def __init__(self, schema: Schema, data: TensorDictBase) -> None:
         self.codec = Codec(schema)
         self.arrow_schema = self.codec.arrow_schema(data.batch_size, _names_of(data))
-        self._templates: dict[bool, FrameForm | None] = {}  # of messages without and with a note
+        #: Of messages without a note, and with a note of each length.
+        self._templates: dict[int | None, FrameForm | None] = {}
 
     def message(self, columns: Sequence[Any], note: bytes | None) -> Any:
-        """Return the bytes of the message for these rows, with a note of fixed length in its metadata."""
-        form = self._templates.get(note is not None)
+        """Return the bytes of the message for these rows, with a note in its metadata."""
+        length = None if note is None else len(note)
+        form = self._templates.get(length)
         if form is not None:
             return form.write(columns, note)
         notes = None if note is None else {NOTE: note}
         data = message_of(self.codec.encode(columns, self.arrow_schema), notes)
-        if (note is not None) not in self._templates:
-            self._templates[note is not None] = self._make_form(data, columns, note)
+        if length not in self._templates:
+            self._templates[length] = self._make_form(data, columns, note)
         return data
 
     def _make_form(self, data: Any, columns: Sequence[Any], note: bytes | None) -> FrameForm | None:
@@ -426,7 +428,7 @@ def with_wishes(batch: Any, wishes: Mapping[str, Any]) -> Any:
 
 
 def write_note(facts: Mapping[str, Any]) -> bytes:
-    """Return facts about a batch as a note that is sent with it, always of the same length.
+    """Return facts about a batch as a note that is sent with it, nearly always of the same length.
 
     Args:
         facts: Numbers, texts and None by name.

@@ -17,7 +17,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, OBJECT, Field, Schema
-from expstore.wire.codec import Codec, Decoder, Encoder, columns_of, meaning_of
+from expstore.wire.codec import Codec, Decoder, Encoder, columns_of, meaning_of, note_of, write_note
+from expstore.wire.frames import HEAD_BYTES, frame_of
 from expstore.wire.stream import frames_in, write_stream
 from tests.support.tensor_bits import bits, random_bits
 
@@ -70,6 +71,17 @@ def test_messages_are_what_arrow_sends(kinds: list[Any], size: tuple[int, ...], 
         message, batch = encoder.message(data), encoder.encode(data)
         assert message.schema.equals(batch.schema, check_metadata=True)
         assert bytes(message.data) == batch.serialize().to_pybytes()
+
+
+@pytest.mark.parametrize("digits", [1, 300, 600])
+def test_messages_have_notes_of_any_length(digits: int) -> None:
+    encoder, data = Encoder(), TensorDict({"x": torch.arange(4)}, [4])
+    for facts in ({"sampled": 0}, {"sampled": 10**digits}, {"sampled": 0}):
+        schema, message = encoder.message(data, write_note(facts))
+        memory = np.frombuffer(bytearray(message), np.uint8)
+        frame = frame_of(schema, memory, HEAD_BYTES + int(memory[4:8].view("<i4")[0]))
+        assert note_of(frame) == facts
+        assert Decoder().read(frame)["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_messages_of_what_has_no_fixed_size_are_what_arrow_sends() -> None:
