@@ -5,6 +5,8 @@ Base class of `RemoteReplayBuffer` and `ShardedReplayBuffer`. It sends no reques
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from typing import Any, Self
@@ -50,15 +52,18 @@ class ServedBuffer(LocalOnly):
         self._device = None if device is None else torch.device(device)
         self.priority_key, self._as_numpy = priority_key, as_numpy
         self._iterator: Generator[Any] | None = None
+        self._next_lock = threading.Lock()
         copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, without the current iteration."""
-        return self.__dict__ | {"_iterator": None}
+        """Return the state for a copy in another process, without the current iteration and its lock."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_next_lock"}
+        return state | {"_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state that `__getstate__` returned."""
         self.__dict__.update(state)
+        self._next_lock = threading.Lock()
         copy_in_child(self)
 
     # -- sampling --------------------------------------------------------------------------------
@@ -97,13 +102,16 @@ class ServedBuffer(LocalOnly):
         return self.stream()
 
     def next(self) -> Any:
-        """Return the next batch of one iteration that is shared by all calls; None at its end."""
-        if self._iterator is None:
-            self._iterator = self.stream()
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = None
-        return batch
+        """Return the next batch of one iteration that is shared by all calls; None at its end.
+
+        Threads take turns: a call waits until the one before it has returned.
+        """
+        with self._next_lock:
+            iterator = self._iterator = self._iterator or self.stream()
+            batch = next(iterator, None)
+            if batch is None:
+                self._iterator = None
+            return batch
 
     # -- priorities ------------------------------------------------------------------------------
 
@@ -208,11 +216,15 @@ class ServedBuffer(LocalOnly):
         return self._batch_size
 
     def close(self) -> None:
-        """Close the connections of this process; the servers keep the stores open."""
+        """Close the connections of this process; the servers keep the stores open.
+
+        Threads that wait for a batch are woken, and raise StateError.
+        """
         iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            iterator.close()
         self._close()
+        if iterator is not None:
+            with contextlib.suppress(ValueError):  # it runs in a thread that `_close` has woken
+                iterator.close()
 
     @abstractmethod
     def _close(self) -> None:

@@ -37,6 +37,7 @@ from expstore.remote.transport import Address, Connection
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import KillableServer, Serving
 from tests.support.tcp_proxy import Proxy
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.index
 
@@ -635,6 +636,27 @@ def test_an_interruption_ends_a_wait(server: Serving, name: str) -> None:
         timer.join()
         rb.extend(batch_of(5))
         assert rb.sample()["id"].shape == (4,)
+
+
+def test_threads_share_one_iteration(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4, seed=1) as rb:
+        rb.extend(batch_of(50))
+        wanted = [batch["id"].tolist() for batch in connect(server, name, batch_size=4, seed=1).stream(200)]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda _: [rb.next()["id"].tolist() for _ in range(50)], range(4))
+        assert sorted(itertools.chain(*found)) == sorted(wanted)
+
+
+def test_closing_wakes_a_thread_that_waits_for_a_batch(server: Serving, name: str) -> None:
+    rb = connect(server, name, batch_size=4, wait=60.0, timeout=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(rb.next)  # there are no rows
+        wait_until(lambda: rb._iterator is not None and rb._iterator.gi_running)
+        rb.close()
+        with pytest.raises(StateError, match="closed"):
+            future.result(20)
+    with pytest.raises(StateError, match="closed"):
+        rb.sample()
 
 
 def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str) -> None:
