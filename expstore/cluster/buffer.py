@@ -34,7 +34,15 @@ from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError, QueryError, RemoteError, SchemaError, SnapshotError, StateError
+from expstore.errors import (
+    ArgumentError,
+    NotFoundError,
+    QueryError,
+    RemoteError,
+    SchemaError,
+    SnapshotError,
+    StateError,
+)
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -103,7 +111,8 @@ class ShardedReplayBuffer(ServedBuffer):
         ahead: Number of batches that are drawn together.
         down: What draws do if a shard does not answer. "raise": raise RemoteError after `wait` seconds.
             "wait": wait without limit. "partial": draw from the other shards at once; the entry
-            `shards_missing` of batches lists the numbers of the missing shards.
+            `shards_missing` of batches lists the numbers of the missing shards. `update_priority` does the
+            same; with "partial" it skips rows of shards that do not answer.
         wait: Seconds for which requests to a shard that does not answer are repeated. None: as `retries`
             says, or without limit with `down="wait"`.
         by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also
@@ -382,11 +391,12 @@ class ShardedReplayBuffer(ServedBuffer):
     # -- priorities ------------------------------------------------------------------------------
 
     def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
-        def update(shard: Shard, rows: IntArray) -> int:
-            given = values[rows]
-            count = shard.call(lambda buffer: buffer.update_priority(id=ids[rows, 1], priority=given))
-            shard.largest = max(shard.largest, float(given.max()))
-            return count
+        def update(number: int, rows: IntArray) -> int:
+            try:
+                shard = self._shards.find(number)
+            except NotFoundError:  # it was removed, and its rows with it
+                return 0
+            return shard.set_priorities(ids[rows, 1], values[rows])
 
         return sum(self._each_of(ids, update).values())
 
@@ -407,8 +417,8 @@ class ShardedReplayBuffer(ServedBuffer):
         places: list[IntArray] = []
         parts: list[TensorDict] = []
 
-        def read(shard: Shard, rows: IntArray) -> tuple[IntArray, TensorDict]:
-            return rows, shard.call(lambda buffer: buffer.by_id(pairs[rows, 1]))
+        def read(number: int, rows: IntArray) -> tuple[IntArray, TensorDict]:
+            return rows, self._shards.find(number).call(lambda buffer: buffer.by_id(pairs[rows, 1]))
 
         for number, (rows, part) in self._each_of(pairs, read).items():
             places.append(rows)
@@ -672,11 +682,11 @@ class ShardedReplayBuffer(ServedBuffer):
         """Call a function for all shards at once; return the results in the order of the shards."""
         return list(self._shards.each(act).values())
 
-    def _each_of(self, pairs: IntArray, act: Callable[[Shard, IntArray], _Found]) -> dict[int, _Found]:
-        """Call a function for all shards of some rows at once, with the places of the shard's rows."""
+    def _each_of(self, pairs: IntArray, act: Callable[[int, IntArray], _Found]) -> dict[int, _Found]:
+        """Call a function for all shards of some rows at once: number of the shard, places of its rows."""
         numbers = np.unique(pairs[:, 0]).tolist()
         places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
-        acts = [partial(act, self._shards.find(k), rows) for k, rows in zip(numbers, places, strict=True)]
+        acts = [partial(act, number, rows) for number, rows in zip(numbers, places, strict=True)]
         return dict(zip(numbers, run_together(acts), strict=True))
 
     def _to_ids(self, given: Any) -> IntArray:

@@ -15,12 +15,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from expstore.cluster.members import Member
 from expstore.cluster.shares import ShardMass
 from expstore.cluster.worker import Worker
 from expstore.core.rate_limiters import Counts
+from expstore.core.values import IntArray
 from expstore.errors import ExpStoreError, RemoteError, StateError
-from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.client import RemoteReplayBuffer, send_priorities
 from expstore.remote.forks import copy_in_child
 from expstore.remote.transport import ARROW, Address, Connection, Retries
 from expstore.wire.codec import Codec, Decoder, note_of
@@ -223,6 +227,29 @@ class Shard:
         """Return the result of a function of the buffer over this store; errors name the shard."""
         with self.name_errors():
             return act(self.buffer)
+
+    def set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
+        """Set the priorities of rows; return how many are still there.
+
+        If it was removed, none is there. If it does not answer and draws go without it, none is set.
+
+        Args:
+            ids: Ids of the rows. Shape `(n,)`.
+            values: Their priorities. Shape `(n,)`.
+        """
+        is_needed = self._draws is self._connection
+        if self.is_down:
+            return 0
+        try:
+            with self.name_errors():
+                # A request that is not repeated needs no key, which would begin a second session.
+                count = send_priorities(self._draws, ids, values, write=is_needed)
+        except ExpStoreError as exc:
+            if self.is_removed or (not is_needed and does_not_answer(exc)):
+                return 0
+            raise
+        self.largest = max(self.largest, float(values.max()))
+        return count
 
     # -- drawing: in the shard's thread ------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import is_table, take_table
 
-__all__ = ["RemoteReplayBuffer"]
+__all__ = ["RemoteReplayBuffer", "send_priorities"]
 
 _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
 #: The entries of samples that are not fields.
@@ -429,8 +429,7 @@ class RemoteReplayBuffer(ServedBuffer):
         return to_array(given).reshape(-1).astype(np.int64, copy=False)
 
     def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
-        body = {"ids": ids.tolist(), "priorities": values.tolist()}
-        return int(self._json("POST", "priorities", body, write=True)["updated"])
+        return send_priorities(self._connection, ids, values)
 
     # -- queries and versions --------------------------------------------------------------------
 
@@ -704,6 +703,21 @@ class RemoteSnapshots:
         """
         _refuse_path("loads", path)
         self._request("POST", "loads", {"version": version}, once=True)
+
+
+def send_priorities(
+    connection: Connection, ids: IntArray, values: NDArray[np.float64], *, write: bool = True
+) -> int:
+    """Set the priorities of rows of a served store; return how many rows are still there.
+
+    Args:
+        connection: The connection to the server.
+        ids: Ids of the rows. Shape `(n,)`.
+        values: Their priorities. Shape `(n,)`.
+        write: Whether to send the request with an idempotency key, which begins a session.
+    """
+    body = {"ids": ids.tolist(), "priorities": values.tolist()}
+    return int(connection.request("POST", "priorities", body=body, write=write).json()["updated"])
 
 
 def _refuse_path(name: str, path: object) -> None:

@@ -118,7 +118,8 @@ class ServedBuffer(LocalOnly):
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows by id, or of the rows of a sample. Rows that were removed are skipped.
 
-        Each store sets the priorities of its rows at once; several stores do so independently.
+        Each store sets the priorities of its rows at once; several stores do so independently. Rows of
+        stores that are no longer shards are skipped, too.
 
         Args:
             index: A sample with `priority_key` added. Indices are refused, because an index may belong to

@@ -327,6 +327,20 @@ def test_a_draw_waits_for_a_shard(broken: Any) -> None:
         rb.extend(batch_of(3), source=source)
 
 
+def test_priorities_of_a_shard_that_does_not_answer_are_not_waited_for(broken: Any) -> None:
+    urls, refuses = broken
+    with connect(urls, down="partial", wait=30.0) as rb:
+        pairs = fill(rb)
+        here = int((pairs[:, 0] != 2).sum())
+        stop(refuses)
+        assert rb.update_priority(id=pairs, priority=2.0) == here
+        wait_until(lambda: rb.sample()["shards_missing"] == [2])
+        assert rb.update_priority(id=pairs, priority=3.0) == here
+        refuses.clear()
+        wait_until(lambda: rb.shards_missing == ())
+        assert rb.update_priority(id=pairs, priority=4.0) == len(pairs)
+
+
 def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, down="partial", ahead=1, sampler={"kind": "prioritized", "beta": 0.4}) as rb:

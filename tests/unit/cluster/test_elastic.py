@@ -347,6 +347,11 @@ class Broken:
         store = self.member.uuid or ""
         ClusterFile.change(self.cluster.path, lambda known: known.move(1, url, store))
 
+    @property
+    def connections(self) -> int:
+        """Number of connections to the proxy so far."""
+        return self._proxy.connections
+
     def stop(self) -> None:
         self.refuses.set()
         self._proxy.cut()
@@ -359,6 +364,23 @@ class Broken:
 def broken(cluster: Cluster, server: Serving) -> Iterator[Broken]:
     with Broken(cluster, server) as broken:
         yield broken
+
+
+def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, broken: Broken) -> None:
+    with cluster.connect(down="wait") as rb, ThreadPoolExecutor(1) as pool:
+        shards, taken = shards_of(rb), set[str]()
+        pairs = torch.cat([rb.extend(batch_of(50), source=name_of(k, shards, taken)) for k in (0, 1)])
+        broken.stop()
+        number = broken.connections
+        waits = pool.submit(rb.update_priority, id=pairs, priority=2.0)
+        wait_until(lambda: broken.connections > number)
+        cluster.retire(1)
+        cluster.remove(1)
+        assert waits.result(60) == 50
+        assert rb.update_priority(id=pairs, priority=3.0) == 50
+        assert rb.shards[0].sql("SELECT DISTINCT _priority FROM transitions").fetchall() == [(3.0,)]
+        with pytest.raises(NotFoundError, match="no shard 1"):
+            rb.by_id(pairs)
 
 
 def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) -> None:
