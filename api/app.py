@@ -74,7 +74,7 @@ def create_app(settings: Settings) -> FastAPI:
         summary="Experience stores for reinforcement learning.",
         description="Write rows, sample batches, query SQL. Bodies and answers are JSON or Arrow streams: "
         "`Content-Type` is the type of a body, `Accept` that of the answer; the default is JSON. Errors are "
-        '`{"error": {"kind", "message", "hint"}}`. Every answer has the header `X-Request-ID`.',
+        '`{"error": {"kind", "message", "hint", "class"}}`. Every answer has the header `X-Request-ID`.',
         openapi_tags=TAGS,
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own pages load scripts from other sites

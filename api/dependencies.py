@@ -227,6 +227,10 @@ _ERROR = {
                 "kind": {"type": "string", "description": "Stable word for programs."},
                 "message": {"type": "string", "description": "What was asked and what was found."},
                 "hint": {"type": "string", "description": "What to do about it; may be empty."},
+                "class": {
+                    "type": "string",
+                    "description": "Its class in `expstore.errors`; only if the library has raised it.",
+                },
             },
             "required": ["kind", "message", "hint"],
         }

@@ -100,16 +100,26 @@ def status_of(exc: errors.ExpStoreError) -> int:
     return known or next(STATUS[kind] for kind in type(exc).__mro__ if kind in STATUS)
 
 
-def answer(status: int, kind: str, message: str, hint: str = "", headers: Any = None) -> Response:
-    """Return the response for an error."""
+def answer(
+    status: int,
+    kind: str,
+    message: str,
+    hint: str = "",
+    headers: Any = None,
+    error: type[errors.ExpStoreError] | None = None,
+) -> Response:
+    """Return the response for an error, with its class in `expstore.errors` if it has one."""
     more = dict(headers or {})
     if status in _AGAIN and kind in ("not_ready", "busy", "rate_limited", "too_many"):
         more.setdefault("Retry-After", str(_AGAIN[status]))
-    return JSONResponse(body_of(kind, message, hint), status, more)
+    body = body_of(kind, message, hint)
+    if error is not None:
+        body["error"]["class"] = error.__name__
+    return JSONResponse(body, status, more)
 
 
 def body_of(kind: str, message: str, hint: str) -> dict[str, dict[str, str]]:
-    """Return the body of an error response, the same format for all errors."""
+    """Return the body of an error response."""
     return {"error": {"kind": kind, "message": message, "hint": hint}}
 
 
@@ -121,13 +131,17 @@ def refuse(refusal: Refusal) -> Response:
 def _of_tree(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, errors.ExpStoreError)
     status = status_of(exc)
-    headers = exc.headers if isinstance(exc, Refusal) else None
+    if isinstance(exc, Refusal):
+        headers, error = exc.headers, None
+    else:
+        headers, error = None, type(exc)
     if status == 500:
         _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
         message = "the store cannot be read or written; the server's log has the details"
-        return answer(status, exc.kind, message)
+        return answer(status, exc.kind, message, error=error)
     root = str(request.app.state.stores.root)
-    return answer(status, exc.kind, _remove_root(root, exc.message), _remove_root(root, exc.hint), headers)
+    message, hint = _remove_root(root, exc.message), _remove_root(root, exc.hint)
+    return answer(status, exc.kind, message, hint, headers, error)
 
 
 def _remove_root(root: str, text: str) -> str:

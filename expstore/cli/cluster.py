@@ -16,7 +16,7 @@ from expstore.cli.exit_codes import USAGE
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import read_token
-from expstore.errors import RemoteError
+from expstore.errors import StorageError
 
 if TYPE_CHECKING:
     from expstore.cluster.members import ClusterFile
@@ -129,7 +129,7 @@ def _look(url: str, token: str | None, store: str | None) -> dict[str, Any]:
     """Return the number of rows of a store, or why it is unknown."""
     try:
         facts = _ask(url, token)
-    except RemoteError as exc:
+    except StorageError as exc:  # it does not answer, or cannot read its store
         return {"rows": None, "error": exc.message}
     if facts["uuid"] != store:
         return {"rows": None, "error": f"this is store {facts['uuid']}, not {store}"}

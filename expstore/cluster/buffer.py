@@ -42,6 +42,7 @@ from expstore.errors import (
     SchemaError,
     SnapshotError,
     StateError,
+    StorageError,
 )
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
@@ -383,8 +384,8 @@ class ShardedReplayBuffer(ServedBuffer):
         largest = max(other.largest for other in self._shards.all)
         stored = ids[ids > 0]
         if largest > shard.largest and stored.numel() and not _has_priorities(data, update_priority):
-            # The rows are stored: if the shard stops now, they keep the largest priority of their own shard.
-            with contextlib.suppress(RemoteError):
+            # The rows are stored: if the shard fails now, they keep the largest priority of their own shard.
+            with contextlib.suppress(StorageError):
                 shard.call(lambda buffer: buffer.update_priority(id=stored, priority=largest))
                 shard.largest = largest
 

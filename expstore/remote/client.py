@@ -444,10 +444,12 @@ class RemoteReplayBuffer(ServedBuffer):
 
         Args:
             query: The statement.
-            params: Values for `?` (a sequence) or `$name` (a mapping).
+            params: Values for `?` (a sequence) or `$name` (a mapping). Dates and times are sent as text,
+                which comparisons convert.
             limit: The most rows to return; None for all.
 
         Raises:
+            ArgumentError: JSON cannot represent a value of `params`.
             QueryError: The query is not one SELECT, takes too long or is refused; or, without a limit, its
                 result has more rows than the server returns (kind "truncated").
         """

@@ -10,6 +10,7 @@ every request can be repeated when its answer is lost.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import http.client
 import itertools
 import json
@@ -26,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import httpx
+import numpy as np
 
 from expstore import errors
 from expstore.core import tuning
@@ -36,7 +38,7 @@ __all__ = ["ARROW", "JSON", "Address", "Answer", "Connection", "Download", "Retr
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 _Found = TypeVar("_Found")
-#: The class of an error by its HTTP status, if no class has its kind.
+#: The class of an error by its HTTP status, if the server names no class and none has its kind.
 _CLASSES: Mapping[int, type[ExpStoreError]] = {
     404: errors.NotFoundError,
     409: errors.StateError,
@@ -319,6 +321,7 @@ class Connection:
             wait: Seconds that the request asks the server to wait for rows.
 
         Raises:
+            ArgumentError: The body has a value that JSON cannot represent.
             RemoteError: The server cannot be reached, or refuses the request; see `status`.
             ExpStoreError: The error that the store raised on the server, of the same class.
             StateError: The connection is closed.
@@ -329,7 +332,7 @@ class Connection:
             headers["Idempotency-Key"] = f"{mine.session}-{next(mine.numbers)}"
         if write or once:
             self.begin_session()
-        content = json.dumps(body).encode() if body is not None and kind == JSON else body
+        content = _encode(body) if body is not None and kind == JSON else body
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
 
         def ask() -> Answer:
@@ -369,7 +372,7 @@ class Connection:
             ExpStoreError: The error that the store raised on the server.
             StateError: The download is closed.
         """
-        mine, content = self._get_in_process(), json.dumps(body).encode()
+        mine, content = self._get_in_process(), _encode(body)
         headers = self._headers(ARROW, JSON) | {"Connection": "close"}
         secure = self.address.root.startswith("https:")
         made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -493,6 +496,29 @@ def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
         del known
 
 
+def _encode(body: Any) -> bytes:
+    """Return a body as JSON.
+
+    Raises:
+        ArgumentError: A value cannot be represented.
+    """
+    return json.dumps(body, default=_to_json).encode()
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value that JSON lacks as one that it has: NumPy's as Python's, dates and times as text."""
+    if isinstance(value, np.datetime64):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    raise ArgumentError(
+        f"a {type(value).__name__} cannot be sent to a server: {value!r:.80}",
+        hint="pass numbers, text, dates, times, or lists and dicts of them",
+    )
+
+
 def _refuse(status: int, headers: Any, body: bytes | bytearray) -> NoReturn:
     """Raise the server's error; `_Lost` if the server asks for a retry."""
     error = _error_of(status, body)
@@ -506,16 +532,14 @@ def _error_of(status: int, body: bytes | bytearray) -> ExpStoreError:
     try:
         told = json.loads(body)["error"]
         kind, message, hint = (str(told[name]) for name in ("kind", "message", "hint"))
+        name = told.get("class")
     except (ValueError, KeyError, TypeError):
         kind, message, hint = "answer", f"the server answers {status} {bytes(body[:200])!r}", ""
-    made = next((cls for cls in _tree(ExpStoreError) if cls.default_kind == kind), None)
-    error = (made or _CLASSES.get(status, RemoteError))(message, kind=kind, hint=hint)
+        name = None
+    classes: list[type[ExpStoreError]] = [getattr(errors, each) for each in errors.__all__]
+    named = [cls for cls in classes if cls.__name__ == name]
+    kinds = [cls for cls in classes if cls.default_kind == kind]
+    cls = next(iter(named + kinds), _CLASSES.get(status, RemoteError))
+    error = cls(message, kind=kind, hint=hint)
     error.status = status
     return error
-
-
-def _tree(cls: type[ExpStoreError]) -> Iterator[type[ExpStoreError]]:
-    for name in errors.__all__:
-        found = getattr(errors, name)
-        if issubclass(found, cls):
-            yield found

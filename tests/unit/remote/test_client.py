@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -11,9 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime
+from datetime import time as clock
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -21,9 +25,11 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 import expstore
-from expstore import RemoteReplayBuffer, Retries
-from expstore.api import Settings
+from expstore import RemoteReplayBuffer, Retries, errors
+from expstore.api import Settings, create_app
 from expstore.errors import (
+    ArgumentError,
+    NoRowError,
     NotFoundError,
     NotReadyError,
     PriorityError,
@@ -32,8 +38,9 @@ from expstore.errors import (
     SchemaError,
     SnapshotError,
     StateError,
+    StorageError,
 )
-from expstore.remote.transport import Address, Connection
+from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import KillableServer, Serving
 from tests.support.tcp_proxy import Proxy
@@ -679,6 +686,50 @@ def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str
         thread.join(20)
         assert not thread.is_alive()
         assert len(found) == 1
+
+
+def test_values_of_numpy_and_dates_are_sent(server: Serving, name: str) -> None:
+    sampler = {"kind": "prioritized", "beta": np.float32(0.5)}
+    rb = connect(server, name, batch_size=np.int64(4), seed=np.int64(3), sampler=sampler)
+    rb.extend(batch_of(25))
+    same = connect(server, name, batch_size=4, seed=3, sampler={"kind": "prioritized", "beta": 0.5})
+    assert rb.sample()["id"].tolist() == same.sample()["id"].tolist()
+    assert next(rb.stream(1))["id"].tolist() == same.sample()["id"].tolist()
+    query = "SELECT action FROM transitions WHERE action > ? AND list_contains(?, action) AND ?"
+    found = rb.sql(query, [np.int64(3), np.arange(9), np.bool_(True)], limit=np.int64(2))
+    assert found.fetchall() == [(4,), (5,)]
+    for when in (datetime(2026, 11, 28, 12), date(2026, 11, 28), np.datetime64("2026-11-28T12:00:00.5")):
+        assert rb.sql("SELECT ? > TIMESTAMP '2026-11-27 13:00:00'", [when]).fetchall() == [(True,)]
+    assert rb.sql("SELECT ? < TIME '13:00:00'", [clock(12, 30)]).fetchall() == [(True,)]
+    with pytest.raises(ArgumentError, match="a set cannot be sent"):
+        rb.sql("SELECT ?", [{1, 2}])
+
+
+def test_errors_have_the_class_that_the_server_raised(tmp_path: Path) -> None:
+    app = create_app(settings := Settings(path=tmp_path))
+
+    @app.get("/fail/{name}/{kind}")
+    def fail(name: str, kind: str) -> None:
+        raise getattr(errors, name)("why", kind=kind)
+
+    kinds = ("other", "memory", "too_large", "busy", "rate_limited", "sandbox", "query")
+    with Serving(settings, app) as server, httpx.Client(base_url=f"{server.url}/fail") as client:
+        for name, kind in itertools.product(errors.__all__, kinds):
+            answer = client.get(f"{name}/{kind}")
+            error = _error_of(answer.status_code, answer.content)
+            assert (type(error).__name__, error.kind, error.status) == (name, kind, answer.status_code)
+
+
+def test_errors_of_servers_that_name_no_class_have_that_of_their_kind_or_status() -> None:
+    for status, kind, name, cls in [
+        (404, "no_row", None, NoRowError),
+        (409, "changed", None, StateError),
+        (500, "storage", "Unknown", StorageError),
+        (500, "half_loaded", "Unknown", RemoteError),
+    ]:
+        told = {"kind": kind, "message": "why", "hint": "", "class": name}
+        assert type(_error_of(status, json.dumps({"error": told}).encode())) is cls
+    assert type(_error_of(422, b"<html>")) is SchemaError
 
 
 def test_queries_are_answered(server: Serving, name: str) -> None:
