@@ -113,7 +113,8 @@ class ShardedReplayBuffer(ServedBuffer):
         down: What draws do if a shard does not answer. "raise": raise RemoteError after `wait` seconds.
             "wait": wait without limit. "partial": draw from the other shards at once; the entry
             `shards_missing` of batches lists the numbers of the missing shards. `update_priority` does the
-            same; with "partial" it skips rows of shards that do not answer.
+            same; with "partial" it skips rows of shards that do not answer. A shard whose server's rate
+            limiter forbids a draw does answer: draws wait for it, `wait` seconds with "partial" too.
         wait: Seconds for which requests to a shard that does not answer are repeated. None: as `retries`
             says, or without limit with `down="wait"`.
         by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also

@@ -23,10 +23,10 @@ from expstore.cluster.shares import ShardMass
 from expstore.cluster.worker import Worker
 from expstore.core.rate_limiters import Counts
 from expstore.core.values import IntArray
-from expstore.errors import ExpStoreError, RemoteError, StateError
+from expstore.errors import ExpStoreError, NotReadyError, RemoteError, StateError
 from expstore.remote.client import RemoteReplayBuffer, send_priorities
 from expstore.remote.forks import copy_in_child
-from expstore.remote.transport import ARROW, Address, Connection, Retries
+from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
 from expstore.wire.codec import Codec, Decoder, note_of
 from expstore.wire.stream import frames_in
 
@@ -266,9 +266,7 @@ class Shard:
         while rows > 0:
             asked = time.monotonic()
             with self.name_errors():
-                answer = self._draws.request(
-                    "POST", "sample", body={**body, "batch_size": rows}, accept=ARROW
-                )
+                answer = self._sample({**body, "batch_size": rows})
                 (frame,) = frames_in(answer.body)
                 facts = note_of(frame)
                 codec, columns = self._decoder.read_columns(frame)
@@ -278,6 +276,15 @@ class Shard:
             # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
             rows = 0 if self.mass is not None else rows - frame.rows
         return parts
+
+    def _sample(self, body: Mapping[str, Any]) -> Answer:
+        try:
+            return self._draws.request("POST", "sample", body=body, accept=ARROW)
+        except NotReadyError as exc:
+            if exc.kind != "rate_limited" or self._draws is self._connection:
+                raise
+        # It answers: wait for its rate limiter, as draws do that go without no shard.
+        return self._connection.request("POST", "sample", body=body, accept=ARROW)
 
     def _weigh(self, body: Mapping[str, Any]) -> ShardMass | None:
         asked = time.monotonic()

@@ -16,6 +16,7 @@ import expstore
 from expstore import MinSize, Retries, SampleToInsertRatio
 from expstore.api import Settings
 from expstore.errors import NotReadyError, StateError
+from expstore.remote.transport import Connection
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.waits import wait_until
@@ -162,6 +163,37 @@ def test_several_clients_stay_within_the_stated_bound(urls: list[str]) -> None:
         assert inserted == 600
         assert sampled <= RATIO * inserted - lowest + 2 * (samplers - 1) * TOGETHER
         assert all(drawn)
+
+
+def test_a_shard_that_its_own_limiter_holds_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, waits = Connection.request, threading.Event()
+
+    def note(connection: Connection, method: str, route: str, **more: Any) -> Any:
+        if route == "sample" and connection.retries.seconds:
+            waits.set()
+        return request(connection, method, route, **more)
+
+    for shard in range(2):
+        expstore.open(tmp_path / f"run{shard}.exp", mode="x", seed=shard).close()
+    settings = Settings(path=tmp_path, samples_per_insert=RATIO, error_buffer=100.0)
+    with Serving(settings) as server, ThreadPoolExecutor(1) as pool:
+        urls = [f"{server.url}/run{shard}" for shard in range(2)]
+        with connect(urls, ahead=1, down="partial") as rb, connect(urls, down="partial", wait=0.0) as quick:
+            for shard in (0, 1):
+                rb.shards[shard].extend(batch_of(30))
+            sample_all(quick)
+            with pytest.raises(NotReadyError, match="shard . .*cannot sample") as caught:
+                quick.sample()
+            assert caught.value.kind == "rate_limited"
+            monkeypatch.setattr(Connection, "request", note)
+            drawn = pool.submit(lambda: [rb.sample()["shards_missing"] for _ in range(10)])
+            wait_until(lambda: waits.is_set() or drawn.done())
+            for shard in (0, 1):
+                rb.shards[shard].extend(batch_of(60))
+            assert drawn.result(60) == [[]] * 10
+            assert (rb.shards_missing, quick.shards_missing) == ((), ())
 
 
 def test_servers_that_do_not_count_are_refused(urls: list[str], tmp_path: Path) -> None:
