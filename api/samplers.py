@@ -6,6 +6,7 @@ shared by all clients that use it.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
@@ -158,6 +159,8 @@ _PLAIN: dict[str, type[_Described]] = {
 _KEPT = 32
 #: A buffer that draws batches for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
+#: A named sampler: its description as JSON, its condition and seed, and the buffer that draws with it.
+_Named = tuple[tuple[str, str | None, int | None], TensorDictReplayBuffer]
 _NO_IDS = np.zeros(0, np.int64)
 
 
@@ -200,7 +203,7 @@ class Drawers:
         self._path, self._rb, self._limiter, self._seconds = path, rb, limiter, seconds
         self._lock = Lock()
         self._kept: OrderedDict[tuple[str, str | None, int | None], _Drawer] = OrderedDict()
-        self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
+        self._named: dict[str, _Named] = {}
         self._counting = Lock()
         #: Number of rows drawn since the server opened the store.
         self.rows_drawn = 0
@@ -250,12 +253,12 @@ class Drawers:
         spec = self._resolve(spec)
         if isinstance(spec, str):
             _refuse_settings(where, seed)
-            named = self.find(spec)
-            sampler, storage = named.sampler, named.storage
-        else:
-            sampler = self._buffer(Uniform() if spec is None else spec, where, seed).sampler
-            storage = self._rb.storage
-        return self._describe(sampler.mass(storage, batch_size))
+            (described, *_), named = self._find(spec)
+            told = json.loads(described)
+            unit = None if told.get("num_slices") else told.get("slice_len") or 1
+            return self._describe(named.sampler.mass(named.storage, batch_size)) | {"unit": unit}
+        sampler = self._buffer(Uniform() if spec is None else spec, where, seed).sampler
+        return self._describe(sampler.mass(self._rb.storage, batch_size))
 
     def _describe(self, mass: Mass | None) -> dict[str, Any]:
         """Return what a batch is drawn from as facts by name; `mass` is None if the sampler has no mass."""
@@ -392,6 +395,9 @@ class Drawers:
         Raises:
             NotFoundError: There is no sampler of this name.
         """
+        return self._find(name)[1]
+
+    def _find(self, name: str) -> _Named:
         known = self._named.get(name)
         if known is None:
             raise NotFoundError(
@@ -400,7 +406,7 @@ class Drawers:
                 if self._named
                 else "no sampler is named yet",
             )
-        return known[1]
+        return known
 
     def forget(self, name: str) -> None:
         """Delete a named sampler.

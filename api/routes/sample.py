@@ -164,7 +164,11 @@ class MassOf(BaseModel):
     beta: float | None = Field(
         None, description="Exponent of `priority_weight`: (w / smallest)^-beta; null: there are no weights."
     )
-    unit: int | None = Field(None, description="Rows that are drawn together: the length of a slice, or 1.")
+    unit: int | None = Field(
+        None,
+        description="Rows that are drawn together: the length of a slice, or 1. Null: a named sampler has "
+        "`num_slices`, so the length depends on the size of each batch.",
+    )
     largest_priority: float = Field(description="The priority that new rows of the store get.")
     limits: Limited | None = Field(None, description="What the rate limiter counts; null: there is none.")
 

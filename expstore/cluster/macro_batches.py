@@ -25,8 +25,8 @@ __all__ = ["MISSING", "Drawn", "MacroBatches", "ShardDraw"]
 
 #: The entry of batches that names the shards that did not answer.
 MISSING = "shards_missing"
-#: The columns that are changed when rows of several shards are joined, and the column that ends slices.
-_ID, _WEIGHT, _ENDS = "id", "priority_weight", "next.truncated"
+#: The columns that are changed when rows of several shards are joined.
+_ID, _WEIGHT = "id", "priority_weight"
 
 
 class ShardDraw(NamedTuple):
@@ -161,7 +161,7 @@ class MacroBatches:
             raise NotReadyError(
                 f"none of the {len(live)} shards has rows that can be drawn", hint="extend() them first"
             )
-        units = {mass.unit for mass in masses if mass is not None and mass.total > 0} or {1}
+        units = {shard.unit for shard in live if shard.mass is None or shard.mass.total > 0} or {1}
         unit = units.pop()
         if units or body.size % unit:
             raise StateError(
@@ -314,10 +314,7 @@ def _find_bounds(part: Part, counts: IntArray, unit: int) -> IntArray:
     """
     ends: IntArray = np.concatenate([[0], np.cumsum(counts)]) * unit
     if unit > 1 and part.rows != ends[-1]:
-        if _ENDS not in part.codec.names:
-            raise SchemaError(f"slices of several lengths cannot be told apart without {_ENDS!r}")
-        flags = np.asarray(part.columns[part.codec.names.index(_ENDS)]).reshape(part.rows, -1)[:, 0]
-        stops = np.concatenate([[0], np.flatnonzero(flags) + 1])
+        stops = np.concatenate([[0], part.find_stops()])
         ends = stops[ends // unit]
     return ends
 

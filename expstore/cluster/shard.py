@@ -23,7 +23,7 @@ from expstore.cluster.shares import ShardMass
 from expstore.cluster.worker import Worker
 from expstore.core.rate_limiters import Counts
 from expstore.core.values import IntArray
-from expstore.errors import ExpStoreError, NotReadyError, RemoteError, StateError
+from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
 from expstore.remote.client import RemoteReplayBuffer, send_priorities
 from expstore.remote.forks import copy_in_child
 from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
@@ -33,6 +33,8 @@ from expstore.wire.stream import frames_in
 __all__ = ["Limits", "Part", "Shard", "does_not_answer"]
 
 _Found = TypeVar("_Found")
+#: The column that ends slices.
+_ENDS = "next.truncated"
 #: Statuses of a server that has no time for a request.
 _BUSY = (429, 503)
 
@@ -51,6 +53,21 @@ class Part(NamedTuple):
     columns: list[Any]
     rows: int
     mass: ShardMass | None
+
+    def find_stops(self) -> IntArray:
+        """Return the row after the last of each slice. Shape `(slices,)`.
+
+        Raises:
+            SchemaError: The rows do not say where slices end.
+        """
+        if _ENDS not in self.codec.names:
+            raise SchemaError(f"slices of several lengths cannot be told apart without {_ENDS!r}")
+        flags = np.asarray(self.columns[self.codec.names.index(_ENDS)]).reshape(self.rows, -1)[:, 0]
+        return np.flatnonzero(flags) + 1
+
+    def count_units(self, unit: int) -> int:
+        """Return the number of slices of `unit` rows, or of rows if it is 1."""
+        return self.rows if unit == 1 else self.find_stops().size
 
 
 class Limits(NamedTuple):
@@ -113,6 +130,8 @@ class Shard:
             self._expect(member.uuid)
         #: What it draws from, as it told last; None before it told.
         self.mass: ShardMass | None = None
+        #: Number of rows that are drawn together, as it told last.
+        self.unit = 1
         #: The priority that new rows of this store get, as it told last.
         self.largest = 0.0
         #: What its rate limiter counted, as it told last; None if it has none, or before it told.
@@ -274,7 +293,7 @@ class Shard:
             self.mass = ShardMass.of(facts)
             parts.append(Part(codec, columns, frame.rows, self.mass))
             # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
-            rows = 0 if self.mass is not None else rows - frame.rows
+            rows = 0 if self.mass is not None else rows - parts[-1].count_units(self.unit) * self.unit
         return parts
 
     def _sample(self, body: Mapping[str, Any]) -> Answer:
@@ -290,8 +309,14 @@ class Shard:
         asked = time.monotonic()
         with self.name_errors():
             facts = self._draws.request("POST", "mass", body=body).json()
+            if facts["unit"] is None:
+                raise StateError(
+                    f"sampler {body['sampler']!r} has num_slices, and shards are asked for different numbers "
+                    "of slices",
+                    hint="name one with slice_len",
+                )
         self.hear(facts, asked)
-        self.mass = ShardMass.of(facts)
+        self.mass, self.unit = ShardMass.of(facts), int(facts["unit"])
         return self.mass
 
     def note_down(self, body: Mapping[str, Any]) -> None:

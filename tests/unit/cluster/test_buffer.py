@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import pickle
 import threading
@@ -223,6 +224,44 @@ def test_samplers_that_remember_draw_by_member(urls: list[str]) -> None:
     with connect(urls, by="member", p=[1, 1, 2], batch_size=4000) as rb:
         shares = np.bincount(rb.sample()["id"][:, 0].numpy()) / 4000
         np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
+
+
+@pytest.mark.parametrize("kind", ["slices_without_replacement", "streaming_slices"])
+def test_slices_are_drawn_once_by_member(urls: list[str], kind: str) -> None:
+    name = f"once-{kind}"
+    with connect(urls) as rb:
+        rb.name_sampler(name, {"kind": kind, "slice_len": 4, "strict_length": False})
+        for shard in rb.shards.values():
+            for n in range(40):
+                shard.extend(batch_of(3 if n % 4 == 0 else 8, 10 * n), source=f"actor-{n}")
+    with connect(urls, sampler=name, by="member", ahead=2) as rb:
+        batches = [rb.sample() for _ in range(4)]
+        with pytest.raises(StateError, match="multiple of the length of slices, got 30 and 4"):
+            rb.sample(30)
+    slices = []
+    for batch in batches:
+        stops = (torch.nonzero(batch["next", "truncated"][:, 0])[:, 0] + 1).tolist()
+        assert len(stops) == 8
+        assert stops[-1] == len(batch)
+        for start, stop in itertools.pairwise([0, *stops]):
+            shards, actions = batch["id"][start:stop, 0].unique(), batch["action"][start:stop].tolist()
+            assert len(shards) == 1
+            assert len(actions) == (3 if actions[0] // 10 % 4 == 0 else 4)
+            assert actions == list(range(actions[0], actions[0] + len(actions)))
+            slices.append((int(shards), actions[0] // 10, actions[0]))
+    drawn = [one[:2] if kind == "slices_without_replacement" else one for one in slices]
+    assert len(set(drawn)) == len(drawn) == 32
+
+
+def test_named_samplers_of_slices_need_their_length(urls: list[str]) -> None:
+    with connect(urls) as rb:
+        fill(rb)
+        for kind in ("slices", "slices_without_replacement"):
+            rb.name_sampler(f"four-{kind}", {"kind": kind, "num_slices": 4})
+    for kind in ("slices", "slices_without_replacement"):
+        with connect(urls, sampler=f"four-{kind}", by="member") as rb:
+            with pytest.raises(StateError, match="has num_slices.* name one with slice_len"):
+                rb.sample()
 
 
 def test_arguments_are_checked(urls: list[str]) -> None:
