@@ -299,7 +299,13 @@ class RemoteReplayBuffer(ServedBuffer):
             with self._lock:
                 number, self._draw = self._draw, self._draw + 1
         body = self._asked | {"batch_size": size, "draw": number}
-        rows = self._rows("POST", "sample", body, wait=self._wait)
+        try:
+            rows = self._rows("POST", "sample", body, wait=self._wait)
+        except BaseException:
+            with self._lock:
+                if number is not None and self._draw == number + 1:  # no other thread has drawn since
+                    self._draw = number
+            raise
         return self._convert(self._split_info(rows, return_info, include_info), as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:

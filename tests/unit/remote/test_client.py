@@ -645,6 +645,17 @@ def test_an_interruption_ends_a_wait(server: Serving, name: str) -> None:
         assert rb.sample()["id"].shape == (4,)
 
 
+def test_a_draw_that_fails_does_not_count(server: Serving, name: str) -> None:
+    with connect(server, name, batch_size=4, seed=1) as rb:
+        with pytest.raises(NotReadyError):
+            rb.sample()
+        assert rb.draw == 0
+        rb.extend(batch_of(50))
+        wanted = connect(server, name, batch_size=4, seed=1).sample()["id"].tolist()
+        assert rb.sample()["id"].tolist() == wanted
+        assert rb.draw == 1
+
+
 def test_threads_share_one_iteration(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4, seed=1) as rb:
         rb.extend(batch_of(50))
