@@ -39,7 +39,7 @@ from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
-from expstore.wire.tables import is_table, take_table
+from expstore.wire.tables import is_table, take_table, to_table
 
 __all__ = ["RemoteReplayBuffer", "send_priorities"]
 
@@ -166,8 +166,14 @@ class RemoteReplayBuffer(ServedBuffer):
             )
         if isinstance(data, list) and not data:
             return torch.zeros(0, dtype=torch.int64)
-        data = self._tensordict_of(data, single=False)
-        return torch.from_numpy(self._write("extend", data, source, episode_info, update_priority, validate))
+        if is_table(data):
+            data = to_table(data)
+
+        def write() -> IntArray:
+            rows = self._tensordict_of(data, single=False)
+            return self._write("extend", rows, source, episode_info, update_priority, validate)
+
+        return torch.from_numpy(self._with_fields(write))
 
     def add(
         self,
@@ -190,13 +196,18 @@ class RemoteReplayBuffer(ServedBuffer):
             StateError: The store cannot be written.
             RemoteError: The server did not answer. It is unknown then whether the row was stored.
         """
-        data = self._tensordict_of(data, single=True)
-        _check_rows(data)
-        if data.ndim:
-            raise SchemaError(
-                f"one row has no batch dims, but this has batch size {list(data.shape)}", hint="extend() it"
-            )
-        return int(self._write("add", data.unsqueeze(0), source, episode_info, None, validate)[0])
+
+        def write() -> IntArray:
+            row = self._tensordict_of(data, single=True)
+            _check_rows(row)
+            if row.ndim:
+                raise SchemaError(
+                    f"one row has no batch dims, but this has batch size {list(row.shape)}",
+                    hint="extend() it",
+                )
+            return self._write("add", row.unsqueeze(0), source, episode_info, None, validate)
+
+        return int(self._with_fields(write)[0])
 
     def _tensordict_of(self, data: Any, *, single: bool) -> Any:
         """Return rows as a TensorDict, which is what is sent; return other values unchanged."""
@@ -213,6 +224,17 @@ class RemoteReplayBuffer(ServedBuffer):
             return tensordict_of(take_mappings(data, layout, skip=skip, schema=schema), single=False)
         batch = take_mapping(data, layout, single=single, skip=skip, schema=schema)
         return tensordict_of(batch, single=single)
+
+    def _with_fields(self, write: Callable[[], IntArray]) -> IntArray:
+        """Write rows; if they do not fit, and the store has other fields than it had, write them again."""
+        known = self._fields
+        try:
+            return write()
+        except SchemaError:
+            if known is None or self.schema == known:
+                raise
+        self._fields = None
+        return write()
 
     def _fetch_fields(self) -> Schema | None:
         """Return the fields of the store; None if it has none yet."""

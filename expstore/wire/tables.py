@@ -13,12 +13,19 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
 
-__all__ = ["is_table", "take_table"]
+__all__ = ["is_table", "take_table", "to_table"]
 
 
 def is_table(data: Any) -> bool:
     """Return whether `data` is a pyarrow Table, RecordBatch or RecordBatchReader."""
     return isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
+
+
+def to_table(data: Any) -> Any:
+    """Return what `is_table` accepts as a pyarrow Table. It reads a reader to its end."""
+    if isinstance(data, pa.RecordBatchReader):
+        return data.read_all()
+    return pa.Table.from_batches([data]) if isinstance(data, pa.RecordBatch) else data
 
 
 def take_table(
@@ -38,11 +45,8 @@ def take_table(
     Raises:
         SchemaError: A field is missing, unknown or of another type, or a value is missing.
     """
-    if isinstance(data, pa.RecordBatchReader):
-        data = data.read_all()
-    elif isinstance(data, pa.RecordBatch):
-        data = pa.Table.from_batches([data])
-    table = data.drop_columns([name for name in data.column_names if name in skip])
+    table = to_table(data)
+    table = table.drop_columns([name for name in table.column_names if name in skip])
     if not table.num_columns:
         raise SchemaError("the table has no columns", hint="give a column for each field")
     codec = None if known is None else Codec(known).with_fields(table.column_names)

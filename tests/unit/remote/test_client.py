@@ -656,6 +656,27 @@ def test_a_draw_that_fails_does_not_count(server: Serving, name: str) -> None:
         assert rb.draw == 1
 
 
+def test_writers_notice_new_fields(tmp_path: Path) -> None:
+    def table_of(*names: str) -> pa.Table:
+        return pa.table({name: np.arange(3.0) for name in names})
+
+    with expstore.open(tmp_path / "run.exp", mode="x") as local:
+        local.extend({"x": np.arange(5.0)})
+    with Serving(Settings(path=tmp_path)) as server:
+        rb = connect(server, "run")
+        assert rb.extend(table_of("x")).tolist() == [6, 7, 8]
+    with expstore.open(tmp_path / "run.exp") as local:
+        local.columns.add("y", fill=0.0, dtype="float64")
+    with Serving(Settings(path=tmp_path)) as server:
+        rb._connection.move(Address.of(f"{server.url}/run"))
+        reader = table_of("x", "y").to_reader()
+        assert rb.extend(reader).tolist() == [9, 10, 11]
+        with pytest.raises(SchemaError, match="column 'z' is not a field"):
+            rb.extend(table_of("x", "z"))
+        assert rb.add({"x": 1.0, "y": 2.0}) == 12
+        assert rb.by_id([11, 12])["y"].tolist() == [2.0, 2.0]
+
+
 def test_threads_share_one_iteration(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4, seed=1) as rb:
         rb.extend(batch_of(50))
