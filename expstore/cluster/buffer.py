@@ -643,7 +643,10 @@ class ShardedReplayBuffer(ServedBuffer):
         """Replace the content of every shard by its version of the last `dumps`, for all users of the stores.
 
         Each shard is replaced completely or not at all; if the call fails, repeat it. With the seed, batch
-        size and `ahead` of the buffer that made the version, the batches follow that would have followed.
+        size and `ahead` of the buffer that made the version, the draws continue with the number that was the
+        next one at `dumps`. If the shards were at rest since the last but one request for batches, these are
+        the batches that would have followed. Otherwise batches that were drawn ahead are drawn again, from
+        the rows and priorities of the version.
 
         Args:
             path: The local folder.
