@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "finish", "link_error", "link_if"]
 
 _Ints = NDArray[np.int64]
 
@@ -483,15 +483,19 @@ class Disk:
             for act in acts:
                 act()
             return
+        jobs: list[Future[None]] = []
         try:
-            jobs = [pool.submit(act) for act in acts]
+            for act in acts:
+                jobs.append(pool.submit(act))
         except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
-            return self.sync_all(groups, names, None)
-        self.count_syncs(len(groups) + len(names), of_all=False)
-        failures = [job.exception() for job in jobs]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+            acts = acts[len(jobs) :]
+        else:
+            acts = []
+            self.count_syncs(len(groups) + len(names), of_all=False)
+        finally:
+            finish(jobs)
+        for act in acts:
+            act()
 
     def _sync_group(self, files: list[File]) -> None:
         self.count_syncs(len(files))
@@ -562,13 +566,20 @@ class Disk:
         folders = [str(root)]
         while folders:
             folder = folders.pop()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        if entry.name not in but or folder != str(root):
-                            folders.append(entry.path)
-                    elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
-                        raise _irregular(Path(entry.path))
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            if entry.name not in but or folder != str(root):
+                                folders.append(entry.path)
+                        elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
+                            raise _irregular(Path(entry.path))
+            except StorageError:
+                raise
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as exc:
+                raise _to_error("list", Path(folder), exc) from exc
 
     def is_dir(self, path: Path) -> bool:
         """Return whether this is a folder."""
@@ -705,3 +716,23 @@ class ReadingDisk(Disk):
     def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:
         """Open a file for reading."""
         return super().open(path, create=create, write=False)
+
+
+def finish(jobs: Sequence[Future[None]]) -> None:
+    """Wait for all writes or syncs, even if the wait is interrupted; raise the first failure."""
+    if not jobs:
+        return
+    interruption = None
+    while True:
+        try:
+            wait(jobs)
+            break
+        except (
+            BaseException
+        ) as exc:  # a write that goes on unnoticed would overwrite later rows, and a failure would be lost
+            interruption = exc
+    for job in jobs:
+        if (failure := job.exception()) is not None:
+            raise failure
+    if interruption is not None:
+        raise interruption

@@ -16,14 +16,14 @@ import google_crc32c
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
-from expstore.disk.files import Disk, File
+from expstore.disk.files import Disk, File, finish
 from expstore.disk.filesystem import fills_holes
 from expstore.disk.threads import Threads
 from expstore.schema.schema import Field
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.column import Appender, Deleted, RowWriter, Run, WrittenPart, add_batches
 from expstore.storages.columns.column_set import ColumnSet
-from expstore.storages.columns.flat import FlatColumn, FlatWriter, finish, shard_rows
+from expstore.storages.columns.flat import FlatColumn, FlatWriter, shard_rows
 from expstore.storages.columns.packed.appender import PackedAppender
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.writer import PackedColumn

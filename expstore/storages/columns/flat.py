@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray, cut_run
-from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of, finish
 from expstore.disk.mapped_files import AddressRange
 from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StorageError
@@ -48,7 +48,6 @@ __all__ = [
     "FlatColumn",
     "FlatWriter",
     "find_flat",
-    "finish",
     "shard_rows",
     "zeros_sum",
 ]
@@ -654,21 +653,3 @@ class FlatWriter(RowWriter):
             file.write(part, at)
         elif (job := self._disk.write_beside(self._threads, file, part, at)) is not None:
             jobs.append(job)
-
-
-def finish(jobs: Sequence[Future[None]]) -> None:
-    """Wait for all writes, even if the wait is interrupted; raise the first failure."""
-    if not jobs:
-        return
-    interruption = None
-    while True:
-        try:
-            wait(jobs)
-            break
-        except BaseException as exc:  # a write that continues unnoticed would overwrite later rows
-            interruption = exc
-    for job in jobs:
-        if (failure := job.exception()) is not None:
-            raise failure
-    if interruption is not None:
-        raise interruption

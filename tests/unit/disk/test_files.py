@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,6 +185,50 @@ def test_sync_all_does_all_and_raises_the_first_failure(tmp_path: Path, threads:
         file.close()
     if pool:
         pool.shutdown()
+
+
+def test_a_failed_sync_is_raised_although_the_wait_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next sync would succeed, and nobody would know of the bytes that were lost."""
+    interrupted = threading.Event()
+    done: list[str] = []
+
+    class Failing(Recorder):
+        def gate(self, act: str, path: Path) -> None:
+            if act == "sync":
+                assert interrupted.wait(30)
+                done.append(path.name)
+                if path.name == "b":
+                    raise StorageError("no sync of b")
+
+    def wait_interrupted(jobs: Sequence[object]) -> object:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        return wait(jobs)
+
+    monkeypatch.setattr(files, "wait", wait_interrupted)
+    disk = Failing()
+    made = [disk.open(tmp_path / name, create=True) for name in "abc"]
+    with ThreadPoolExecutor(3) as pool:
+        with pytest.raises(StorageError, match="no sync of b"):
+            disk.sync_all(made, [], pool)
+        assert sorted(done) == ["a", "b", "c"]
+        interrupted.clear()
+        with pytest.raises(KeyboardInterrupt):
+            disk.sync_all([made[0], made[2]], [], pool)
+    for file in made:
+        file.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scandir(path: object) -> object:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(StorageError, match=rf"cannot list {tmp_path}: Permission denied"):
+        Disk().check_tree(tmp_path)
 
 
 def test_missing_things(tmp_path: Path) -> None:
