@@ -247,10 +247,11 @@ class Checkpointer:
                 write_count=write_count,
                 max_priority=max_priority,
             )
-            dirty = [(part, part.begin(checkpoint)) for part in parts]
             segments, rotated = journal.sync_files(), journal.rotated
-        files = {file for _, found in dirty for file in found.files}
-        folders = {folder for _, found in dirty for folder in found.folders}
+            with self._health.noting:  # if this is interrupted, nobody knows any more what is to be synced
+                dirty = [(part, part.begin(checkpoint)) for part in parts]
+                files = {file for _, found in dirty for file in found.files}
+                folders = {folder for _, found in dirty for folder in found.folders}
         said = (mark.draw, mark.progress, mark.limits)
         if not (files or folders or rotated) and self._last_said == (mark.sequence, *said, mark.set_back):
             return None

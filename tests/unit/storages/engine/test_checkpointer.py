@@ -155,6 +155,27 @@ def test_the_record_comes_after_all_that_it_says() -> None:
     assert (store.said, store.checkpointer.covered) == (2, 1)
 
 
+def test_what_a_part_had_given_away_is_found_again_after_an_interruption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Store()
+    store.append()
+    begin = Part.begin
+
+    def begin_interrupted(part: Part, checkpoint: Checkpoint) -> Dirty:
+        begin(part, checkpoint)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Part, "begin", begin_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.checkpoint()
+    assert store.health.needs_recovery  # the journal has the rows: they are written, and synced, again
+    monkeypatch.undo()
+    store.acts.clear()
+    store.checkpoint()
+    assert "record" not in store.acts
+
+
 def test_nothing_new_is_not_said_again() -> None:
     store = Store()
     store.append()
