@@ -282,11 +282,17 @@ class Engine:
         """Write the rows in the memtable to the columns.
 
         Raises:
-            StorageError: The disk failed; the journal has the rows.
+            StorageError: The disk failed, or an earlier attempt was interrupted and the columns may have some
+                of the rows already; the journal has all of them, and the next write recovers them.
         """
+        if self.health.needs_recovery and self.rows.is_append_only:
+            raise StorageError(
+                f"rows of {self.path} are not in the columns, as an earlier attempt to write them was interrupted",
+                hint="extend() or flush() recovers them",
+            )
         try:
             self.rows.drain(self.shared)
-        except StorageError as exc:
+        except BaseException as exc:
             self.health.note_failure(exc)  # a new shard of an unbounded store is synced at once
             if self.rows.is_append_only:
                 self.health.note_interruption()  # only the files show how many rows were written

@@ -20,6 +20,7 @@ from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.errors import StorageError
 from expstore.maintenance import verify
+from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.engine.opening import Opening
 from expstore.storages.memory import MemoryStorage
 from tests.support.batches import counted_frames, numbered_rows
@@ -543,3 +544,39 @@ def test_a_load_that_fails_late_leaves_the_next_opening_the_draws_of_the_version
         rb.flush()
         assert rb.storage.draws.number == 1
         assert rb.sample()["number"].tolist() == wanted
+
+
+def test_rows_are_right_after_an_interruption_while_they_are_packed(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Packed columns only grow: what an interrupted attempt has written must not be written again."""
+    monkeypatch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 128)
+    data = rng.integers(0, 256, (224, 64), dtype=np.uint8)
+    end = PackedColumn._end_shard
+
+    def end_interrupted(column: Any, filling: Any) -> None:
+        end(column, filling)
+        monkeypatch.setattr(PackedColumn, "_end_shard", end)
+        raise KeyboardInterrupt
+
+    def read() -> bool:
+        return np.array_equal(rb.storage.read(np.arange(1, len(rb) + 1))[0], data[: len(rb)])
+
+    with expstore.open(store_path, layout="packed", batch_size=4) as rb:
+        monkeypatch.setattr(PackedColumn, "_end_shard", end_interrupted)
+        for first in range(0, 192, 32):
+            rb.extend({"observation": data[first : first + 32]})
+        with pytest.raises(KeyboardInterrupt):
+            rb.sample()
+        assert read()
+        assert len(rb.sample()["observation"]) == 4
+        with pytest.raises(StorageError, match="an earlier attempt to write them was interrupted"):
+            rb.storage.drain()
+        assert read()
+        rb.extend({"observation": data[192:]})
+        rb.flush()
+        assert read()
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 224
+        assert read()
+    assert not verify(store_path)
