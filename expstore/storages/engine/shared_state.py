@@ -16,14 +16,13 @@ from expstore.core.draw_state import DrawState
 from expstore.core.values import IntArray
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.storages.format.control_page import PAGE, StatePage
+from expstore.storages.format.control_page import ALL_SLOTS, PAGE, StatePage
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.paths import JOURNAL, STATE
 
 __all__ = ["SharedState"]
 
 _logger = logging.getLogger("expstore")
-_ALL_SLOTS = (0, 1 << 62)
 
 
 class SharedState:
@@ -184,7 +183,7 @@ class SharedState:
     def begin_change(self, slots: IntArray | None) -> None:
         """Show that slots are about to be changed in place; None: any slot. Shape `(n,)`."""
         if slots is None or not slots.size:
-            self.page.begin_change(*_ALL_SLOTS)
+            self.page.begin_change(*ALL_SLOTS)
         else:
             self.page.begin_change(int(slots.min()), int(slots.max()))
 

@@ -18,9 +18,11 @@ import google_crc32c
 
 from expstore.disk.files import Disk
 
-__all__ = ["PAGE", "StatePage", "StateView"]
+__all__ = ["ALL_SLOTS", "PAGE", "StatePage", "StateView"]
 
 PAGE = 4096
+#: The first and the last slot of a change that may concern any slot.
+ALL_SLOTS = (0, 1 << 62)
 _MAGIC = int.from_bytes(b"EXPSTATE", "little")
 _FORMAT = 1
 # On these processors, other processors see stores in the order in which they were made.
@@ -207,9 +209,14 @@ class StatePage:
 
     def begin_change(self, low: int, high: int) -> None:
         """Tell readers that slots `low` to `high` are about to be changed in place."""
+        # Until `change` is odd, readers take these slots for those of the change before: name all slots first.
+        self._note_slots(*ALL_SLOTS)
+        self.set("change", self.get("change") | 1)
+        self._note_slots(low, high)
+
+    def _note_slots(self, low: int, high: int) -> None:
         self.set("change_low", low)
         self.set("change_high", high)
-        self.set("change", self.get("change") | 1)
 
     def end_change(self) -> None:
         """Tell readers that the change is complete."""

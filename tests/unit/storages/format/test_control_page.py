@@ -6,10 +6,12 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expstore.disk.files import Disk
 from expstore.storages.format.control_page import PAGE, StatePage
+from expstore.storages.format.writer_probe import Watch
 
 UUID, BOOT = b"u" * 16, b"b" * 16
 WORDS = {"generation": 4, "sequence": 5, "horizon": 6, "last": 2**62, "draw": 8, "change": 0}
@@ -84,4 +86,37 @@ def test_the_counters_do_not_overlap(tmp_path: Path) -> None:
         state.set(name, 10 + number)
     assert [state.get(name) for name in _WORDS] == list(range(10, 10 + len(_WORDS)))
     assert state.fits(UUID, BOOT, 10)
+    state.close()
+
+
+def test_readers_see_no_change_with_the_slots_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader may look between any two stores of the writer."""
+    state = page(tmp_path)
+    state.claim(UUID, BOOT, **WORDS)
+    watch = Watch(Disk(), tmp_path)
+    before = state.get("change")
+    state.begin_change(10, 20)
+    state.end_change()
+    assert watch.find_changed(before).tolist() == list(range(10, 21))
+    store, seen = StatePage.set, 0
+
+    def look_after(self: StatePage, name: str, value: int) -> None:
+        nonlocal seen
+        store(self, name, value)
+        assert watch.is_touched(np.array([15]), before), name
+        found = watch.find_changed(before)
+        assert found is None or {*range(10, 21)} <= {*found.tolist()}, name
+        seen += 1
+
+    monkeypatch.setattr(StatePage, "set", look_after)
+    state.begin_change(500, 510)
+    assert seen == 5
+    monkeypatch.undo()
+    state.end_change()
+    assert not watch.is_touched(np.array([15]), before + 2)
+    assert watch.is_touched(np.array([505]), before + 2)
+    assert watch.find_changed(before + 2).tolist() == list(range(500, 511))
+    watch.close()
     state.close()
