@@ -209,7 +209,7 @@ class StatePage:
 
     def begin_change(self, low: int, high: int) -> None:
         """Tell readers that slots `low` to `high` are about to be changed in place."""
-        # Until `change` is odd, readers take these slots for those of the change before: name all slots first.
+        # Until `change` is odd, readers take these for the slots of the change before: name all slots first.
         self._note_slots(*ALL_SLOTS)
         self.set("change", self.get("change") | 1)
         self._note_slots(low, high)
