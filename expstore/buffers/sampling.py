@@ -112,7 +112,7 @@ class Sampling(StorePart):
         self.generator = generator
         self._draws: Draws | None = None
         self._prefetcher: Prefetcher | None = None
-        self._of_parent: Sampler | None = None  # kept in a forked child, like the parent's storage
+        self._of_parent: object = None  # samplers that a forked child keeps, like the parent's storage
         self._resumes = True  # whether the generator continues from the state that the storage has
 
     def relabel_by(self, relabeling: Relabeling) -> None:
@@ -414,15 +414,13 @@ class Sampling(StorePart):
             self.sampler.filter.go_on()
 
     def leave_parent(self) -> None:
-        """Draw by the seed; drop the batches that the parent's thread prefetched."""
-        prefetched = self._prefetcher is not None
+        """Draw by the seed, by a copy of the sampler; drop the batches that the parent has prefetched."""
         self._draws = self._prefetcher = self.generator = None
-        if prefetched:
-            # A child does not have the prefetching thread, but a lock that this thread held stays locked.
-            self._of_parent = self.sampler
-            self.sampler = copy.copy(self.sampler)
-            if self._store.life is Life.OPEN:
-                self.sampler.attach(self._store.storage)
+        # A child does not have the parent's threads, but a lock of the sampler that one held stays locked.
+        self._of_parent = self._of_parent, self.sampler
+        self.sampler = copy.copy(self.sampler)
+        if self._store.life is Life.OPEN:
+            self.sampler.attach(self._store.storage)
 
     def close(self) -> None:
         """Stop prefetching and end all waits for the limiter."""

@@ -10,20 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
     PrioritizedSampler,
+    PromptGroupSampler,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
     StateError,
+    StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
 from expstore.samplers.base import Sampler
 from tests.support.batches import numbered_rows
+from tests.support.forks import collect_from_child
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -67,6 +71,27 @@ def in_child(work: Callable[[], None]) -> None:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("sampler", "lock"),
+    [
+        (SamplerWithoutReplacement(), "_lock"),
+        (PromptGroupSampler(samples_per_group=2), "_lock"),
+        (StreamingSliceSampler(slice_len=2), "_own"),
+    ],
+    ids=["without", "groups", "streaming"],
+)
+def test_a_forked_child_samples_although_a_thread_of_the_parent_samples(
+    store_path: Path, sampler: Sampler, lock: str
+) -> None:
+    with expstore.open(store_path, batch_size=4, sampler=sampler) as rb:
+        rb.extend(TensorDict({"number": torch.arange(40), "query": torch.arange(40) // 10}, [40]))
+        rb.sample()
+        rb.flush()
+        with getattr(sampler, lock):  # as that thread may hold it
+            assert collect_from_child(lambda tell: tell(len(rb.sample()))) == [4]
+        assert rb.sampler is sampler
 
 
 # ---------------------------------------------------------------------------------------------------
