@@ -141,22 +141,30 @@ class Sampling(StorePart):
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
         draw = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, None))
+        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, []))
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
     def _draw(
-        self, storage: ReadView, draw: DrawNumber, request: Request, instead: Selection | None
+        self, storage: ReadView, draw: DrawNumber, request: Request, tried: list[Selection]
     ) -> tuple[Any, Selection]:
-        """Make the batch of a draw; `instead` is an earlier selection for it whose rows were overwritten."""
+        """Make the batch of a draw.
+
+        Args:
+            storage: The storage with the rows.
+            draw: The draw.
+            request: What was asked for.
+            tried: The selections that were made for this draw, to which new ones are appended. A sampler is
+                told of the last one, since it does not return the same rows twice.
+        """
         draws = self._draws or self._require_draws()
-        rows, columns, view = self._read(storage, draws, draw, request.size, instead)
+        rows, columns, view = self._read(storage, draws, draw, request.size, tried)
         numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
         batch = self._batches.of_sample(storage, rows, columns, view, numbers, as_numpy=request.as_numpy)
         return batch, rows
 
     def _read(
-        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
+        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, tried: list[Selection]
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
         transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
@@ -165,10 +173,12 @@ class Sampling(StorePart):
             if redraw == PATIENCE:
                 storage.lock.acquire()
             try:
-                if chosen is None:
-                    chosen = self.sampler.sample(storage, size, generator)
+                if tried:
+                    chosen = tried[-1].anchors or tried[-1]
+                    chosen = self.sampler.sample_again(storage, chosen, generator)
                 else:
-                    chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
+                    chosen = self.sampler.sample(storage, size, generator)
+                tried.append(chosen)
                 rows = chosen if self.unit is None else self.unit.select(chosen, storage)
                 if masses is not None:
                     masses.append(chosen.mass)
@@ -250,8 +260,8 @@ class Sampling(StorePart):
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()
-        drawn = read_stable(storage, partial(self._draw, storage, draw, request, instead))
-        return Made(*drawn, changes)
+        tried = [] if instead is None else [instead]
+        return Made(*read_stable(storage, partial(self._draw, storage, draw, request, tried)), changes)
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches of the same age as this one (None: any batches) may still be returned."""

@@ -94,6 +94,25 @@ def test_a_forked_child_samples_although_a_thread_of_the_parent_samples(
         assert rb.sampler is sampler
 
 
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement(shuffle=False), ConsumingSampler()], ids=repr)
+def test_a_field_that_is_added_during_a_draw_costs_no_rows(store_path: Path, sampler: Sampler) -> None:
+    """The batch is read again with the new field, and the sampler's progress is that of one batch."""
+    with expstore.open(store_path, batch_size=4, sampler=sampler) as rb:
+        rb.extend(numbered_rows(12))
+
+        def add_field(batch: TensorDict) -> TensorDict:
+            if ("late",) not in rb.storage.require_schema():
+                rb.columns.add("late", fill=0.0)  # as another thread may do
+            return batch
+
+        rb.append_transform(add_field)
+        batches = [rb.sample() for _ in range(3)]
+        assert torch.cat([batch["number"] for batch in batches]).sort().values.tolist() == [*range(12)]
+        assert all("late" in batch for batch in batches)
+        if isinstance(sampler, SamplerWithoutReplacement):
+            assert batches[0]["number"].tolist() == [*range(4)]
+
+
 # ---------------------------------------------------------------------------------------------------
 # A generator of the user's own.
 
