@@ -41,6 +41,9 @@ _TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws
 class Relabeling(Protocol):
     """Give rows of a batch other values than the stored ones, such as new goals."""
 
+    #: Counts changes of the settings: batches that were made before the last one are stale.
+    changes: int
+
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
@@ -288,9 +291,13 @@ class Sampling(StorePart):
 
     def _changes(self) -> object:
         """Return a token that changes when earlier batches become stale."""
-        storage, steps = self._store.storage, self._batches.transform.steps
-        content = storage.changes.number, storage.epochs.fields
-        return (content, [step.settings for step in steps]) if steps else content
+        storage, relabeling = self._store.storage, self._relabeling
+        return (
+            storage.changes.number,
+            storage.epochs.fields,
+            [step.settings for step in self._batches.transform.steps],
+            0 if relabeling is None else relabeling.changes,
+        )
 
     # -- the sampler ---------------------------------------------------------------------------------
 
