@@ -5,7 +5,9 @@ Members are ordinary buffers and can be used directly. An ensemble stores no row
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -135,9 +137,14 @@ class ReplayBufferEnsemble:
         self._batch_size = batch_size
         self._generator = generator
         self._as_numpy = as_numpy
-        self._lock = threading.RLock()
+        self._renew_lock()
         if generator is not None:
             self.set_rng(generator)
+
+    def _renew_lock(self) -> None:
+        """Make a lock of this process. In a forked child, a thread of the parent may hold the previous one."""
+        self._lock = threading.RLock()
+        _ensembles.add(self)
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -645,11 +652,23 @@ class ReplayBufferEnsemble:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of `__getstate__`; draws follow from the members' seeds."""
-        self.__dict__.update(state, _lock=threading.RLock(), _generator=None)
+        self.__dict__.update(state, _generator=None)
+        self._renew_lock()
 
     def __repr__(self) -> str:
         parts = ",\n".join(map(str, [*self._rbs, self._samplers]))
         return f"ReplayBufferEnsemble(\n{indent(parts, '    ')},\n    batch_size={self._batch_size})"
+
+
+_ensembles: weakref.WeakSet[ReplayBufferEnsemble] = weakref.WeakSet()
+
+
+def _leave_parent() -> None:
+    for ensemble in list(_ensembles):
+        ensemble._renew_lock()
+
+
+os.register_at_fork(after_in_child=_leave_parent)
 
 
 def _joint(transform: Compose) -> Compose:

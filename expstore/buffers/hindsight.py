@@ -218,11 +218,14 @@ class HindsightGoals:
         self._ends = end, (*end[:-1], "terminated")
         self._trajectories = Trajectories(ends=self._ends)
         self._checked: Schema | None = None
+        #: Counts changes of the settings; see `Relabeling`.
+        self.changes = 0
 
     def change(self, name: str, value: Any) -> None:
         """Set `reward_fn`, or a key other than `end_key`."""
         setattr(self, name, value)
         self._checked = None
+        self.changes += 1
 
     def set_ratio(self, ratio: float) -> None:
         """Set the fraction of the rows of a batch that get new goals."""
@@ -235,10 +238,12 @@ class HindsightGoals:
         if not inside:
             raise ArgumentError(f"her_ratio must be in [0, 1], got {ratio}")
         self.ratio = ratio
+        self.changes += 1
 
     def set_strategy(self, strategy: HindsightStrategy | str) -> None:
         """Set where goals come from."""
         self.strategy = HindsightStrategy(strategy)
+        self.changes += 1
 
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None

@@ -20,7 +20,14 @@ from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
-from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError, StorageError
+from expstore.errors import (
+    ArgumentError,
+    ExpStoreError,
+    NotReadyError,
+    SchemaError,
+    StateError,
+    StorageError,
+)
 from expstore.schema.row_selection import concatenate, pick
 from expstore.schema.schema import Field, Schema
 from expstore.storages.capabilities import RowAppending
@@ -72,7 +79,7 @@ class Recorder:
 
     Threads: one thread uses a recorder; others may use the buffer, and recorders of other sources. Processes:
     a forked child cannot record. Crashes: with `flush_steps=1` a step survives the end of the process once
-    `step` has returned; with n, up to n - 1 steps are lost. A power failure loses the steps since the last
+    `step` has returned; with n, up to n - 1 steps are lost, also if Ctrl-C interrupts a flush. A power failure loses the steps since the last
     sync of the store, about one second, or none with `durability="sync"`.
 
     Args:
@@ -162,7 +169,9 @@ class Recorder:
         Raises:
             SchemaError: A value does not fit its field, or a field is missing; nothing was recorded.
             StateError: The recorder or the store is closed.
-            StorageError: The disk failed. The step is kept; the next call or `flush` writes it.
+            StorageError: The disk failed. The step is kept; the next call or `flush` writes it first.
+            NotReadyError: The rate limiter refused the rows, which are kept, as above.
+            ArgumentError: The rate limiter never permits so many rows at once; they are kept, as above.
         """
         if self._filled == self._flush_steps or (self._facts and self._filled):
             self.flush()  # the previous flush has failed
@@ -205,6 +214,8 @@ class Recorder:
         Raises:
             StateError: The store is closed, or open for reading only; the steps are kept.
             StorageError: The disk failed; the steps are kept, and the next flush writes them.
+            NotReadyError: The rate limiter refused the rows (kind "rate_limited"); the steps are kept.
+            ArgumentError: The rate limiter never permits so many rows at once; the steps are kept.
             SchemaError: The first step does not continue a resumed episode (`episodes.resume`); the steps are
                 dropped.
         """
@@ -224,7 +235,7 @@ class Recorder:
             batch = block.batch(filled)
             if batch.count:
                 self._target.append_columns(batch, self._source)
-        except (StateError, StorageError):
+        except (StateError, StorageError, NotReadyError, ArgumentError):  # nothing was written
             self._filled = filled
             raise
 

@@ -41,6 +41,9 @@ _TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws
 class Relabeling(Protocol):
     """Give rows of a batch other values than the stored ones, such as new goals."""
 
+    #: Counts changes of the settings: batches that were made before the last one are stale.
+    changes: int
+
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
@@ -112,7 +115,7 @@ class Sampling(StorePart):
         self.generator = generator
         self._draws: Draws | None = None
         self._prefetcher: Prefetcher | None = None
-        self._of_parent: Sampler | None = None  # kept in a forked child, like the parent's storage
+        self._of_parent: object = None  # samplers that a forked child keeps, like the parent's storage
         self._resumes = True  # whether the generator continues from the state that the storage has
 
     def relabel_by(self, relabeling: Relabeling) -> None:
@@ -141,22 +144,30 @@ class Sampling(StorePart):
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
         draw = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, None))
+        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, []))
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
     def _draw(
-        self, storage: ReadView, draw: DrawNumber, request: Request, instead: Selection | None
+        self, storage: ReadView, draw: DrawNumber, request: Request, tried: list[Selection]
     ) -> tuple[Any, Selection]:
-        """Make the batch of a draw; `instead` is an earlier selection for it whose rows were overwritten."""
+        """Make the batch of a draw.
+
+        Args:
+            storage: The storage with the rows.
+            draw: The draw.
+            request: What was asked for.
+            tried: The selections that were made for this draw, to which new ones are appended. A sampler is
+                told of the last one, since it does not return the same rows twice.
+        """
         draws = self._draws or self._require_draws()
-        rows, columns, view = self._read(storage, draws, draw, request.size, instead)
+        rows, columns, view = self._read(storage, draws, draw, request.size, tried)
         numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
         batch = self._batches.of_sample(storage, rows, columns, view, numbers, as_numpy=request.as_numpy)
         return batch, rows
 
     def _read(
-        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
+        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, tried: list[Selection]
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
         transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
@@ -165,10 +176,12 @@ class Sampling(StorePart):
             if redraw == PATIENCE:
                 storage.lock.acquire()
             try:
-                if chosen is None:
-                    chosen = self.sampler.sample(storage, size, generator)
+                if tried:
+                    chosen = tried[-1].anchors or tried[-1]
+                    chosen = self.sampler.sample_again(storage, chosen, generator)
                 else:
-                    chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
+                    chosen = self.sampler.sample(storage, size, generator)
+                tried.append(chosen)
                 rows = chosen if self.unit is None else self.unit.select(chosen, storage)
                 if masses is not None:
                     masses.append(chosen.mass)
@@ -250,8 +263,8 @@ class Sampling(StorePart):
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()
-        drawn = read_stable(storage, partial(self._draw, storage, draw, request, instead))
-        return Made(*drawn, changes)
+        tried = [] if instead is None else [instead]
+        return Made(*read_stable(storage, partial(self._draw, storage, draw, request, tried)), changes)
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches of the same age as this one (None: any batches) may still be returned."""
@@ -278,9 +291,13 @@ class Sampling(StorePart):
 
     def _changes(self) -> object:
         """Return a token that changes when earlier batches become stale."""
-        storage, steps = self._store.storage, self._batches.transform.steps
-        content = storage.changes.number, storage.epochs.fields
-        return (content, [step.settings for step in steps]) if steps else content
+        storage, relabeling = self._store.storage, self._relabeling
+        return (
+            storage.changes.number,
+            storage.epochs.fields,
+            [step.settings for step in self._batches.transform.steps],
+            0 if relabeling is None else relabeling.changes,
+        )
 
     # -- the sampler ---------------------------------------------------------------------------------
 
@@ -414,15 +431,13 @@ class Sampling(StorePart):
             self.sampler.filter.go_on()
 
     def leave_parent(self) -> None:
-        """Draw by the seed; drop the batches that the parent's thread prefetched."""
-        prefetched = self._prefetcher is not None
+        """Draw by the seed, by a copy of the sampler; drop the batches that the parent has prefetched."""
         self._draws = self._prefetcher = self.generator = None
-        if prefetched:
-            # A child does not have the prefetching thread, but a lock that this thread held stays locked.
-            self._of_parent = self.sampler
-            self.sampler = copy.copy(self.sampler)
-            if self._store.life is Life.OPEN:
-                self.sampler.attach(self._store.storage)
+        # A child does not have the parent's threads, but a lock of the sampler that one held stays locked.
+        self._of_parent = self._of_parent, self.sampler
+        self.sampler = copy.copy(self.sampler)
+        if self._store.life is Life.OPEN:
+            self.sampler.attach(self._store.storage)
 
     def close(self) -> None:
         """Stop prefetching and end all waits for the limiter."""

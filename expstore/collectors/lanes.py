@@ -30,7 +30,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.errors import ArgumentError, SchemaError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
 from expstore.specs import TensorSpec
 
 __all__ = [
@@ -107,7 +107,8 @@ class LaneCollector:
 
     After an error or Ctrl-C in the policy every earlier step is intact: `close` stores these steps, or
     collecting continues. An error inside the environment's step loses that step, and all lanes begin new
-    episodes. A collector must not be used from several threads at once.
+    episodes. Ctrl-C while a block is stored loses the block if something else wrote to the buffer meanwhile;
+    all lanes then begin new episodes. A collector must not be used from several threads at once.
 
     Args:
         env: A gymnasium vector environment, or a single `gymnasium.Env`, which is one lane.
@@ -328,16 +329,18 @@ class LaneCollector:
                 batch["policy_version"] = torch.full(batch.batch_size, self.policy_version)
             facts = self._facts | ({} if self._described else self._first_facts)
             options = {"episode_info": facts} if facts else {}
-            stored = False
             try:
                 self._rb.extend(batch, source=self._source, **options)
-                stored = True
-            finally:
-                # Ctrl-C may arrive after the rows were stored: do not store them again.
-                if stored or self._rb.write_count != before:
-                    self._trajectory = trajectory
-                    self._next_trajectory = base + block.rows
-                    self._begin_block(block.rows)
+            except ExpStoreError:
+                raise  # nothing was stored: the rows stay pending
+            except BaseException:
+                # Ctrl-C may arrive after the rows were stored: do not store them again. If the buffer has
+                # rows that others wrote meanwhile, the block may be lost: new episodes have no gap.
+                if self._rb.write_count != before:
+                    self._adrift = True
+                    self._end_block(base, trajectory)
+                raise
+            self._end_block(base, trajectory)
             if not self._described:
                 self._described = True
                 specs = find_specs(self._observation_leaves, self._action_leaves)
@@ -348,6 +351,17 @@ class LaneCollector:
         elif block.full:
             self._begin_block(0)
         return block.rows
+
+    def _end_block(self, base: int, trajectory: IntArray) -> None:
+        """Begin the block after one that was stored.
+
+        Args:
+            base: Position of the stored block's first row in the stream.
+            trajectory: Each lane's trajectory id at its end. Shape `(lanes,)`.
+        """
+        self._trajectory = trajectory
+        self._next_trajectory = base + self._block.rows
+        self._begin_block(self._block.rows)
 
     def _begin_block(self, stored: int) -> None:
         """Begin a new block; report what the previous one has stored."""

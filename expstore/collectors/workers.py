@@ -250,7 +250,12 @@ class Workers:
             for pipe in wait([*workers, self._wake_end]):
                 if pipe is self._wake_end:
                     return
-                self._handle_message(workers[pipe])  # type: ignore[index]
+                try:
+                    self._handle_message(workers[pipe])  # type: ignore[index]
+                except Exception:  # without this thread, `collect` and `close` would wait forever
+                    with self._changed:
+                        self._fail(traceback.format_exc())
+                        self._changed.notify_all()
 
     def _handle_message(self, worker: _Worker) -> None:
         """Receive one message of a worker, or notice that it has ended."""

@@ -26,7 +26,7 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, Key
-from expstore.errors import ArgumentError, SchemaError, StateError, StorageError
+from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
 
 try:
     import gymnasium as gym
@@ -163,6 +163,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         Raises:
             StateError: The store is closed.
             StorageError: The disk failed. A note of the error says whether the step was made and is kept.
+            NotReadyError: The store's rate limiter refused the step; the note is as above.
             SchemaError: The action or a frame is not as its space says, and the step was not made; or a value
                 that the environment returned is not, and the step is not stored.
             ResetNeeded: The environment was not reset.
@@ -189,6 +190,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         Raises:
             StateError: The store is closed; the steps are kept.
             StorageError: The disk failed; the steps are kept.
+            NotReadyError: The store's rate limiter refused the steps, which are kept.
         """
         self._stream.flush()
 
@@ -308,6 +310,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
             StateError: The store is closed; no lane made a step.
             StorageError: The disk failed. `last_step` is what the environment returned, and the next call
                 stores it first.
+            NotReadyError: The store's rate limiter refused the step; the next call stores it first.
             SchemaError: Values are not as their space says.
         """
         self._stream.prepare()
@@ -475,7 +478,7 @@ class _Stream:
                 valid=valid,
                 **more,
             )
-        except (StateError, StorageError) as exc:
+        except ExpStoreError as exc:
             if self._recorder.pending > pending:
                 self._has_unwritten, self._is_torn = True, False
                 exc.add_note("The environment has made the step (`last_step`), and the next call writes it.")

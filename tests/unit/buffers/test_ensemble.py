@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from expstore import (
 from expstore.errors import NotReadyError, StateError
 from tests.support.batches import trajectory_rows
 from tests.support.flat_storages import flatten_dims
+from tests.support.forks import collect_from_child
 
 #: Rows of a member: `x` is 1000 * member + number.
 rows = partial(trajectory_rows, action=lambda x: torch.zeros(len(x), 2))
@@ -277,6 +279,18 @@ def test_dumps_and_loads_go_by_number(tmp_path: Path) -> None:
     other.loads(tmp_path)
     assert [len(other[number]) for number in range(3)] == [20, 20, 20]
     assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()
+
+
+def test_a_forked_child_draws_although_a_thread_of_the_parent_draws(tmp_path: Path) -> None:
+    members = [expstore.open(tmp_path / f"{number}.exp") for number in range(2)]
+    for number, one in enumerate(members):
+        one.extend(rows(number, 20))
+        one.flush()
+    with ReplayBufferEnsemble(*members, batch_size=4) as rb:
+        rb.sample()
+        with rb._lock, ThreadPoolExecutor(1) as pool:  # as that thread may hold it
+            told = pool.submit(collect_from_child, lambda tell: tell(rb.sample().numel())).result()
+        assert told == [4]
 
 
 def test_a_copy_draws_from_copies(tmp_path: Path) -> None:

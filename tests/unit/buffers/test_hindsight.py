@@ -30,6 +30,7 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.transforms import StepTransform, StepView
 from tests.support.chi_square import Floats, chi_square, draws_needed, limit_of, one_off
 from tests.support.tuned import few_rows_in_memory
+from tests.support.waits import wait_until
 
 STRATEGIES = ("future", "final", "episode", "random")
 UNREACHED = -1.0
@@ -442,6 +443,27 @@ def test_settings_count_from_the_next_batch_on() -> None:
 
 
 # -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("her_ratio", 0.0), ("strategy", "final"), ("reward_fn", lambda rows: torch.ones(len(rows)))]
+)
+def test_new_settings_apply_to_the_next_batch_although_batches_are_prefetched(name: str, value: Any) -> None:
+    with buffer(prefetch=3, her_ratio=1.0) as rb:
+        rb.extend(steps(1, 20))
+        rb.sample()
+        prefetcher = rb._sampling._require_prefetcher()
+        wait_until(lambda: all(future.done() for _, future in prefetcher._queue))
+        setattr(rb, name, value)
+        for _ in range(4):
+            found = rb.sample()
+            if name == "her_ratio":
+                assert (found["desired_goal"] == UNREACHED).all()
+            elif name == "strategy":
+                assert (found["desired_goal"] == 1019).all()
+            else:
+                assert (found["next", "reward"] == 1).all()
+
 
 
 def raised(act: Callable[[], Any]) -> BaseException:

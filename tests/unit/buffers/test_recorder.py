@@ -27,7 +27,8 @@ from expstore import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from expstore.errors import SchemaError, StateError, StorageError
+from expstore.core.rate_limiters import SampleToInsertRatio
+from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError, StorageError
 from expstore.storages.format.journal import Journal
 from tests.support.paths import ROOT
 
@@ -548,6 +549,40 @@ def test_steps_of_a_full_disk_are_written_when_there_is_room(
             assert len(rb) == 4
             episode.step(*given[5])
         assert (rb[:] == batch_of(given)).all()
+
+
+@pytest.mark.parametrize("flush_steps", [1, 4])
+def test_steps_that_a_rate_limiter_refused_are_written_later(tmp_path: Path, flush_steps: int) -> None:
+    """The steps of a refused flush are kept, and the next flush writes them: the episode has no gap."""
+    limiter = SampleToInsertRatio(1.0, 4, 8, timeout=0)
+    given = steps(24, length=24)
+    refused = 0
+    with expstore.open(tmp_path / "a.exp", batch_size=4, batches={"rate_limiter": limiter}) as rb:
+        with rb.record("env-0", flush_steps=flush_steps) as episode:
+            for values in given:
+                try:
+                    episode.step(*values)
+                except NotReadyError:
+                    refused += 1
+                    assert episode.pending == flush_steps  # the last of them is this step
+                    rb.sample()
+                    rb.sample()
+        assert refused
+        assert (rb[:] == batch_of(given)).all()
+        assert len(episodes(rb)) == 1
+
+
+def test_steps_that_a_rate_limiter_never_permits_are_kept(tmp_path: Path) -> None:
+    limiter = SampleToInsertRatio(1.0, 4, 4, timeout=0)
+    with expstore.open(tmp_path / "a.exp", batch_size=4, batches={"rate_limiter": limiter}) as rb:
+        record(rb, steps(4))
+        episode = rb.record("env-1", flush_steps=20)
+        for values in steps(19):
+            episode.step(*values)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="larger error_buffer"):
+                episode.flush()
+            assert episode.pending == 19
 
 
 def test_priorities_of_new_rows_are_the_largest(tmp_path: Path) -> None:

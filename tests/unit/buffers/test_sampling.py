@@ -10,20 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import expstore
 from expstore import (
     ConsumingSampler,
     MemoryStorage,
     PrioritizedSampler,
+    PromptGroupSampler,
     RandomSampler,
     RecencySampler,
     SamplerWithoutReplacement,
     StateError,
+    StreamingSliceSampler,
     TensorDictReplayBuffer,
 )
 from expstore.samplers.base import Sampler
 from tests.support.batches import numbered_rows
+from tests.support.forks import collect_from_child
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "random": RandomSampler,
@@ -67,6 +71,46 @@ def in_child(work: Callable[[], None]) -> None:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("sampler", "lock"),
+    [
+        (SamplerWithoutReplacement(), "_lock"),
+        (PromptGroupSampler(samples_per_group=2), "_lock"),
+        (StreamingSliceSampler(slice_len=2), "_own"),
+    ],
+    ids=["without", "groups", "streaming"],
+)
+def test_a_forked_child_samples_although_a_thread_of_the_parent_samples(
+    store_path: Path, sampler: Sampler, lock: str
+) -> None:
+    with expstore.open(store_path, batch_size=4, sampler=sampler) as rb:
+        rb.extend(TensorDict({"number": torch.arange(40), "query": torch.arange(40) // 10}, [40]))
+        rb.sample()
+        rb.flush()
+        with getattr(sampler, lock):  # as that thread may hold it
+            assert collect_from_child(lambda tell: tell(len(rb.sample()))) == [4]
+        assert rb.sampler is sampler
+
+
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement(shuffle=False), ConsumingSampler()], ids=repr)
+def test_a_field_that_is_added_during_a_draw_costs_no_rows(store_path: Path, sampler: Sampler) -> None:
+    """The batch is read again with the new field, and the sampler's progress is that of one batch."""
+    with expstore.open(store_path, batch_size=4, sampler=sampler) as rb:
+        rb.extend(numbered_rows(12))
+
+        def add_field(batch: TensorDict) -> TensorDict:
+            if ("late",) not in rb.storage.require_schema():
+                rb.columns.add("late", fill=0.0)  # as another thread may do
+            return batch
+
+        rb.append_transform(add_field)
+        batches = [rb.sample() for _ in range(3)]
+        assert torch.cat([batch["number"] for batch in batches]).sort().values.tolist() == [*range(12)]
+        assert all("late" in batch for batch in batches)
+        if isinstance(sampler, SamplerWithoutReplacement):
+            assert batches[0]["number"].tolist() == [*range(4)]
 
 
 # ---------------------------------------------------------------------------------------------------

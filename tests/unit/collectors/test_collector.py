@@ -24,7 +24,7 @@ from torch import nn
 import expstore
 from expstore import Collector
 from expstore.collectors.policies import load_policy
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from tests.support.paths import ROOT
 from tests.support.waits import wait_until
 
@@ -320,6 +320,19 @@ def test_a_buffer_that_is_closed_first_ends_the_collection(store_path: Path) -> 
         rb.close()
         with pytest.raises(StateError, match=r"(?s)a worker of the collector failed.*It was not replaced"):
             collector.collect(4)
+
+
+def test_specs_that_cannot_be_stored_end_the_collection(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr("expstore.collectors.workers.describe_rows", fail)
+    with expstore.open(store_path) as rb, Collector(Numbered, None, rb, workers=1) as collector:
+        with pytest.raises(StateError, match=r"(?s)a worker of the collector failed.*no space left"):
+            collector.collect(100_000)
+        assert len(rb)
 
 
 def test_workers_collect_in_the_background_and_in_loops(store_path: Path) -> None:

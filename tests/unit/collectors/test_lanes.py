@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.collectors.lanes import LaneCollector
-from expstore.errors import SchemaError, StateError
+from expstore.errors import NotReadyError, SchemaError, StateError
 
 LENGTHS = (1, 2, 3, 7)
 MODES = tuple(AutoresetMode)
@@ -83,10 +83,12 @@ class FakeBuffer:
         self.ended: list[str | None] = []
         self.before_store: Callable[[], None] = lambda: None
         self.after_store: Callable[[], None] = lambda: None
+        self.rows_of_others = 0
 
     @property
     def write_count(self) -> int:
-        return sum(int((batch["collector", "traj_ids"] >= 0).sum()) for batch in self.batches)
+        own = sum(int((batch["collector", "traj_ids"] >= 0).sum()) for batch in self.batches)
+        return own + self.rows_of_others
 
     def extend(self, data: TensorDict, *, source: str | None = None) -> None:
         self.before_store()
@@ -454,6 +456,46 @@ def test_rows_that_were_refused_stay_pending() -> None:
         collector.collect(100)
     collector.collect(150)
     assert_same_episodes(collected(make_envs(), by_observation), rb)
+
+
+def test_rows_that_were_refused_while_others_wrote_stay_pending() -> None:
+    rb = FakeBuffer()
+    errors = iter([NotReadyError("rate limited")])
+
+    def refuse() -> None:
+        for error in errors:
+            rb.rows_of_others += 20
+            raise error
+
+    rb.before_store = refuse
+    collector = LaneCollector(make_envs(), by_observation, rb, steps_per_lane=5)
+    with pytest.raises(NotReadyError, match="rate limited"):
+        collector.collect(100)
+    assert not rb.batches
+    collector.collect(150)
+    for lane in rb.lanes():
+        assert_linked(lane, ["observation"])
+        assert int(lane["observation"][0, 0]) % 100 == 0
+
+
+def test_ctrl_c_while_others_write_leaves_no_gap() -> None:
+    rb = FakeBuffer()
+    errors = iter([KeyboardInterrupt()])
+
+    def interrupt() -> None:
+        if len(rb.batches) == 2:
+            for error in errors:
+                rb.rows_of_others += 1
+                raise error
+
+    rb.before_store = interrupt
+    with LaneCollector(make_envs(lengths=(9, 20)), by_observation, rb, steps_per_lane=5) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.collect(60)
+        assert len(rb.batches) == 2
+        collector.collect(60)
+    for lane in rb.lanes():
+        assert_linked(lane, ["observation"])
 
 
 def test_the_first_error_is_raised() -> None:

@@ -20,7 +20,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import Autoreset, RecordEpisodeStatistics, TimeLimit
 
 import expstore
-from expstore.errors import LockedError, SchemaError, StateError, StorageError
+from expstore.core.rate_limiters import SampleToInsertRatio
+from expstore.errors import LockedError, NotReadyError, SchemaError, StateError, StorageError
 from expstore.storages.format.journal import Journal
 from tests.support.recorded_envs import (
     LENGTHS,
@@ -481,6 +482,29 @@ def test_a_failing_store_keeps_the_step(
     if mode is None:
         assert len(places) == made
     env.close()
+
+
+def test_a_step_that_a_rate_limiter_refused_is_written_by_the_next_call(tmp_path: Path) -> None:
+    limiter = SampleToInsertRatio(1.0, 4, 8, timeout=0)
+    rb = expstore.open(tmp_path / "a.exp", batch_size=4, batches={"rate_limiter": limiter})
+    env = Record(Counting(3), rb)
+    refused = 0
+    for at in range(21):
+        if at % 7 == 0:
+            env.reset()
+        try:
+            env.step(action_of(at, 0, is_nested=False))
+        except NotReadyError as exc:
+            refused += 1
+            assert "the next call writes it" in exc.__notes__[0]
+            rb.sample()
+    env.flush()
+    assert refused
+    assert [row.place for row in stored_rows(rb)[3]] == [
+        place_of(3, episode, at) for episode in (1, 2, 3) for at in range(7)
+    ]
+    env.close()
+    rb.close()
 
 
 def test_a_store_that_is_closed(tmp_path: Path) -> None:
