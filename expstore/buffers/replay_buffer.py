@@ -849,6 +849,8 @@ class ReplayBuffer:
             SnapshotError: The folder holds something else.
             LockedError: Another process creates a version there.
             StateError: The store is closed, or open for reading only.
+            CorruptionError: Rows that would be copied do not have their checksum. Blocks of 4096 rows that
+                are not full, or were changed since the last sync, are not compared.
             StorageError: The disk failed or is full; earlier versions are unchanged.
 
         Example:
@@ -882,7 +884,8 @@ class ReplayBuffer:
         Raises:
             SnapshotError: There is no such version; the message lists the versions.
             SchemaError: This store has other fields.
-            CorruptionError: The version is damaged.
+            CorruptionError: The version is damaged: all rows are compared with their checksums. The store has
+                its former content.
             StateError: The store is closed, or open for reading only.
         """
         self.snapshots.restore(path, version)

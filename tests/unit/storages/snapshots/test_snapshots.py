@@ -39,6 +39,7 @@ from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
+from tests.support.damaged_stores import flip
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -779,6 +780,47 @@ def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) 
         assert any(name.startswith(finding.path) for finding in found), (name, found)
         path.write_bytes(whole)
     assert verify(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("columns/action/c.0", 100), ("columns/_row/episode/c.0", 0), ("checksums", 4100)]
+)
+def test_a_version_with_wrong_bytes_is_not_restored(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, name: str, at: int
+) -> None:
+    with expstore.open(store_path, layout="flat") as rb:
+        rb.extend(make_batch(30))
+        rb.dumps(place)
+    flip(place / "v0001" / name, at, 3)
+    with expstore.open(tmp_path / "other.exp", layout="flat") as rb:
+        rb.extend(make_batch(20, start=7))
+        rows = rows_of(rb)
+        with pytest.raises(CorruptionError, match="v0001/columns/.* is damaged in the rows with ids 1 to 30"):
+            rb.loads(place)
+        assert same(rows_of(rb), rows)
+    memory = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    with pytest.raises(CorruptionError):
+        memory.loads(place)
+    (place / "v0001/checksums").unlink()
+    with (
+        expstore.open(tmp_path / "new.exp") as rb,
+        pytest.raises(CorruptionError, match="checksums is missing"),
+    ):
+        rb.loads(place)
+
+
+def test_wrong_bytes_of_a_store_get_into_no_version(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, layout="flat") as rb:
+        rb.extend(make_batch(9000))
+        rb.dumps(place)
+    size = rows_of(expstore.open(place, mode="r"))["action"][0].nbytes
+    flip(store_path / "columns/action/c/0", 5000 * size, 3)
+    with expstore.open(store_path) as rb:
+        assert rb.dumps(place).number == 2  # it shares the rows of the version before
+        with pytest.raises(CorruptionError, match="action is damaged in slots 4096 to 8191"):
+            rb.dumps(place.with_name("another"))
+        assert expstore.versions(place.with_name("another")) == []
+    assert verify(place / "v0002") == []
 
 
 def test_a_description_that_is_damaged_hides_its_version_only(
