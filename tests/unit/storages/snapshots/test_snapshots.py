@@ -782,6 +782,22 @@ def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) 
     assert verify(folder) == []
 
 
+@pytest.mark.parametrize(("capacity", "rows"), [(None, 300), (None, 20_000), (4000, 5000)])
+def test_versions_with_packed_and_flat_fields_are_sound(
+    store_path: Path, place: Path, make_batch: Make, capacity: int | None, rows: int
+) -> None:
+    with expstore.open(store_path, layout="packed", capacity=capacity) as rb:
+        rb.extend(make_batch(rows))
+        rb.columns.add("note", fill=1.5)  # a flat field
+        rb.extend(make_batch(20, start=rows))
+        rb.dumps(place)
+    assert verify(place / "v0001") == []
+    meta = place / "v0001/columns/action/zarr.json"
+    facts = json.loads(meta.read_text())
+    meta.write_text(json.dumps(facts | {"shape": [4096, *facts["shape"][1:]]}))
+    assert [finding.kind for finding in verify(place / "v0001")] == ["metadata"]
+
+
 @pytest.mark.parametrize(
     ("name", "at"), [("columns/action/c.0", 100), ("columns/_row/episode/c.0", 0), ("checksums", 4100)]
 )
