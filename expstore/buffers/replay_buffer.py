@@ -872,10 +872,10 @@ class ReplayBuffer:
 
         After a crash the store has either the old or the new content. Rows, priorities, counts, episodes,
         seed, and `alpha` and `beta` of a prioritized sampler become the version's. The next batches are those
-        that would have followed the version. The capacity does not change. Ids and episode ids continue above
-        those of both (a store that never had rows continues the version's); indices are the same if the
-        capacities are. Versions in the store's folder are kept. If the version is of this store, fields that
-        were added or dropped since are restored to the version's state.
+        that would have followed the version. Capacity and retention policy do not change. Ids and episode ids
+        continue above those of both (a store that never had rows continues the version's); indices are the
+        same if the capacities are. Versions in the store's folder are kept. If the version is of this store,
+        fields that were added or dropped since are restored to the version's state.
 
         Args:
             path: The folder that `dumps` was given, or a store that has tagged versions.
