@@ -294,7 +294,7 @@ class Arrival:
                 hint="load it into a store with a sufficient capacity",
             )
         former = max(storage.last, storage.state.horizon)
-        # In a storage that never had rows ids are kept: no caller knows them as ids of other rows.
+        # In a storage that never had rows all ids are kept: no caller knows them as ids of other rows.
         shift: int = max(former, last) - low if former else 0
         if own.capacity is not None:
             slots = ring.slots or 0
@@ -314,7 +314,7 @@ class Arrival:
             low=low,
             count=last - low,
             id_shift=shift,
-            episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1,
+            episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1 if former else 0,
         )
 
     @property

@@ -566,6 +566,28 @@ def test_ids_and_episodes_continue_above_both(
             highest, episode = rb.storage.last, rb.storage.episodes.next_episode
 
 
+def test_a_store_that_never_had_rows_continues_the_ids_of_the_version(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    def numbers(rb: ReplayBuffer) -> list[Any]:
+        rows = rb.sql("SELECT _id, _episode, _step FROM transitions ORDER BY _id").fetchall()
+        return [rows, rb.sql("SELECT episode_id FROM episodes ORDER BY episode_id").fetchall()]
+
+    memory = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(30, episode_length=7))
+        rb.dumps(place)
+        expected = numbers(rb)
+    with expstore.open(tmp_path / "new.exp") as rb:
+        rb.loads(place)
+        assert numbers(rb) == expected
+        assert rb.sql("SELECT max(episode_id) FROM episodes").fetchall() == [(5,)]
+        rb.extend(make_batch(1))
+        assert rb.sql("SELECT max(episode_id) FROM episodes").fetchall() == [(6,)]
+    memory.loads(place)
+    assert numbers(memory) == expected
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("capacity", "kept"), [(None, 400), (1000, 400), (150, 150)])
 def test_another_capacity_takes_the_newest_rows(
