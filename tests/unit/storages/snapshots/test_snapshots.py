@@ -872,6 +872,11 @@ def test_a_description_that_is_damaged_hides_its_version_only(
     (place / "v0001/version.json").write_text(json.dumps(facts | {"rows": 9}))
     assert [v.number for v in expstore.versions(place)] == [2]
     assert len(expstore.open(place, version=1)) == 3
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(4))
+        with pytest.raises(CorruptionError, match="version.json is damaged"):
+            rb.loads(place, 1)
+        assert len(rb) == 7
 
 
 def test_a_failure_leaves_nothing_behind(
