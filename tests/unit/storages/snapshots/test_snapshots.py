@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -290,6 +291,19 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
         expstore.open(place, mode="w")
     with pytest.raises(StateError, match="is a snapshot"):
         ZarrStorage(place / "v0001")
+
+
+def test_the_newest_version_may_be_deleted(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        for count in (3, 4):
+            rb.extend(make_batch(count))
+            rb.dumps(place)
+        rb.snapshots.tag("mine", place)
+        shutil.rmtree(place / "v0003")
+        assert len(expstore.open(place, mode="r")) == 7
+        rb.extend(make_batch(5))
+        rb.loads(place)
+        assert len(rb) == 7
 
 
 def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Make) -> None:
