@@ -849,6 +849,8 @@ class ReplayBuffer:
             SnapshotError: The folder holds something else.
             LockedError: Another process creates a version there.
             StateError: The store is closed, or open for reading only.
+            CorruptionError: Rows that would be copied do not have their checksum. Blocks of 4096 rows that
+                are not full, or were changed since the last sync, are not compared.
             StorageError: The disk failed or is full; earlier versions are unchanged.
 
         Example:
@@ -870,10 +872,10 @@ class ReplayBuffer:
 
         After a crash the store has either the old or the new content. Rows, priorities, counts, episodes,
         seed, and `alpha` and `beta` of a prioritized sampler become the version's. The next batches are those
-        that would have followed the version. The capacity does not change. Ids and episode ids continue above
-        those of both (a store that never had rows continues the version's); indices are the same if the
-        capacities are. Versions in the store's folder are kept. If the version is of this store, fields that
-        were added or dropped since are restored to the version's state.
+        that would have followed the version. Capacity and retention policy do not change. Ids and episode ids
+        continue above those of both (a store that never had rows continues the version's); indices are the
+        same if the capacities are. Versions in the store's folder are kept. If the version is of this store,
+        fields that were added or dropped since are restored to the version's state.
 
         Args:
             path: The folder that `dumps` was given, or a store that has tagged versions.
@@ -882,7 +884,8 @@ class ReplayBuffer:
         Raises:
             SnapshotError: There is no such version; the message lists the versions.
             SchemaError: This store has other fields.
-            CorruptionError: The version is damaged.
+            CorruptionError: The version is damaged: all rows are compared with their checksums. The store has
+                its former content.
             StateError: The store is closed, or open for reading only.
         """
         self.snapshots.restore(path, version)

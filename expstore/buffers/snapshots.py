@@ -87,8 +87,9 @@ class Snapshots:
         storage = self._store.storage.writer()
         place = self._own_folder("restore(path)") if path is None else local_path(path)
         folder = find_version(storage.disk, place, version)
+        settings = Version.load(storage.disk, folder).sampler  # raises before the content is replaced
         storage.snapshots.restore(folder)
-        self._sampling.sampler.set_settings(Version.load(storage.disk, folder).sampler)
+        self._sampling.sampler.set_settings(settings)
         storage.holders.tell(storage)
 
     def _dump(self, path: str | Path, *, keep: int | None = None, tag: str | None = None) -> Version:

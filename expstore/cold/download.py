@@ -11,6 +11,7 @@ from typing import Any
 from expstore.cold.object_storage import ObjectStorage
 from expstore.cold.parts import fetch_tree
 from expstore.cold.version_list import Manifest, RemoteVersion, VersionList, note_removal
+from expstore.core.retention_policy import Retain
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -29,9 +30,9 @@ def pull(
 ) -> RemoteVersion:
     """Create a store from a version on an object storage, completely or not at all.
 
-    The new store has the rows, episodes, priorities and settings of the version, as one that `loads` a
-    version has. Every part is compared with its checksum. The files are fetched next to the store and then
-    copied into it, so that twice their size must be free.
+    The new store has the rows, episodes, priorities and settings of the version, also its capacity or
+    retention policy. Every part is compared with its checksum. The files are fetched next to the store and
+    then copied into it, so that twice their size must be free.
 
     Processes: any number may pull one version. Crashes: the store is complete or does not exist.
 
@@ -90,7 +91,10 @@ def _restore(disk: Disk, version: Path, store: Path) -> None:
     """Create a store with the settings and the content of a version."""
     origin = StoreManifest.load(disk, version)
     settings = Settings(
-        storage=origin.storage, layout=ColumnLayout(**origin.layout), compression=origin.compression
+        storage=origin.storage,
+        layout=ColumnLayout(**origin.layout),
+        compression=origin.compression,
+        retain=Retain.of(origin.retain),
     )
     storage = open_storage(store, origin.capacity, settings=settings)
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from expstore.core.arguments import check_whole
 from expstore.core.retention_policy import parse_bytes
-from expstore.disk.local_path import local_path
+from expstore.disk.local_path import hide_credentials, local_path
 from expstore.errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
@@ -147,10 +147,9 @@ def _check_url(url: str) -> str:
     Raises:
         StateError: It is not an s3:// URL, or has credentials, options or empty names.
     """
-    if is_object_url(url) and ("@" in url or "?" in url or "#" in url):
-        address = re.sub(r"[?#].*", "", re.sub(r"//[^/]*@", "//", url))
+    if "://" in url and ("@" in url or "?" in url or "#" in url):
         raise StateError(
-            f"the URL of {address} contains credentials or options",
+            f"the URL of {hide_credentials(url)} contains credentials or options",
             kind="path",
             hint="set them in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, "
             "AWS_ENDPOINT_URL), or pass a store of obstore",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from expstore.errors import StateError
 
-__all__ = ["local_path"]
+__all__ = ["hide_credentials", "local_path"]
 
 #: A URL, also one from which `Path` removed a slash. A drive, as in c:/x, has one letter.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|([A-Za-z][A-Za-z0-9+.-]+):/(?=.)")
@@ -40,7 +40,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     if found := _URL.match(text):
         url = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
         raise StateError(
-            f"{url} is a URL, not a path on this machine",
+            f"{hide_credentials(url)} is a URL, not a path on this machine",
             kind="path",
             hint=_suggest_instead((found[1] or found[2]).lower()),
         )
@@ -50,6 +50,16 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         return Path(text).expanduser()
     except RuntimeError as exc:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
+
+
+def hide_credentials(url: str) -> str:
+    """Return a URL for a message: without user, password, options and fragment.
+
+    >>> hide_credentials("s3://key:a/b@bucket/run?token=c")
+    's3://bucket/run'
+    """
+    # Up to the last "@": a secret may contain "/", "?" and "#".
+    return re.sub(r"[?#].*", "", re.sub(r"//.*@", "//", url))
 
 
 def _suggest_instead(scheme: str) -> str:

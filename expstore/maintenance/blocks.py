@@ -30,7 +30,7 @@ from expstore.storages.columns.checksums import (
 )
 from expstore.storages.columns.flat import FlatColumn, zeros_sum
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.format.paths import CHECKSUMS
+from expstore.storages.format.paths import CHECKSUMS, VERSION
 from expstore.storages.format.pending_swap import sums_path
 from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
 
@@ -89,13 +89,16 @@ def _metadata_trouble(
         return f"cannot be read: {exc}"
     if not isinstance(found, dict):
         return "does not describe anything"
-    if column is not None and inspection.slots is None:
+    group = inspection.group
+    if column is not None and group is not None and inspection.slots is None:
         # The length grows with the shards; after a power cut some of these may be missing.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
         synced = 0 if inspection.past is None else inspection.past.synced
         last = min(inspection.window.last, synced)  # the journal may contain all later rows
-        least = max(1, column.least_shards(last)) * column.rows
-        if isinstance(length, int) and length >= least and length % column.rows == 0:
+        # In a version, packed arrays are as long as the flat ones, whose shards are shorter.
+        unit = group.row_fields[0] if disk.exists(inspection.path / VERSION) else column
+        least = max(1, unit.least_shards(last)) * unit.rows
+        if isinstance(length, int) and length >= least and length % unit.rows == 0:
             wanted["shape"][0] = length
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):

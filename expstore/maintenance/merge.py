@@ -29,11 +29,15 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
 from expstore.storages.base import now_us
+from expstore.storages.columns.checksums import BlockCheck, read_entries
+from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.format.manifest import Manifest, check_target
+from expstore.storages.format.paths import COLUMNS
+from expstore.storages.format.pending_swap import sums_path
 from expstore.storages.indexing import read_present
 from expstore.storages.snapshots.catalog import store_meant
 from expstore.storages.snapshots.resize import Progress
@@ -116,6 +120,7 @@ def merge(
         StateError: `out` exists, or would be inside a store; or a store has no fields yet.
         SchemaError: The stores do not fit together; the message names the first difference.
         LockedError: A process writes to one of the stores, or creates the same new store now.
+        CorruptionError: A store is damaged; rows of closed stores are compared with their checksums.
         StorageError: The disk failed or is full; the new store was removed.
 
     Example:
@@ -242,6 +247,7 @@ class _Run:
         source: Number added to its source numbers.
         entries: Log entries of its episodes, with its own numbers; open episodes are cut.
         numbers: The counters of its episode table.
+        sums: Compares rows with its checksums; None: it was not closed, or has no checksums.
     """
 
     storage: FollowerStorage
@@ -252,6 +258,7 @@ class _Run:
     source: int
     entries: Sequence[LogEntry]
     numbers: Mapping[str, Any]
+    sums: BlockCheck | None
 
     @classmethod
     def of(cls, storage: FollowerStorage, name: str, former: Sequence[_Run]) -> _Run:
@@ -276,6 +283,7 @@ class _Run:
             source=last.source + last.numbers["next_source"] - 1 if last else 0,
             entries=entries,
             numbers=numbers,
+            sums=_read_sums(storage),
         )
         run.check_alone()
         return run
@@ -310,8 +318,11 @@ class _Run:
 
         Raises:
             LockedError: A process overwrote rows while they were copied.
+            CorruptionError: Rows do not have their checksum.
         """
         ids = self.ids[start : start + count]
+        if self.sums is not None:
+            self.sums.check(ids)
         found, columns = read_present(self.storage, ids, places)
         if found.size < ids.size:
             raise LockedError(
@@ -340,6 +351,19 @@ class _Run:
                 generation=0,
                 text=text,
             )
+
+
+def _read_sums(storage: FollowerStorage) -> BlockCheck | None:
+    """Return the checksums of a store; None if an opening would have to compute some of them."""
+    path = sums_path(storage.disk, storage.path)
+    if storage.counters.recovered is not None or not storage.disk.exists(path):
+        return None
+    slots, last = storage.geometry.slots, storage.last
+    fields = (*storage.require_schema().fields, *ROW_FIELDS)
+    columns = ReadColumns(storage.disk, storage.path / COLUMNS, fields, slots)
+    for column in columns.flat.values():
+        column.look(last if slots is None else min(last, slots))
+    return BlockCheck(columns, read_entries(storage.disk.read_whole(path), len(columns.summed), path))
 
 
 def _whole_steps(storage: FollowerStorage) -> IntArray:

@@ -7,7 +7,6 @@ recorded as deleted before the files that contained them are rewritten. It never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, key_name, merge_runs
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import CorruptionError, StateError
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import CorruptionError, LockedError, StateError
 from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log
 from expstore.maintenance.findings import Finding, Inspection, Progress
@@ -26,10 +26,11 @@ from expstore.maintenance.verify import inspect, inspect_archive, to_store_findi
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.engine.archive import archive_path
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.journal import cut_off, segment_faults
-from expstore.storages.format.manifest import MANIFEST
-from expstore.storages.format.paths import JOURNAL, LOG, REPAIR, SEGMENTS, STATE, VERSION
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import JOURNAL, LOCK, LOG, REPAIR, SEGMENTS, STATE, VERSION
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.format.zarr_metadata import shard_footer
 
@@ -75,6 +76,10 @@ def repair(
     again, all other rows keep theirs), lost entries of episodes.log are rebuilt from the columns as far as
     possible, and a damaged journal is truncated at the damage.
 
+    Processes: it is the store's one writer from the first change to the last; readers continue to work. A
+    process that opens the store for writing while the files are checked makes the repair fail before it has
+    changed anything.
+
     Args:
         path: The store's folder.
         drop_damaged: Whether rows and records may be dropped.
@@ -86,7 +91,7 @@ def repair(
         NotFoundError: There is no store.
         StateError: `path` is a snapshot. Snapshots are never changed: they share files with one another and
             with their store.
-        LockedError: A process has the store open for writing.
+        LockedError: A process has the store open for writing, or had while the files were checked.
         CorruptionError: The store cannot be opened even after the repair.
         StorageError: The disk failed; run the repair again.
     """
@@ -98,18 +103,42 @@ def repair(
             hint="make a new snapshot of the store, or load another one; intact rows of this one can be read",
         )
     inspection = inspect(path, progress=progress)
-    outcome = Outcome()
+    if any(finding.kind == "manifest" and finding.fatal for finding in inspection.found):
+        return Outcome(left=inspection.found)
+    if dry_run:
+        return _repair_files(disk, inspection, progress, drop_damaged=drop_damaged, dry_run=True)[0]
+    lock = WriterLock(disk, path / LOCK)
+    try:
+        if Manifest.load(disk, path) != inspection.manifest:  # every opening for writing changes it
+            raise LockedError(f"{path} was opened while it was checked", hint="repair it again")
+        outcome, blocks = _repair_files(disk, inspection, progress, drop_damaged=drop_damaged, dry_run=False)
+        if blocks is not None:
+            _open_again(disk, path, outcome, blocks, lock)
+    finally:
+        lock.release()
+    return outcome
+
+
+def _repair_files(
+    disk: Disk, inspection: Inspection, progress: Progress | None, *, drop_damaged: bool, dry_run: bool
+) -> tuple[Outcome, set[int] | None]:
+    """Repair everything that is repaired without opening the store. Unless `dry_run`, the lock is held.
+
+    Returns:
+        What was done, and the blocks whose checksums must be computed again; None: it cannot be opened yet.
+    """
+    path, outcome = inspection.path, Outcome()
     half_cut = disk.exists(path / REPAIR)
     drop_damaged |= half_cut  # an interrupted repair with drop_damaged must be finished
     if drop_damaged and (half_cut or any(f.kind == "journal" and f.fatal for f in inspection.found)):
         cut = _cut_journal(disk, inspection, outcome, dry_run=dry_run)
         if cut and dry_run:
-            return outcome  # the lost rows are known only after the journal was truncated
+            return outcome, None  # the lost rows are known only after the journal was truncated
         if cut:
-            inspection = inspect(path, progress=progress)
+            inspection = inspect(path, progress=progress, locked=True)
     if any(finding.fatal for finding in inspection.found):
         outcome.left = inspection.found
-        return outcome
+        return outcome, None
     outcome.lost = merge_runs(_costs(inspection, outcome, drop_damaged))
     if outcome.lost and not dry_run:
         for name in _INDEX:  # the index contains the dropped rows
@@ -130,9 +159,7 @@ def repair(
         disk.unlink(path / REPAIR)
         disk.sync_dir(path)
     _repair_archive(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
-    if not dry_run:
-        _open_again(disk, path, outcome, blocks)
-    return outcome
+    return outcome, blocks
 
 
 def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list[tuple[int, int]]:
@@ -319,18 +346,21 @@ def _is_short(inspection: Inspection) -> bool:
     )
 
 
-def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int]) -> None:
-    """Open the store without the dropped rows, compute new checksums, and rebuild the index."""
+def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: set[int], lock: WriterLock) -> None:
+    """Open the store without the dropped rows, compute new checksums, and rebuild the index.
+
+    The storage takes over the lock: no other process can open the store before the checksums are right.
+    """
     for name in _INDEX:
         disk.unlink(path / name)
     try:
-        storage = open_storage(path, disk=disk)
+        storage = open_storage(path, settings=Settings(lock=lock), disk=disk)
     except CorruptionError:
         if outcome.left:
             return  # it cannot be opened yet: the repair that would help was not requested
         raise
     try:
-        storage.engine.sum_again(set(blocks))
+        storage.engine.sum_again(blocks)
         Catalog(storage).close()
         outcome.acts.append("index.duckdb rebuilt")
     finally:

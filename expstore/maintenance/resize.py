@@ -75,6 +75,7 @@ def resize(
         StateError: `path` is a snapshot, which is read-only; or the store has a `retain=` policy instead.
         SchemaError: A packed field does not fit into the chunks.
         ArgumentError: The capacity is below 1.
+        CorruptionError: The store is damaged; rows that are copied are compared with their checksums.
         StorageError: The disk failed or is full; the store is as it was.
 
     Example:

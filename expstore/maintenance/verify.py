@@ -93,12 +93,18 @@ def to_store_finding(finding: Finding, noted: str) -> Finding:
     return replace(finding, path=path, message=message, slots=None, ids=(), fatal=False)
 
 
-def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
-    """Check a store as `verify` does, without its archive, and return the whole state of the check."""
+def inspect(
+    path: Path, *, disk: Disk | None = None, progress: Progress | None = None, locked: bool = False
+) -> Inspection:
+    """Check a store as `verify` does, without its archive, and return the whole state of the check.
+
+    With `locked`, the caller holds the writer's lock.
+    """
     disk, path = disk or ReadingDisk(), local_path(path)
     path = disk.follow_link(path)
     disk.check_tree(path, but={OWN_FOLDER})
-    _refuse_writer(disk, path)
+    if not locked:
+        _refuse_writer(disk, path)
     try:
         manifest = Manifest.load(disk, path)
     except CorruptionError as exc:
@@ -138,7 +144,8 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
         check_log(inspection)
         check_keys(inspection)
         check_index(inspection)
-    _refuse_writer(disk, path)
+    if not locked:
+        _refuse_writer(disk, path)
     if Manifest.load(disk, path) != manifest:
         raise LockedError(f"{path} was opened while it was checked", hint="check it again")
     return inspection

@@ -26,6 +26,7 @@ from expstore.storages.columns.flat import CHUNK_ROWS, PIECE_BYTES, FlatColumn
 
 __all__ = [
     "BLOCK_ROWS",
+    "BlockCheck",
     "Checksums",
     "blocks_of",
     "no_entries",
@@ -125,6 +126,47 @@ def read_entries(data: bytes, columns: int, path: Path) -> Array:
     body = data[HEADER_BYTES:]
     body = body.ljust(-(-len(body) // dtype.itemsize) * dtype.itemsize, b"\0")  # a truncated entry is damaged
     return np.frombuffer(body, dtype).copy()
+
+
+class BlockCheck:
+    """Compare blocks with their checksums, each once, before their rows are copied to another place.
+
+    Without it, the copy would get valid checksums of wrong bytes. Only flat columns are compared: packed rows
+    and segments are compared with checksums of their own whenever they are read.
+
+    Args:
+        group: The columns.
+        entries: The entries of the blocks; those without sums (zeros) are not compared.
+    """
+
+    def __init__(self, group: ColumnSet, entries: Array) -> None:
+        summed = range(len(group.summed))
+        self._columns = {place: column for place, column in group.flat.items() if place in summed}
+        self._slots, self._entries = group.slots, entries
+        self._checked: set[int] = set()
+
+    def check(self, ids: IntArray) -> None:
+        """Check the blocks that contain rows, whose slots must not be written to meanwhile.
+
+        Args:
+            ids: Ids of the rows. Shape `(n,)`.
+
+        Raises:
+            CorruptionError: A block, or its entry, is damaged.
+        """
+        blocks = (ids - 1 if self._slots is None else (ids - 1) % self._slots) // BLOCK_ROWS
+        for block in np.unique(blocks).tolist():
+            if block in self._checked or block >= self._entries.size:
+                continue
+            entry = self._entries[block]
+            state = state_of(entry)
+            for place, column in self._columns.items() if state in (SUMMED, DAMAGED) else ():
+                slot = block * BLOCK_ROWS
+                if state == DAMAGED or column.sum_run(slot, BLOCK_ROWS) != int(entry["sums"][place]):
+                    found = ids[blocks == block]
+                    path = column.shard_path(slot // column.rows)
+                    raise CorruptionError(f"{path} is damaged in the rows with ids {found[0]} to {found[-1]}")
+            self._checked.add(block)
 
 
 class Checksums(Checkpointed):

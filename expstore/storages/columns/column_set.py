@@ -264,7 +264,7 @@ class ReadColumns(ColumnSet):
                 packing = read_packing(disk, array, entry)
             except StorageError as exc:
                 fault = exc.message
-            if packing is None and packings and holds_chunks(disk, array):
+            if fault is not None and packings and holds_chunks(disk, array):
                 packing = packings[place]
             if packing is None:
                 flat[place] = find_flat(disk, array, entry, slots, fills=fills, fault=fault)

@@ -65,7 +65,8 @@ class Settings:
 
     `mode`, `durability`, `min_free_bytes` and `on_sigterm` apply to this handle only and are not stored.
     `archive` is written to expstore.json by the storage once the archive exists. `new_layout` has the
-    defaults of `layout` for a new store.
+    defaults of `layout` for a new store. `lock` is the writer's lock if the caller already holds it: the
+    storage takes it over, and releases it when it closes or cannot be opened.
     """
 
     mode: Mode = "a"
@@ -89,6 +90,7 @@ class Settings:
     on_sigterm: Literal["flush", "ignore"] = "flush"
     retain: Retain | None = None
     archive: str | Path | Literal[False] | None = None
+    lock: WriterLock | None = None
 
     def with_retention(
         self,
@@ -148,7 +150,7 @@ def enter(
     if exists and new:
         _move_old_store(disk, path)
     disk.make_dir(path)
-    lock = WriterLock(disk, path / "LOCK")
+    lock = settings.lock or WriterLock(disk, path / "LOCK")
     try:
         finish_load(disk, path)
         finish_late(disk, path)

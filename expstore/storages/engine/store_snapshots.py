@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from expstore.core.values import Array
 from expstore.storages.columns.capture import Capture
+from expstore.storages.columns.checksums import BlockCheck
 from expstore.storages.engine.replace import Updates
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.resize import Progress, read_resized
@@ -105,12 +106,15 @@ class StoreSnapshots(ContentAccess):
 
         Raises:
             SchemaError: Packed fields would have chunks that do not fit.
+            CorruptionError: Rows do not have their checksum; the store is not changed.
             StorageError: The disk failed or is full; the store has its former content.
         """
         store = self._storage
         with store.lock:
             self._finish_writes(keeps=capacity)
-            self._replace(read_resized(store, capacity, progress), ready=0)
+            columns, entries = store.state.columns, self.block_sums()
+            sums = None if columns is None or entries is None else BlockCheck(columns, entries)
+            self._replace(read_resized(store, capacity, sums, progress), ready=0)
 
     def _finish_writes(self, *, keeps: int | None) -> None:
         """Write all rows to the columns, and copy those that will be removed to the archive.

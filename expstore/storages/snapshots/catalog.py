@@ -198,7 +198,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     Args:
         disk: The disk on which files are accessed.
         path: The folder passed to `dumps`; a store with tagged snapshots; or a snapshot itself.
-        version: The snapshot's number or tag; None: the newest, which CURRENT names.
+        version: The snapshot's number or tag; None: the newest, which CURRENT names unless it was deleted.
 
     Raises:
         SnapshotError: There is no such snapshot; the message lists the existing ones.
@@ -208,7 +208,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     place = place_of(disk, path)
     numbers = _numbers(disk, place)
     if version is None:
-        number = _current(disk, place) if numbers else 0
+        number = _current(disk, place, numbers) if numbers else 0
     elif isinstance(version, str) and not re.fullmatch(r"v?\d+", version):
         tags = {known.tag: known.number for known in list_versions(disk, place)}
         number = tags.get(version, 0)
@@ -234,11 +234,15 @@ def _build_missing_error(disk: Disk, path: Path, place: Path, version: int | str
     return SnapshotError(f"{path} has no {asked}: {listed}", hint=hint)
 
 
-def _current(disk: Disk, place: Path) -> int:
-    """Return the number that CURRENT names; without CURRENT, which is written last, the highest number."""
+def _current(disk: Disk, place: Path, numbers: list[int]) -> int:
+    """Return the number that CURRENT names, or the highest one if CURRENT is missing or names none of them.
+
+    CURRENT is written last, and a user may have deleted the folder that it names.
+    """
     text = disk.read_whole(place / CURRENT).decode(errors="replace") if disk.exists(place / CURRENT) else ""
     match = _NAME.fullmatch(text.strip())
-    return int(match[1]) if match else _numbers(disk, place)[-1]
+    number = int(match[1]) if match else 0
+    return number if number in numbers else numbers[-1]
 
 
 # -- removing --------------------------------------------------------------------------------------

@@ -25,15 +25,17 @@ from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import ArgumentError, LockedError, SnapshotError, StorageError
+from expstore.errors import ArgumentError, CorruptionError, LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
 from expstore.storages.columns.capture import Target
 from expstore.storages.columns.checksums import (
     BLOCK_ROWS,
+    SUMMED,
     blocks_of,
     entry_dtype,
     pack_entries,
     seal_entry,
+    state_of,
 )
 from expstore.storages.columns.flat import zeros_sum
 from expstore.storages.format.journal import ALIGN, Journal, Kind
@@ -88,6 +90,7 @@ def dump(
         SnapshotError: The folder has other content, the tag is taken or invalid, or rows have objects.
         LockedError: Another snapshot is being made in the folder.
         StateError: The storage is closed, or open for reading only.
+        CorruptionError: Rows that would be copied do not have their checksum.
         StorageError: The disk failed or is full; existing snapshots are unchanged.
     """
     if keep is not None and keep < 1:
@@ -446,11 +449,30 @@ class _Copy:
                     crc = google_crc32c.value(block.reshape(-1).view(np.uint8))
                     written += block.nbytes
                 if place < self.state.summed:
+                    if not hole:
+                        self._compare_sum(place, slot, crc)
                     self.sums["sums"][slot // BLOCK_ROWS, place] = crc
             file.write(footer, self.rows * width)
         finally:
             file.close()
         self.build.note(path, written)
+
+    def _compare_sum(self, place: int, slot: int, crc: int) -> None:
+        """Raise CorruptionError if the block at a slot does not have the store's own checksum.
+
+        Not compared are blocks with unreadable slots, which other threads may be writing to, and blocks that
+        have changed since the last sync.
+        """
+        state, block = self.state, slot // BLOCK_ROWS
+        if state.sums is None or block >= state.sums.size or state_of(state.sums[block]) != SUMMED:
+            return
+        whole = any(start <= slot and slot + BLOCK_ROWS <= start + n for start, _, n in state.pieces)
+        if whole and int(state.sums[block]["sums"][place]) != crc:
+            name = key_name(self.fields[place].key)
+            raise CorruptionError(
+                f"column {name} is damaged in slots {slot} to {slot + BLOCK_ROWS - 1}: "
+                "they do not have their checksum, and no version of them is made"
+            )
 
 
 def _describe(build: _Build, state: Frozen) -> None:

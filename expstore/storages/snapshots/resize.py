@@ -20,6 +20,7 @@ from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.base import Storage
+from expstore.storages.columns.checksums import BlockCheck
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
@@ -46,18 +47,21 @@ def surplus(storage: Storage, capacity: int | None) -> int:
     return int(window.holds(ids).sum())
 
 
-def read_resized(storage: Storage, capacity: int | None, progress: Progress | None = None) -> Arrival:
+def read_resized(
+    storage: Storage, capacity: int | None, sums: BlockCheck | None, progress: Progress | None = None
+) -> Arrival:
     """Return a store's own content for another capacity.
 
     Args:
         storage: The store's storage, with its lock held and all rows written to the columns.
         capacity: The result of `capacity_for`.
+        sums: Compares rows with the store's checksums; None: the store has no fields.
         progress: Called with the progress of reading.
     """
     told = progress or (lambda done, total: None)
     if storage.ranking is not None and capacity is not None and storage.window.size > capacity:
-        return _Best(storage, storage.ranking, capacity, told)
-    return _Newest(storage, capacity, told)
+        return _Best(storage, storage.ranking, capacity, sums, told)
+    return _Newest(storage, capacity, sums, told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +73,20 @@ class _Own:
         manifest: Its manifest.
         base: Its state, as a journal's base record stores it.
         entries: Entries of episodes.log.
+        sums: Compares rows with the store's checksums; None: the store has no fields.
     """
 
     storage: Storage
     manifest: Manifest
     base: dict[str, Any]
     entries: Sequence[LogEntry]
+    sums: BlockCheck | None
 
     @classmethod
-    def of(cls, storage: Storage) -> _Own:
+    def of(cls, storage: Storage, sums: BlockCheck | None) -> _Own:
         """Return the current content of a storage."""
-        return cls(storage, manifest_of(storage), base_of(storage.state), list(storage.state.log.read()))
+        entries = list(storage.state.log.read())
+        return cls(storage, manifest_of(storage), base_of(storage.state), entries, sums)
 
     @property
     def name(self) -> str:
@@ -109,7 +116,17 @@ class _Own:
 
     def rows(self, first_id: int, count: int) -> list[Array]:
         """Copy a run of rows: one array per column."""
-        return self.storage.read(np.arange(first_id, first_id + count), self.places)
+        return self.read(np.arange(first_id, first_id + count))
+
+    def read(self, ids: IntArray) -> list[Array]:
+        """Copy rows: one array per column.
+
+        Raises:
+            CorruptionError: Rows do not have their checksum.
+        """
+        if self.sums is not None:
+            self.sums.check(ids)
+        return self.storage.read(ids, self.places)
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
@@ -123,8 +140,10 @@ class _Own:
 class _Newest(Arrival):
     """Content with the newest rows that fit; ids, episodes and numbers are unchanged."""
 
-    def __init__(self, storage: Storage, capacity: int | None, progress: Progress) -> None:
-        self._own, self._progress = _Own.of(storage), progress
+    def __init__(
+        self, storage: Storage, capacity: int | None, sums: BlockCheck | None, progress: Progress
+    ) -> None:
+        self._own, self._progress = _Own.of(storage, sums), progress
         last, low = storage.last, self._own.low
         low = low if capacity is None else max(low, last - capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity)
@@ -154,8 +173,15 @@ class _Best(Arrival):
     Their former ids are not consecutive; they get new ids above all ids of the store.
     """
 
-    def __init__(self, storage: Storage, ranking: Ranking, capacity: int, progress: Progress) -> None:
-        self._own, self._storage, self._progress = _Own.of(storage), storage, progress
+    def __init__(
+        self,
+        storage: Storage,
+        ranking: Ranking,
+        capacity: int,
+        sums: BlockCheck | None,
+        progress: Progress,
+    ) -> None:
+        self._own, self._progress = _Own.of(storage, sums), progress
         self._kept = _best_ids(storage, ranking, capacity)
         manifest = _manifest_for(storage, self._own.manifest, capacity).replace(deleted=NO_IDS)
         numbers = {"low": 0, "count": self._kept.size, "id_shift": storage.last, "episode_shift": 0}
@@ -167,7 +193,7 @@ class _Best(Arrival):
         step = max(1, STEP_BYTES // each)
         for start in range(0, self.count, step):
             ids = self._kept[start : start + step]
-            arrays = self._storage.read(ids, self._own.places)
+            arrays = self._own.read(ids)
             first = self.low + 1 + start
             arrays[-5] = np.arange(first, first + ids.size)
             yield first, arrays

@@ -30,7 +30,7 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
 from expstore.storages.base import Storage, now_us
-from expstore.storages.columns.checksums import Checksums, blocks_of
+from expstore.storages.columns.checksums import BLOCK_ROWS, BlockCheck, Checksums, blocks_of, read_entries
 from expstore.storages.columns.column import Column
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -60,7 +60,7 @@ _OLD = "old"
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
-    "archive",
+    *("archive", "retain"),
 )
 #: Upper bound of the id shift that keeps slot positions (avoids int64 overflow).
 _FURTHEST = 1 << 50
@@ -117,6 +117,7 @@ class Content:
         entries: Entries of episodes.log.
         columns: The columns, opened for reading; None: the snapshot has no fields.
         sampled: The column of sample counts, opened for reading; None: the snapshot has none.
+        sums: Compares rows with the checksums; None: the snapshot has no fields.
     """
 
     folder: Path
@@ -125,6 +126,7 @@ class Content:
     entries: Sequence[LogEntry]
     columns: ReadColumns | None
     sampled: FlatColumn | None
+    sums: BlockCheck | None
 
     @property
     def name(self) -> str:
@@ -153,10 +155,11 @@ class Content:
         """Copy a run of rows: one array per column.
 
         Raises:
-            CorruptionError: A shard is damaged.
+            CorruptionError: A shard is damaged, or rows do not have their checksum.
         """
-        if self.columns is None:
+        if self.columns is None or self.sums is None:
             return []
+        self.sums.check(np.arange(first_id, first_id + count))
         return self._parts(self.columns.columns, first_id, count)
 
     def counts(self, first_id: int, count: int) -> Array:
@@ -195,7 +198,7 @@ def read_content(disk: Disk, folder: Path) -> Content:
         raise CorruptionError(f"{folder / JOURNAL} is not a snapshot's journal", hint="load another snapshot")
     base = records[0].json()
     entries = list(read_log(disk, folder / LOG, base["log_length"]))
-    columns, sampled = None, None
+    columns, sampled, sums = None, None, None
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
         columns = ReadColumns(disk, folder / COLUMNS, fields, manifest.slots)
@@ -203,10 +206,25 @@ def read_content(disk: Disk, folder: Path) -> Content:
         used = last if manifest.slots is None else min(last, manifest.slots)
         columns.look(used)
         columns.end_at(last)
+        sums = BlockCheck(columns, _read_sums(disk, folder / CHECKSUMS, len(columns.summed), used))
         sampled = find_sampled(disk, folder / COLUMNS, manifest.slots)
         if sampled is not None:
             sampled.look(used)
-    return Content(folder, manifest, base, entries, columns, sampled)
+    return Content(folder, manifest, base, entries, columns, sampled, sums)
+
+
+def _read_sums(disk: Disk, path: Path, columns: int, slots: int) -> Array:
+    """Return the entries of a snapshot's checksums.
+
+    Raises:
+        CorruptionError: The file is missing or damaged, or has no entries for some of these slots.
+    """
+    if not disk.exists(path):
+        raise CorruptionError(f"{path} is missing", hint="load another snapshot")
+    entries = read_entries(disk.read_whole(path), columns, path)
+    if entries.size * BLOCK_ROWS < slots:
+        raise CorruptionError(f"{path} has no checksums of the newest rows", hint="load another snapshot")
+    return entries
 
 
 class Arrival:
@@ -276,7 +294,7 @@ class Arrival:
                 hint="load it into a store with a sufficient capacity",
             )
         former = max(storage.last, storage.state.horizon)
-        # In a storage that never had rows ids are kept: no caller knows them as ids of other rows.
+        # In a storage that never had rows all ids are kept: no caller knows them as ids of other rows.
         shift: int = max(former, last) - low if former else 0
         if own.capacity is not None:
             slots = ring.slots or 0
@@ -296,7 +314,7 @@ class Arrival:
             low=low,
             count=last - low,
             id_shift=shift,
-            episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1,
+            episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1 if former else 0,
         )
 
     @property

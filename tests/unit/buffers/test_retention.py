@@ -22,6 +22,7 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import CorruptionError, QueryError, Retain, StateError
 from expstore.cli.app import run
+from expstore.cold.download import restore
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk, File
@@ -439,6 +440,24 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
     storage = ZarrStorage(store_path.with_name("b.exp"), retain={"age": 5})
     assert storage.manifest.retain == {"age": 5.0}
     storage.close()
+
+
+def test_a_store_keeps_its_policy_when_it_restores_a_version(store_path: Path, tmp_path: Path) -> None:
+    place = tmp_path / "backup"
+    with filled(store_path, 2) as rb:
+        rb.dumps(place)  # without a policy
+        rb.retention.set({"age": 9})
+        rb.loads(place)
+        assert rb.retention.policy == Retain(age=9)
+        rb.dumps(place)
+    with expstore.open(tmp_path / "ring.exp", capacity=2 * Rows, batch_size=4) as rb:
+        rb.loads(place)
+        assert rb.retention.policy is None
+    assert expstore.resize(tmp_path / "ring.exp", capacity=Rows).rows == Rows
+    restore(place, tmp_path / "restored.exp")
+    with expstore.open(tmp_path / "restored.exp") as rb:  # a new store with the settings of the version
+        assert rb.retention.policy == Retain(age=9)
+        assert len(rb) == 2 * Rows
 
 
 @pytest.mark.parametrize(

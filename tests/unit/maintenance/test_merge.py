@@ -17,10 +17,11 @@ import expstore
 from expstore import TensorDictMaxValueWriter, TensorDictReplayBuffer
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, NotFoundError, SchemaError, StateError
+from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError
 from expstore.maintenance import verify
 from expstore.storages.zarr import ZarrStorage
 from tests.support.case_selection import in_full, share
+from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
@@ -247,6 +248,14 @@ def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         expstore.merge([a, b], out=tmp_path / "out.exp", progress=stop)
     assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp"]
+
+
+def test_wrong_bytes_are_not_copied(tmp_path: Path) -> None:
+    first, second = (make(tmp_path / name, 0, 30, layout="flat") for name in ("a.exp", "b.exp"))
+    flip(second / "columns/_row/time/c/0", 20 * 8, 1)
+    with pytest.raises(CorruptionError, match="b.exp/columns/_row/time/c/0 is damaged in the rows with ids"):
+        expstore.merge([first, second], out=tmp_path / "both.exp")
+    assert not (tmp_path / "both.exp").exists()
 
 
 def test_a_writer_that_comes_meanwhile_is_noticed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from expstore.episodes.fragments import cut_out
 from expstore.episodes.log import LogEntry, fill_up, salvage
 from expstore.errors import CorruptionError, LockedError, NotFoundError, StateError
 from expstore.maintenance import repair, verify
+from expstore.maintenance.verify import inspect
 from expstore.samplers import PrioritizedSampler, SamplerWithoutReplacement
 from expstore.storages.memory import MemoryStorage
 from tests.support.damaged_stores import (
@@ -323,6 +325,42 @@ def test_a_locked_or_missing_store_is_refused(store: Path, tmp_path: Path) -> No
         repair(store)
     with pytest.raises(NotFoundError):
         repair(tmp_path)
+
+
+class _Meeting(Disk):
+    """Lets a writer try to open the store when a repair writes episodes.log."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__()
+        self.store, self.refused = store, 0
+
+    def gate(self, act: str, path: Path) -> None:
+        if act == "create" and path.name == "episodes.log.tmp":
+            with pytest.raises(LockedError, match="has it open"):
+                expstore.open(self.store)
+            self.refused += 1
+
+
+def test_no_writer_opens_a_store_that_is_being_repaired(store: Path) -> None:
+    flip(store / "episodes.log", 300, 0)
+    disk = _Meeting(store)
+    assert repair(store, drop_damaged=True, disk=disk).left == []
+    assert disk.refused == 1
+    assert verify(store) == []
+    with expstore.open(store) as rb:  # the lock is free again
+        assert len(rb) == CAPACITY
+
+
+def test_a_store_that_was_opened_after_the_check_is_not_changed(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = inspect(store)
+    expstore.open(store).close()
+    monkeypatch.setattr(sys.modules[repair.__module__], "inspect", lambda path, **options: found)
+    before = read_files(store, "LOCK")
+    with pytest.raises(LockedError, match="was opened while it was checked"):
+        repair(store)
+    assert read_files(store, "LOCK") == before
 
 
 class _Ending(Disk):

@@ -22,13 +22,14 @@ from expstore import ConsumingSampler, TensorDictMaxValueWriter, TensorDictRepla
 from expstore.core import tuning
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.disk.files import Disk
-from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
+from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.stats import meta_relation
 from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import noise_frames
+from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows
 from tests.support.stores import read_files
 from tests.support.tuned import set_spare_slots
@@ -454,6 +455,20 @@ def test_of_equal_rows_the_earlier_ones_are_kept(tmp_path: Path) -> None:
 
 
 # -- what cannot be ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_wrong_bytes_are_not_copied(tmp_path: Path, best: bool) -> None:
+    path = tmp_path / "run.exp"
+    writer = TensorDictMaxValueWriter(rank_key="level") if best else None
+    with expstore.open(path, capacity=40, layout="flat", writer=writer) as rb:
+        rb.extend(TensorDict({"level": torch.arange(40.0)}, [40]))
+    flip(path / "columns/level/c/0", 30 * 4, 1)
+    before = read_files(path / "columns")
+    with pytest.raises(CorruptionError, match="columns/level/c/0 is damaged in the rows with ids"):
+        expstore.resize(path, capacity=20)
+    assert read_files(path / "columns") == before
+    assert [finding.column for finding in verify(path)] == ["level"]
 
 
 def test_refused_resizes_change_nothing(tmp_path: Path) -> None:

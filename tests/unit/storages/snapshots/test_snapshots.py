@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
+from tests.support.damaged_stores import flip
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]
 
@@ -289,6 +291,19 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
         expstore.open(place, mode="w")
     with pytest.raises(StateError, match="is a snapshot"):
         ZarrStorage(place / "v0001")
+
+
+def test_the_newest_version_may_be_deleted(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path) as rb:
+        for count in (3, 4):
+            rb.extend(make_batch(count))
+            rb.dumps(place)
+        rb.snapshots.tag("mine", place)
+        shutil.rmtree(place / "v0003")
+        assert len(expstore.open(place, mode="r")) == 7
+        rb.extend(make_batch(5))
+        rb.loads(place)
+        assert len(rb) == 7
 
 
 def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Make) -> None:
@@ -565,6 +580,28 @@ def test_ids_and_episodes_continue_above_both(
             highest, episode = rb.storage.last, rb.storage.episodes.next_episode
 
 
+def test_a_store_that_never_had_rows_continues_the_ids_of_the_version(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make
+) -> None:
+    def numbers(rb: ReplayBuffer) -> list[Any]:
+        rows = rb.sql("SELECT _id, _episode, _step FROM transitions ORDER BY _id").fetchall()
+        return [rows, rb.sql("SELECT episode_id FROM episodes ORDER BY episode_id").fetchall()]
+
+    memory = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(30, episode_length=7))
+        rb.dumps(place)
+        expected = numbers(rb)
+    with expstore.open(tmp_path / "new.exp") as rb:
+        rb.loads(place)
+        assert numbers(rb) == expected
+        assert rb.sql("SELECT max(episode_id) FROM episodes").fetchall() == [(5,)]
+        rb.extend(make_batch(1))
+        assert rb.sql("SELECT max(episode_id) FROM episodes").fetchall() == [(6,)]
+    memory.loads(place)
+    assert numbers(memory) == expected
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("capacity", "kept"), [(None, 400), (1000, 400), (150, 150)])
 def test_another_capacity_takes_the_newest_rows(
@@ -781,6 +818,63 @@ def test_versions_are_verified(store_path: Path, place: Path, make_batch: Make) 
     assert verify(folder) == []
 
 
+@pytest.mark.parametrize(("capacity", "rows"), [(None, 300), (None, 20_000), (4000, 5000)])
+def test_versions_with_packed_and_flat_fields_are_sound(
+    store_path: Path, place: Path, make_batch: Make, capacity: int | None, rows: int
+) -> None:
+    with expstore.open(store_path, layout="packed", capacity=capacity) as rb:
+        rb.extend(make_batch(rows))
+        rb.columns.add("note", fill=1.5)  # a flat field
+        rb.extend(make_batch(20, start=rows))
+        rb.dumps(place)
+    assert verify(place / "v0001") == []
+    meta = place / "v0001/columns/action/zarr.json"
+    facts = json.loads(meta.read_text())
+    meta.write_text(json.dumps(facts | {"shape": [4096, *facts["shape"][1:]]}))
+    assert [finding.kind for finding in verify(place / "v0001")] == ["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [("columns/action/c.0", 100), ("columns/_row/episode/c.0", 0), ("checksums", 4100)]
+)
+def test_a_version_with_wrong_bytes_is_not_restored(
+    store_path: Path, place: Path, tmp_path: Path, make_batch: Make, name: str, at: int
+) -> None:
+    with expstore.open(store_path, layout="flat") as rb:
+        rb.extend(make_batch(30))
+        rb.dumps(place)
+    flip(place / "v0001" / name, at, 3)
+    with expstore.open(tmp_path / "other.exp", layout="flat") as rb:
+        rb.extend(make_batch(20, start=7))
+        rows = rows_of(rb)
+        with pytest.raises(CorruptionError, match="v0001/columns/.* is damaged in the rows with ids 1 to 30"):
+            rb.loads(place)
+        assert same(rows_of(rb), rows)
+    memory = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4)
+    with pytest.raises(CorruptionError):
+        memory.loads(place)
+    (place / "v0001/checksums").unlink()
+    with (
+        expstore.open(tmp_path / "new.exp") as rb,
+        pytest.raises(CorruptionError, match="checksums is missing"),
+    ):
+        rb.loads(place)
+
+
+def test_wrong_bytes_of_a_store_get_into_no_version(store_path: Path, place: Path, make_batch: Make) -> None:
+    with expstore.open(store_path, layout="flat") as rb:
+        rb.extend(make_batch(9000))
+        rb.dumps(place)
+    size = rows_of(expstore.open(place, mode="r"))["action"][0].nbytes
+    flip(store_path / "columns/action/c/0", 5000 * size, 3)
+    with expstore.open(store_path) as rb:
+        assert rb.dumps(place).number == 2  # it shares the rows of the version before
+        with pytest.raises(CorruptionError, match="action is damaged in slots 4096 to 8191"):
+            rb.dumps(place.with_name("another"))
+        assert expstore.versions(place.with_name("another")) == []
+    assert verify(place / "v0002") == []
+
+
 def test_a_description_that_is_damaged_hides_its_version_only(
     store_path: Path, place: Path, make_batch: Make
 ) -> None:
@@ -792,6 +886,11 @@ def test_a_description_that_is_damaged_hides_its_version_only(
     (place / "v0001/version.json").write_text(json.dumps(facts | {"rows": 9}))
     assert [v.number for v in expstore.versions(place)] == [2]
     assert len(expstore.open(place, version=1)) == 3
+    with expstore.open(store_path) as rb:
+        rb.extend(make_batch(4))
+        with pytest.raises(CorruptionError, match="version.json is damaged"):
+            rb.loads(place, 1)
+        assert len(rb) == 7
 
 
 def test_a_failure_leaves_nothing_behind(
