@@ -18,11 +18,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from expstore.api.errors import Refusal, refuse
-from expstore.api.openapi import SAFE, Need, Routed
+from expstore.api.openapi import Need, Routed
 from expstore.api.rate_limits import Rates
 from expstore.api.settings import Settings
 
-__all__ = ["Guard", "check_origin", "is_loopback"]
+__all__ = ["Guard", "is_loopback"]
 
 #: A name or an address (IPv6 in brackets) and an optional port (RFC 9110, section 7.2).
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -71,8 +71,8 @@ class Guard:
         server = (scope.get("server") or ("", None))[0]
         host = headers.get("host", "")
         self._check_host(host, server)
-        if scope["method"] not in SAFE:
-            check_origin(headers, host)
+        if route.need != Need.NOTHING:
+            _check_origin(headers, host)
         may = self._find_role(headers.getlist("authorization"), server)
         scope["expstore.may"] = may
         if self._rates is not None:
@@ -114,15 +114,17 @@ def _name_of(host: str) -> str:
     return found["name"].lower() if found else ""
 
 
-def check_origin(headers: Any, host: str) -> None:
+def _check_origin(headers: Any, host: str) -> None:
     """Reject requests that a page of another site makes a browser send; only browsers send these headers.
 
-    The rule is Datasette's (https://docs.datasette.io, "CSRF protection").
+    The rule is Datasette's (https://docs.datasette.io, "CSRF protection"), but for GET, too: a page of another
+    site could embed frames as images, measure how long conditions take, or hold all streams of events.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     foreign = site is not None and site.lower() not in _SAME_SITE
     if foreign or (origin is not None and _host_of(origin) != host.lower()):
-        raise Refusal(403, "the request comes from another site's page", kind="origin")
+        raise Refusal(403, "the request comes from another site's page", kind="origin",
+                      hint="open the address in the browser itself, not by a link")  # fmt: skip
 
 
 def _host_of(origin: str) -> str:

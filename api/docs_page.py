@@ -22,6 +22,7 @@ CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancesto
 #: Headers of every response: it is data, not a page that may load, send or be framed.
 BROWSER_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": CLOSED,
+    "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }

@@ -211,11 +211,19 @@ class Served:
             episodes.end_session(silent)
 
     def close(self) -> None:
-        """Close the store, its named samplers and its SQL worker."""
-        if self._sql is not None:
-            self._sql.close()
-        self.drawers.close()
-        self.rb.close()
+        """Close the store, its named samplers and its SQL worker; a failure is logged.
+
+        If one of them fails, the others are closed nevertheless.
+        """
+        try:
+            with contextlib.ExitStack() as parts:
+                parts.callback(self.rb.close)
+                parts.callback(self.drawers.close)
+                if self._sql is not None:
+                    parts.callback(self._sql.close)
+        except Exception as exc:
+            is_ours = isinstance(exc, ExpStoreError)
+            _log.error("store %s was not closed properly: %s", self.name, exc, exc_info=not is_ours)
 
     @property
     def uuid(self) -> str:
@@ -357,17 +365,10 @@ class Stores:
                 raise _build_in_use_error(name, "another request opened or deleted it")
             if served is not None:
                 served.check_sessions()
-                self._close_deleted(served)
+                served.close()  # the store is deleted even if this fails
+                del self._open[name]
             deleted = rename_for_deletion(disk, self._path(name))
         remove_folder(disk, deleted)
-
-    def _close_deleted(self, served: Served) -> None:
-        try:
-            served.close()
-        except ExpStoreError as exc:  # the store is deleted anyway
-            _log.error("store %s: %s", served.name, exc)
-        finally:
-            del self._open[served.name]
 
     def remove_leftovers(self) -> None:
         """Remove files of stores whose deletion a crash interrupted; a failure is logged."""
@@ -401,10 +402,7 @@ class Stores:
         self.end()
         with self._lock:
             for served in self._open.values():
-                try:
-                    served.close()
-                except ExpStoreError as exc:
-                    _log.error("store %s: %s", served.name, exc)
+                served.close()
 
     def _open_store(self, name: str, path: Path, **options: Any) -> Served:
         if self._ending:

@@ -24,6 +24,7 @@ from expstore.api.samplers import AnySpec, Drawn, Limited, Spec
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import limit_reads
+from expstore.errors import ExpStoreError
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import StreamWriter
 
@@ -315,14 +316,23 @@ class _Parts:
         return self._count is None
 
     def next(self) -> bytes | memoryview:
-        """Return the next part: at least one batch, or the end of the stream."""
+        """Return the next part: at least one batch, or the end of the stream.
+
+        If a later batch of the part cannot be drawn, the part ends before it, and the next call tries again:
+        batches that are drawn count, so they must be sent.
+        """
         while not self.ended and self._batches.pending < _PART_BYTES:
             if self._number == self._count:
                 self._batches.end()
                 self.ended = True
                 break
-            drawn = self._draw(self._number)
-            self._batches.write(drawn)
+            try:
+                drawn = self._draw(self._number)
+                self._batches.write(drawn)
+            except ExpStoreError:
+                if self._batches.pending == 0:
+                    raise
+                break
             self.rows += drawn.batch.numel()
             self._number += 1
         return self._batches.take()

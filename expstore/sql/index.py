@@ -265,21 +265,22 @@ class Index:
             self._check_open()
             if self._damage is not None:
                 raise self._build_damage_error()
-            with self._cursors:
-                if self._con is None:  # before the first commit
-                    self._con = self._make(None)
-                cursor = self._con.cursor()
             try:
-                yield cursor
+                with self._cursors:
+                    if self._con is None:  # before the first commit
+                        self._con = self._make(None)
+                    cursor = self._con.cursor()
+                try:
+                    yield cursor
+                finally:
+                    delta_tables.rollback(cursor)
+                    cursor.close()
             except duckdb.Error as exc:
                 raise self._explain(exc, act) from exc
             except RuntimeError as exc:
                 if "Query interrupted" in str(exc):  # DuckDB consumed the Ctrl-C
                     raise KeyboardInterrupt from exc
                 raise
-            finally:
-                delta_tables.rollback(cursor)
-                cursor.close()
 
     def _explain(self, exc: duckdb.Error, act: str) -> ExpStoreError:
         text = str(exc).strip()

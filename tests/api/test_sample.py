@@ -237,6 +237,21 @@ def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
     post_rows(client, 10, 300).raise_for_status()  # the server goes on
 
 
+def test_a_stream_sends_all_batches_that_it_has_drawn(client: httpx.Client) -> None:
+    """Although the next one cannot be drawn: drawn rows are counted, and clients may wait for them."""
+    post_rows(client, 100).raise_for_status()
+    client.put(f"{RUN}/samplers/once", json={"sampler": {"kind": "consuming"}}).raise_for_status()
+    asked = {"sampler": "once", "batch_size": 10, "batches": 20}
+    found: list[int] = []
+    with (
+        pytest.raises(httpx.RemoteProtocolError),  # there are no rows for ten of the batches
+        client.stream("POST", f"{RUN}/sample/stream", json=asked) as answer,
+    ):
+        for line in answer.iter_lines():
+            found += json.loads(line)["rows"]["id"]
+    assert sorted(found) == [*range(1, 101)]
+
+
 def test_bad_requests(client: httpx.Client) -> None:
     post_rows(client, 300).raise_for_status()
     for asked in (

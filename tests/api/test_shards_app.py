@@ -110,6 +110,9 @@ def test_other_hosts_and_sites_are_refused(client: httpx.Client) -> None:
     assert client.get("/v1/stores", headers={"Host": "evil.example"}).status_code == 400
     foreign = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
     assert client.post("/v1/stores/shard-0/sql", json={}, headers=foreign).status_code == 403
+    for path in ("/v1/stores", "/v1/stores/shard-0/sql?q=SELECT+1", "/v1/stores/shard-0/summary"):
+        answer = client.get(path, headers=foreign)
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (403, "origin")
     headers = client.get("/v1/stores/shard-0/summary").headers
     assert headers.get_list("X-Content-Type-Options") == ["nosniff"]
     assert len(headers.get_list("Content-Security-Policy")) == 1

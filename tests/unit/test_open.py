@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -86,7 +87,10 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seed": "x"}, TypeError, "integer"),
     ({"meta": {"a": object()}}, SchemaError, "meta has values that JSON cannot store; use"),
     ({"meta": {1: "a"}}, SchemaError, "meta"),
-    ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
+    ({"meta": {"a": math.nan}}, SchemaError, "meta"),
+    ({"meta": {"a": math.inf}}, SchemaError, "meta"),
+    ({"meta": {"a": "\ud800"}}, SchemaError, "meta has values that JSON cannot store"),
+    ({"meta": {"\ud800": 1}}, SchemaError, "meta has values that JSON cannot store"),
     ({"meta": _nested(101)}, SchemaError, "meta is nested more than 100 levels deep; store the inner part"),
     ({"meta": _nested(100_000)}, SchemaError, "meta has values that JSON cannot store"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),

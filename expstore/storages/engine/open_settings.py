@@ -300,7 +300,8 @@ def _move_old_store(disk: Disk, path: Path) -> None:
 
 def _check_meta(meta: dict[str, Any] | None) -> None:
     try:
-        same = meta is None or json.loads(json.dumps(meta)) == meta
+        text = json.dumps(meta, allow_nan=False, ensure_ascii=False)
+        same = json.loads(text.encode()) == meta  # DuckDB and HTTP clients get it in UTF-8
     except (TypeError, ValueError, RecursionError):
         same = False
     if not same:

@@ -362,6 +362,15 @@ def test_invalid_json_is_refused_and_nothing_is_committed(index: Index) -> None:
     assert rows(index, "SELECT count(*), max(sequence) FROM episodes, commits") == [(2, 4)]
 
 
+def test_an_index_that_cannot_begin_says_so() -> None:
+    index = Index.open(None, disk=Disk(), store_uuid="a", meta={"x": "\ud800"})
+    with pytest.raises(QueryError, match="JSON"):
+        rows(index, "SELECT 1")
+    with pytest.raises(StorageError, match="JSON"):
+        index.write_meta({"x": "\ud800"})
+    index.close()
+
+
 @pytest.mark.some(1)
 def test_the_index_follows_a_model(index: Index, rng: np.random.Generator) -> None:
     """A hundred deltas of a ring of 60 rows, each at times committed twice, against plain dicts."""
