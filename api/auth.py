@@ -117,8 +117,8 @@ def _name_of(host: str) -> str:
 def _check_origin(headers: Any, host: str) -> None:
     """Reject requests that a page of another site makes a browser send; only browsers send these headers.
 
-    The rule is Datasette's (https://docs.datasette.io, "CSRF protection"), but for GET, too: a page of another
-    site could embed frames as images, measure how long conditions take, or hold all streams of events.
+    The rule is Datasette's (https://docs.datasette.io, "CSRF protection"), but for GET, too: a page of
+    another site could embed frames as images, measure how long conditions take, or hold all event streams.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     foreign = site is not None and site.lower() not in _SAME_SITE

@@ -142,7 +142,7 @@ class ReplayBufferEnsemble:
             self.set_rng(generator)
 
     def _renew_lock(self) -> None:
-        """Make a lock of this process. In a forked child, a thread of the parent may hold the previous one."""
+        """Make a lock of this process; in a forked child, a thread of the parent may hold the last one."""
         self._lock = threading.RLock()
         _ensembles.add(self)
 

@@ -79,8 +79,9 @@ class Recorder:
 
     Threads: one thread uses a recorder; others may use the buffer, and recorders of other sources. Processes:
     a forked child cannot record. Crashes: with `flush_steps=1` a step survives the end of the process once
-    `step` has returned; with n, up to n - 1 steps are lost, also if Ctrl-C interrupts a flush. A power failure loses the steps since the last
-    sync of the store, about one second, or none with `durability="sync"`.
+    `step` has returned; with n, up to n - 1 steps are lost, also if Ctrl-C interrupts a flush. A power
+    failure loses the steps since the last sync of the store, about one second, or none with
+    `durability="sync"`.
 
     Args:
         target: The buffer.

@@ -240,7 +240,13 @@ def test_pages_of_other_sites_change_nothing_and_see_nothing(opened: Serving) ->
             made = client.put(f"/v1/stores/{name}", json={}, headers=headers)
             assert made.status_code == (201 if allowed else 403), headers
             assert (name in client.get("/v1/stores").json()["stores"]) is allowed
-            for path in ("/v1/stores", "/v1/stores/none/episodes?where=true", "/docs", "/metrics", "/nowhere"):
+            for path in (
+                "/v1/stores",
+                "/v1/stores/none/episodes?where=true",
+                "/docs",
+                "/metrics",
+                "/nowhere",
+            ):
                 seen = client.get(path, headers=headers)
                 assert (seen.status_code != 403) is allowed, (path, headers)
                 assert seen.headers["Cross-Origin-Resource-Policy"] == "same-origin"

@@ -287,7 +287,7 @@ class Engine:
         """
         if self.health.needs_recovery and self.rows.is_append_only:
             raise StorageError(
-                f"rows of {self.path} are not in the columns: an earlier attempt to write them was interrupted",
+                f"rows of {self.path} are not in the columns, as an earlier attempt was interrupted",
                 hint="extend() or flush() recovers them",
             )
         try:

@@ -446,7 +446,8 @@ def test_settings_count_from_the_next_batch_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("her_ratio", 0.0), ("strategy", "final"), ("reward_fn", lambda rows: torch.ones(len(rows)))]
+    ("name", "value"),
+    [("her_ratio", 0.0), ("strategy", "final"), ("reward_fn", lambda rows: torch.ones(len(rows)))],
 )
 def test_new_settings_apply_to_the_next_batch_although_batches_are_prefetched(name: str, value: Any) -> None:
     with buffer(prefetch=3, her_ratio=1.0) as rb:
@@ -463,7 +464,6 @@ def test_new_settings_apply_to_the_next_batch_although_batches_are_prefetched(na
                 assert (found["desired_goal"] == 1019).all()
             else:
                 assert (found["next", "reward"] == 1).all()
-
 
 
 def raised(act: Callable[[], Any]) -> BaseException:

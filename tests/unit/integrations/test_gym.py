@@ -488,18 +488,18 @@ def test_a_step_that_a_rate_limiter_refused_is_written_by_the_next_call(tmp_path
     limiter = SampleToInsertRatio(1.0, 4, 8, timeout=0)
     rb = expstore.open(tmp_path / "a.exp", batch_size=4, batches={"rate_limiter": limiter})
     env = Record(Counting(3), rb)
-    refused = 0
+    refused: list[NotReadyError] = []
     for at in range(21):
         if at % 7 == 0:
             env.reset()
         try:
             env.step(action_of(at, 0, is_nested=False))
         except NotReadyError as exc:
-            refused += 1
-            assert "the next call writes it" in exc.__notes__[0]
+            refused.append(exc)
             rb.sample()
     env.flush()
     assert refused
+    assert all("the next call writes it" in exc.__notes__[0] for exc in refused)
     assert [row.place for row in stored_rows(rb)[3]] == [
         place_of(3, episode, at) for episode in (1, 2, 3) for at in range(7)
     ]

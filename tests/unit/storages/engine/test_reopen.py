@@ -570,7 +570,7 @@ def test_rows_are_right_after_an_interruption_while_they_are_packed(
             rb.sample()
         assert read()
         assert len(rb.sample()["observation"]) == 4
-        with pytest.raises(StorageError, match="an earlier attempt to write them was interrupted"):
+        with pytest.raises(StorageError, match="an earlier attempt was interrupted"):
             rb.storage.drain()
         assert read()
         rb.extend({"observation": data[192:]})
