@@ -95,7 +95,8 @@ def prune(
             if VersionList.load(bucket)[1] == tag:
                 raise
             continue  # another prune has removed the version
-        if plan.list == known or plan.list.commit(bucket, tag):
+        # If the answer to a commit was lost, its repetition finds that the list has changed: to this list.
+        if plan.list == known or plan.list.commit(bucket, tag) or VersionList.load(bucket)[0] == plan.list:
             return plan.delete(bucket)
     raise StateError(
         f"other processes changed the versions in {bucket.name} {_ROUNDS} times meanwhile",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,27 @@ def test_an_answer_that_is_lost_commits_one_version(
     assert cold.push(rb, url).number == 2
     assert lost
     assert [version.rows for version in check_whole(cold.ObjectStorage(_store_of(url, server)))] == [50, 60]
+
+
+@pytest.mark.parametrize("wanted", [{"drop": [1]}, {"keep": 1}])
+def test_a_prune_whose_answer_is_lost_reports_what_it_removed(
+    wanted: dict[str, Any], rb: Buffer, server: S3Server, url: str
+) -> None:
+    first = cold.push(rb, url)
+    rb.extend(episode_rows(10, start=50))
+    cold.push(rb, url)
+    lost: list[Request] = []
+
+    def lose(request: Request) -> int | None:
+        if request.method == "PUT" and "versions.json" in request.path and not lost:
+            lost.append(request)
+            return 500
+        return None
+
+    server.after = lose
+    assert cold.prune(url, **wanted).versions == (first,)
+    assert lost
+    assert [version.rows for version in check_whole(cold.ObjectStorage(_store_of(url, server)))] == [60]
 
 
 def test_a_server_without_conditional_writes_is_refused(rb: Buffer, server: S3Server, url: str) -> None:
