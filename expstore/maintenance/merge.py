@@ -336,6 +336,8 @@ class _Run:
     def renumber(self) -> Iterator[LogEntry]:
         """Yield the log entries of its episodes and sources, with the numbers of the new store."""
         for entry in self.entries:
+            if not (entry.episode or entry.source):
+                continue  # it fills a gap in a repaired log
             text, last_id = entry.text, 0
             if entry.episode:
                 # A row that was deleted is replaced by the newest readable row before it.
@@ -345,7 +347,7 @@ class _Run:
             yield dataclasses.replace(
                 entry,
                 episode=entry.episode and entry.episode + self.episode,
-                source=entry.source + self.source,
+                source=entry.source and entry.source + self.source,  # 0: a repair has lost the source
                 last_id=last_id,
                 sequence=0,
                 generation=0,

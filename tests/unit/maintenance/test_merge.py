@@ -17,8 +17,9 @@ import expstore
 from expstore import TensorDictMaxValueWriter, TensorDictReplayBuffer
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
+from expstore.episodes.log import LogEntry
 from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError
-from expstore.maintenance import verify
+from expstore.maintenance import repair, verify
 from expstore.storages.zarr import ZarrStorage
 from tests.support.case_selection import in_full, share
 from tests.support.damaged_stores import flip
@@ -248,6 +249,29 @@ def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         expstore.merge([a, b], out=tmp_path / "out.exp", progress=stop)
     assert sorted(os.listdir(tmp_path)) == ["a.exp", "b.exp"]
+
+
+def test_episodes_of_a_lost_source_get_no_source_of_another_store(tmp_path: Path) -> None:
+    query = "SELECT source, live_rows FROM episodes ORDER BY episode_id"
+    paths = [tmp_path / "a.exp", tmp_path / "b.exp"]
+    for path in paths:
+        with expstore.open(path) as rb:
+            for number in range(10):
+                rb.extend(batch(7, 7 * number), source="arm")
+                rb.episodes.end(source="arm")
+    log = paths[1] / "episodes.log"
+    flip(log, log.stat().st_size // 2, 1)
+    assert repair(paths[1], drop_damaged=True).left == []
+    data = log.read_bytes()
+    size = int.from_bytes(data[:4], "little")  # a repair fills other gaps with entries of source 0
+    log.write_bytes(LogEntry(episode=0, source=0).pack(size) + data[size:])
+    with expstore.open(paths[1]) as rb:
+        lost = rb.sql(query).fetchall()
+    assert (None, 7) in lost
+    expstore.merge(paths, out=tmp_path / "both.exp")
+    with expstore.open(tmp_path / "both.exp") as rb:
+        found = rb.sql(query).fetchall()
+    assert found == [("a/arm", 7)] * 10 + [(name and f"b/{name}", rows) for name, rows in lost]
 
 
 def test_wrong_bytes_are_not_copied(tmp_path: Path) -> None:
