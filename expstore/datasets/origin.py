@@ -267,6 +267,7 @@ def remove_dataset(root: Path, dataset_id: str) -> bool:
     left = [
         path,
         _split_path(path),
+        path.with_name(f"{path.name}_split.tmp"),
         path.with_name(f".{path.name}.import"),
         new,
         new.with_name(f".{new.name}.import"),

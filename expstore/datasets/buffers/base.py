@@ -171,8 +171,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Apply a function to the rows and write what it returns to a new store.
 
         The new store has the episodes, the `meta` and the samples' `metadata` of this one; `meta["import"]`
-        is renamed to `meta["preprocessed_from"]`. The store is written in a hidden folder next to `dest` and
-        renamed when it is complete, so an error or a crash leaves nothing at `dest`.
+        is renamed to `meta["preprocessed_from"]`. The store is written next to `dest`, in `DEST.tmp`,
+        and renamed when it is complete, so an error or a crash leaves nothing at `dest`.
 
         Args:
             fn: Function that takes rows, batch size `[n]`, and returns as many. It treats each row
@@ -197,6 +197,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         Raises:
             ArgumentError: `dim` is not 0.
             StateError: `dest` exists and is not empty.
+            LockedError: Another process or thread writes to `dest`.
             SchemaError: The function returns no TensorDict, or another number of rows.
         """
         if dim != 0:

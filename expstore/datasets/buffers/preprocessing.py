@@ -20,6 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from expstore._open import open as open_store
 from expstore.core.values import IntArray
 from expstore.data.sample_metadata import SAMPLE_METADATA, encode_metadata
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError, StateError
 from expstore.exchange.progress_bar import show_nothing, show_progress
@@ -61,19 +62,18 @@ def map_rows(
 
     Raises:
         StateError: The target exists.
+        LockedError: Another process or thread writes to this target.
         SchemaError: The function returns no TensorDict, or another number of rows.
     """
-    disk = Disk()
-    if disk.exists(target) and (not disk.is_dir(target) or disk.names(target)):
-        raise StateError(f"{target} exists", hint="choose another path for the new store")
-    ends = _ends(rb)
-    building = target.resolve().with_name(f".{target.name}.preprocess")
-    disk.make_dir(target.resolve().parent)
-    disk.remove_tree(building)
-    try:
+    disk, target = Disk(), target.resolve()
+    disk.make_dir(target.parent)
+    with build_atomically(disk, target, single=True, doing="writes to") as folder:
+        if disk.exists(target) and (not disk.is_dir(target) or disk.names(target)):
+            raise StateError(f"{target} exists", hint="choose another path for the new store")
+        ends = _ends(rb)
         show = show_progress if pbar else show_nothing
         with (
-            open_store(building, mode="x", meta=_meta(rb, metadata)) as made,
+            open_store(folder / target.name, mode="x", meta=_meta(rb, metadata)) as made,
             show("preprocessing", "rows") as progress,
         ):
             done = 0
@@ -85,11 +85,8 @@ def map_rows(
                 _write(made, batch, done, done + len(batch))
                 done += len(batch)
                 progress(done, count)
-    except BaseException:
-        disk.remove_tree(building)
-        raise
-    disk.rename(building, target)
-    disk.sync_dir(target.resolve().parent)
+        if not disk.names(target):
+            disk.remove_tree(target)  # `build_atomically` refuses a folder, even if it is empty
     return open_storage(target, settings=Settings(flatten=True))
 
 

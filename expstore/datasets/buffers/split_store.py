@@ -13,7 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from expstore._open import open as open_store
 from expstore._settings import EpisodeKeys
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
+from expstore.errors import LockedError
 from expstore.storages.format.manifest import MANIFEST
 
 __all__ = ["make_split_store", "split_path"]
@@ -30,27 +32,33 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
     Rows have the fields of the data set, shape `(time, *shape)`, with zeros after the last step, and `mask`
     `(time,)` bool, which is True for steps. `("next", "done")` is True at the last position of every row.
 
+    Processes and threads: one makes the store. Crashes: the store is complete, or does not exist.
+
     Args:
         path: The store of the data set.
         again: Whether to make the store again if it exists.
+
+    Raises:
+        LockedError: Another process or thread is making the store.
     """
     disk, target = Disk(), split_path(path)
     if disk.exists(target / MANIFEST) and not again:
         return target
-    building = target.with_name(f".{target.name}.import")
-    disk.remove_tree(building)
-    reduced = EpisodeKeys(done_reduce="any", reward_reduce="sum")
-    with (
-        open_store(path, mode="r") as rows,
-        open_store(building, mode="x", episodes=reduced) as made,
-    ):
-        episodes = rows.sql("SELECT episode_id, length FROM episodes ORDER BY episode_id").fetchall()
-        longest = max(length for _, length in episodes)
-        for episode, _ in episodes:
-            made.extend(_pad(rows.trajectory(episode), longest))
-    disk.remove_tree(target)
-    disk.rename(building, target)
-    disk.sync_dir(target.parent)
+    with build_atomically(disk, target, single=True, doing="makes") as folder:
+        if disk.exists(target / MANIFEST) and not again:
+            raise LockedError(
+                f"another process or thread was making {target}", hint="open the data set again"
+            )
+        reduced = EpisodeKeys(done_reduce="any", reward_reduce="sum")
+        with (
+            open_store(path, mode="r") as rows,
+            open_store(folder / target.name, mode="x", episodes=reduced) as made,
+        ):
+            episodes = rows.sql("SELECT episode_id, length FROM episodes ORDER BY episode_id").fetchall()
+            longest = max(length for _, length in episodes)
+            for episode, _ in episodes:
+                made.extend(_pad(rows.trajectory(episode), longest))
+        disk.remove_tree(target)
     return target
 
 

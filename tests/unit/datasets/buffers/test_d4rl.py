@@ -192,6 +192,19 @@ def test_a_function_that_fails_leaves_nothing(tmp_path: Path, source: Path) -> N
     ReplayBuffer(storage=first).close()
 
 
+def test_one_process_at_a_time_writes_what_a_function_returns(tmp_path: Path, source: Path) -> None:
+    data = opened(tmp_path, source)
+
+    def nested(rows: TensorDictBase) -> TensorDictBase:
+        with pytest.raises(LockedError, match="writes to .*made at the moment"):
+            data.preprocess(twice, num_workers=0, dest=tmp_path / "made")
+        return twice(rows)
+
+    storage = data.preprocess(nested, num_workers=0, chunksize=5, dest=tmp_path / "made")
+    assert len(storage) == 12
+    ReplayBuffer(storage=storage).close()
+
+
 def test_by_name(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
     data = load_dataset(f"d4rl:{ID}", source=source, batch_size=4)
