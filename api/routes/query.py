@@ -31,11 +31,12 @@ from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
 from expstore.errors import NotReadyError, QueryError
 from expstore.sql.result import table_stream
+from expstore.wire.json_sizes import json_bytes
 from expstore.wire.stream import batches_of, read_table
 
 router = APIRouter(tags=["asking"])
 
-#: Approximate size of a result as JSON, relative to its size as Arrow.
+#: Size of most results as JSON, relative to their size as Arrow; larger results are refused.
 _JSON_TIMES = 6
 
 
@@ -92,14 +93,13 @@ async def episodes(
     found = EpisodePage(filters, order, limit, page)
 
     def ask() -> Response:
-        size = ReadLimit(limits.max_answer, text=kind == JSON)
         table, truncated = _ask(store, limits, where, *found.query(), rows=found.limit + 1)
         table, headers = found.cut(table, truncated=truncated)
-        size.check_bytes(table.nbytes)
+        ReadLimit(limits.max_answer).check_bytes(table.nbytes)
+        response = _answer(table_stream(table), kind, limits)
         total = _count(store, limits, filters)
         if total is not None:
             headers["X-Total"] = str(total)
-        response = _answer(table_stream(table), kind)
         response.headers.update(headers)
         return response
 
@@ -255,14 +255,21 @@ def _run_query(store: Served, limits: Settings, asked: Question, kind: str) -> R
     rows = limits.sql_rows if asked.limit is None else min(asked.limit, limits.sql_rows)
     size = limits.max_answer if kind == ARROW else limits.max_answer // _JSON_TIMES
     found = store.sql.query(asked.query, asked.params, rows=rows, size=size)
-    answer = _answer(found.data, kind)
+    answer = _answer(found.data, kind, limits)
     answer.headers["X-Truncated"] = "true" if found.truncated else "false"
     return answer
 
 
-def _answer(data: Any, kind: str) -> Response:
+def _answer(data: Any, kind: str, limits: Settings) -> Response:
+    """Return a table as a response.
+
+    Raises:
+        QueryError: It is too large as JSON (kind "too_large").
+    """
     if kind == ARROW:
         return arrow_answer(data)
     names, batches = batches_of(data)
+    size = sum(json_bytes(column) for batch in batches for column in batch.columns)
+    ReadLimit(limits.max_answer).check_bytes(size)
     rows = [list(row) for batch in batches for row in zip(*to_json(batch), strict=True)]
     return json_answer({"columns": names, "rows": rows})

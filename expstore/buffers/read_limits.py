@@ -72,8 +72,7 @@ class ReadLimit:
                 raise self._build_size_error(ids.size, int(ends[-1]), fitting)
 
     def check_bytes(self, size: int) -> None:
-        """Raise QueryError if a response of `size` bytes in Arrow format is too large."""
-        size *= _BYTE_CHARACTERS if self.text else 1
+        """Raise QueryError (kind "too_large") if a response of `size` bytes is too large."""
         if size > self.size:
             raise QueryError(
                 f"the answer takes {size:,} bytes, and {self.size:,} are allowed",

@@ -147,3 +147,24 @@ def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
     refused = client.get(f"{RUN}/episodes", headers=JSON)
     assert (refused.status_code, refused.json()["error"]["kind"]) == (413, "too_large")
     assert client.get(f"{RUN}/episodes", headers=ACCEPT_ARROW).status_code == 200
+
+
+def test_sql_cannot_make_an_answer_of_any_size(tmp_path: Path) -> None:
+    """Values that are small in Arrow: booleans, members with long names, texts of an ENUM."""
+    with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
+        rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+    name = "k" * 4000
+    with (
+        Serving(Settings(path=tmp_path, max_answer=1 << 20, sql_seconds=30.0)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for query in (
+            "SELECT repeat([true], 100000) FROM range(10)",
+            f"SELECT repeat([{{'{name}': true}}], 10000)",
+            f"SELECT repeat(['{name}'::ENUM('{name}')], 10000)",
+        ):
+            answer = client.post(f"{RUN}/sql", json={"query": query})
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "too_large"), query[:40]
+        fits = client.post(f"{RUN}/sql", json={"query": "SELECT repeat([true], 30000)"})
+        assert fits.status_code == 200
+        assert len(fits.content) < 1 << 20
