@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from expstore.core.nearest import suggest
 
-__all__ = ["RequestModel", "explain_request"]
+__all__ = ["Items", "RequestModel", "explain_request"]
 
+_Item = TypeVar("_Item")
+#: A long list in a body. Its first invalid item is reported, because errors take much more memory than items.
+Items = Annotated[list[_Item], FailFast(), Field(max_length=1_000_000)]
 _FOUND_CHARACTERS = 80
 #: Allowed values by the type of pydantic's error; names in braces are details of the error.
 _POSSIBLE = {

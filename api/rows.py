@@ -105,12 +105,14 @@ def _column_of(entry: Field, values: Any) -> Any:
             f"field {name!r} is {entry}, which JSON cannot contain", hint="send an Arrow stream"
         )
     try:
-        found = np.array(values)
+        # As objects: in an array of texts, each value would take as much memory as the longest text.
+        kinds = set(map(type, np.array(values, dtype=object).flat))
     except ValueError:
-        raise SchemaError(
-            f"column {name!r} has rows of different shapes", hint=f"the field is {entry}"
-        ) from None
+        kinds = {list}
+    if list in kinds:
+        raise SchemaError(f"column {name!r} has rows of different shapes", hint=f"the field is {entry}")
     wanted = entry.numpy_dtype
+    found = np.array(values if kinds <= {bool, int, float} else None)
     if found.size == 0:
         found = found.astype(wanted)
     if found.dtype.kind not in "biuf" or (found.dtype.kind == "b") != (wanted.kind == "b"):

@@ -26,7 +26,7 @@ from expstore.api.dependencies import (
 from expstore.api.episode_rows import Steps, read_fields, read_frames
 from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
-from expstore.api.request_models import RequestModel
+from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import answer_rows, check_ids
 from expstore.api.samplers import Limited
 from expstore.api.summary import Summary
@@ -140,7 +140,7 @@ class Ids(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [1, 2]}]})
 
-    ids: list[int] = Field(max_length=1_000_000, description="Ids of the rows.")
+    ids: Items[int] = Field(description="Ids of the rows.")
 
 
 @router.post(

@@ -28,7 +28,7 @@ from expstore.api.dependencies import (
 )
 from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
-from expstore.api.request_models import RequestModel
+from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import check_ids, take_rows
 from expstore.api.samplers import Limited
 from expstore.api.stores import Served
@@ -327,8 +327,8 @@ class Priorities(RequestModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [1, 2], "priorities": [0.5, 2.0]}]})
 
-    ids: list[int] = Field(max_length=1_000_000, description="Ids of the rows.")
-    priorities: list[float] = Field(max_length=1_000_000, description="The priority of each row, 0 or above.")
+    ids: Items[int] = Field(description="Ids of the rows.")
+    priorities: Items[float] = Field(description="The priority of each row, 0 or above.")
 
 
 class Updated(BaseModel):

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,20 @@ def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
             cwd=tmp_path, capture_output=True, text=True, timeout=110, env=os.environ,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_texts_in_a_column_of_numbers_take_no_memory(tmp_path: Path) -> None:
+    """In an array of texts each value takes as much memory as the longest one."""
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        client.put("/v1/stores/run", json={"fields": {"x": "float32"}}).raise_for_status()
+        client.post("/v1/stores/run/extend", json={"x": [1.0]}).raise_for_status()
+        for wrong in (["x" * 10_000, *[""] * 5_000], [1.0, None], [1.0, {}], [1.0, [1.0]], [1 << 80, 1.0]):
+            tracemalloc.start()
+            try:
+                answer = client.post("/v1/stores/run/extend", json={"x": wrong})
+                most = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "schema")
+            assert most < 16 << 20
+        assert client.get("/v1/stores/run").json()["rows"] == 1

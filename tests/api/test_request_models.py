@@ -48,6 +48,20 @@ def test_every_wrong_value_of_every_field_raises_our_error(model: type[RequestMo
     assert refused
 
 
+def test_a_long_list_has_one_error() -> None:
+    """An error takes a kilobyte and some microseconds of the event loop."""
+    wrong = ["a"] * 1000
+    for model, body in ((Ids, {"ids": wrong}), (Priorities, {"ids": [1] * 1000, "priorities": wrong})):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(body)
+        assert caught.value.error_count() == 1
+        name = next(reversed(body))
+        assert explain(model, body) == (
+            f'{name}.0 is "a"',
+            f"use {'an integer' if model is Ids else 'a number'}",
+        )
+
+
 def test_the_place_is_the_one_that_the_client_wrote() -> None:
     class Deep(RequestModel):
         parts: list[dict[str, AnySpec]] = Field(max_length=2)
