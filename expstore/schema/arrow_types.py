@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
+    "MOST_DIMS",
     "Ragged",
     "check_text",
     "describe",
@@ -28,6 +29,8 @@ __all__ = [
     "type_text",
 ]
 
+#: Most dims of a row: NumPy's limit, without the dim of the batch.
+MOST_DIMS = 63
 #: Names of types without parameters: the names of pyarrow's functions.
 _PLAIN = frozenset({
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
@@ -135,7 +138,9 @@ def check_text(text: str) -> None:
     try:
         _describe(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-        raise SchemaError(f"{text!r} is no type of a field", hint="see expstore.schema.arrow_types") from exc
+        raise SchemaError(
+            f"{text[:200]!r} is no type of a field", hint="see expstore.schema.arrow_types"
+        ) from exc
 
 
 def describe(text: str) -> str:
@@ -235,7 +240,8 @@ def _describe(data: Any) -> str:
     ((name, of),) = data.items()
     if name == "ragged":
         dtype, shape = of
-        if dtype not in _DTYPES or None not in shape or not all(_is_size(n) for n in shape if n is not None):
+        are_sizes = all(_is_size(n) for n in shape if n is not None)
+        if dtype not in _DTYPES or None not in shape or not are_sizes or len(shape) > MOST_DIMS:
             raise ValueError(data)
         return str(Ragged(dtype, tuple(shape)))
     if name == "struct":
@@ -252,4 +258,4 @@ def _describe(data: Any) -> str:
 
 
 def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and number > 0
+    return type(number) is int and 0 < number < 1 << 31  # what Arrow's lists of fixed size can have

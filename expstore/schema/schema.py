@@ -6,6 +6,7 @@ reads values and never imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from expstore.core.tables import Table, build_table, render_card, size_text
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
-from expstore.schema.arrow_types import check_text, describe
+from expstore.schema.arrow_types import MOST_DIMS, check_text, describe
 from expstore.schema.casting import fit_arrow
 
 __all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
@@ -51,6 +52,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 _MORE_DIMS = "extend() stores the rows of a batch of one dim; reshape(-1) makes one of more dims"
+#: Most values of a field in one row: stores allocate memory for a row when they are opened.
+_MOST_ITEMS = 1 << 30
 #: Number of fields that a notebook lists.
 _LISTED_FIELDS = 30
 
@@ -118,7 +121,7 @@ class Schema:
 
     Raises:
         SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
-            values.
+            values, more than 63 dims, or more than 2^30 values per row.
 
     Example:
         >>> schema = Schema([Field(("observation",), "float32", (4,)), Field(("action",), "int64", ())])
@@ -138,10 +141,7 @@ class Schema:
         for entry in self.fields:
             _check_name(entry.key)
             _check_dtype(entry)
-            if 0 in entry.shape:
-                raise SchemaError(
-                    f"field {key_name(entry.key)!r} has no values: {entry}", hint="leave the field out"
-                )
+            _check_shape(entry)
             if entry.dtype == OBJECT and entry.shape:
                 raise SchemaError(
                     f"field {key_name(entry.key)!r} has row shape {list(entry.shape)}, and dtype {OBJECT}",
@@ -395,6 +395,27 @@ def _to_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
     if dtype.startswith(_ARROW):
         return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))
     return Field(key, dtype, shape)
+
+
+def _check_shape(entry: Field) -> None:
+    name, dims = key_name(entry.key), len(entry.shape)
+    for side in entry.shape:
+        if type(side) is not int or side < 0:
+            raise SchemaError(
+                f"field {name!r} has {str(side)[:40]!r} in its row shape", hint="use integers of at least 1"
+            )
+    if 0 in entry.shape:
+        raise SchemaError(f"field {name!r} has no values: {entry}", hint="leave the field out")
+    if dims > MOST_DIMS:
+        raise SchemaError(
+            f"field {name!r} has {dims} dims, and a row has at most {MOST_DIMS}", hint="reshape its rows"
+        )
+    size = math.prod(entry.shape)
+    if size > _MOST_ITEMS:
+        raise SchemaError(
+            f"field {name!r} has {size:,} values per row, and {_MOST_ITEMS:,} are allowed",
+            hint="divide them among several rows or fields",
+        )
 
 
 def _check_dtype(entry: Field) -> None:

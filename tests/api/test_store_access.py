@@ -55,6 +55,14 @@ def test_all_parts_of_all_stores_are_closed_although_one_fails(
     assert "store a was not closed properly: a part that fails" in caplog.text
 
 
+def test_invalid_row_shapes_are_refused(tmp_path: Path) -> None:
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+        for shape in ([1.5], ["x"], [-1], [[1]], [True], [10**20], [10**11], [1] * 201, [None, 1 << 70]):
+            answer = client.put("/v1/stores/a", json={"fields": {"x": ["float32", shape]}})
+            assert (answer.status_code, answer.json()["error"]["kind"]) == (422, "schema"), shape
+        assert client.get("/v1/stores").json()["stores"] == []
+
+
 def test_meta_that_utf8_cannot_represent_is_refused(tmp_path: Path) -> None:
     """Otherwise neither SQL nor an answer could contain it."""
     with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
