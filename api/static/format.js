@@ -58,10 +58,9 @@ export function time(time) {
   return `${day} ${pad(moment.getHours())}:${pad(moment.getMinutes())}:${pad(moment.getSeconds())}`;
 }
 
-/** @param {any} value A cell of a table of unknown content, cut to a readable length. */
+/** @param {any} value A cell of a table of unknown content, such as a seed: numbers with all digits, texts cut to a readable length. */
 export function cell(value) {
   if (value === null || value === undefined) return "";
-  if (typeof value === "number") return number(value);
   const text = typeof value === "object" ? JSON.stringify(value) : String(value);
   return text.length > 200 ? `${text.slice(0, 199)}…` : text;
 }

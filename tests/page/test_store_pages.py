@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import expstore
+from expstore.api import Settings
 from tests.support.browsers import Visit, wait_until
 from tests.support.page_stores import game_rows
 from tests.support.servers import Serving
@@ -64,6 +66,21 @@ def test_stores_can_be_found_sorted_and_compared(visit: Callable[..., Visit]) ->
     assert query_of(page) == {"stores": "run,texts"}
     assert [row[0] for row in figures(page, "Return")[:1]] == ["rows written"]
     assert figures(page, "Return")[0][1:] == ["run", "texts"]
+
+
+def test_runs_are_told_apart_by_large_numbers(visit: Callable[..., Visit], tmp_path: Path) -> None:
+    """Seeds are shown with all digits, and runs have one colour only if their facts are equal."""
+    for name, seed in (("a", 521227598), ("b", 521227599), ("c", 521227599), ("d", 1e-9)):
+        expstore.open(tmp_path / f"{name}.exp", capacity=10, meta={"seed": seed}).close()
+    with Serving(Settings(path=tmp_path)) as server:
+        page = visit(url=server.url).open("/compare?stores=a,b,c,d&by=meta.seed")
+        page.wait_for_selector("section[aria-label='Facts'] tbody tr >> nth=3")
+        cells = page.locator("section[aria-label='Facts'] td:last-child").all_inner_texts()
+        assert cells == ["521227598", "521227599", "521227599", "1e-9"]
+        colours = page.locator("section[aria-label='Facts'] .swatch").evaluate_all(
+            "(marks) => marks.map((mark) => mark.style.background)"
+        )
+    assert colours == [f"var(--series-{number})" for number in (1, 2, 2, 3)]
 
 
 def test_a_store_is_described(visit: Callable[..., Visit]) -> None:

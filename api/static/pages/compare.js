@@ -165,9 +165,9 @@ function lastReturns(groups) {
 function color(found, by) {
   const meta = by.startsWith(META) ? by.slice(META.length) : null;
   const lines = found.flatMap((one) => {
-    const fact = meta === null ? null : cell(one.summary?.meta?.[meta] ?? "none");
+    const fact = meta === null ? null : one.summary?.meta?.[meta] ?? null;
     if (one.groupBy === "none") {
-      return [{ store: one.name, key: fact ?? one.name, label: fact === null ? one.name : `${shorten(fact, 20)} · ${one.name}`,
+      return [{ store: one.name, key: meta === null ? one.name : JSON.stringify(fact), label: meta === null ? one.name : `${shorten(cell(fact ?? "none"), 20)} · ${one.name}`,
         groups: { return: one.return[0], length: one.length[0], throughput: one.throughput[0] } }];
     }
     return one.return.map((/** @type {any} */ group, /** @type {number} */ number) => ({
