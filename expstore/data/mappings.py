@@ -205,7 +205,12 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
     dtype = wanted if fits and wanted is not None else _PLAIN[kind]
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(DTYPES[dtype])
-        kept = cast.astype(np.int64) == array if kind == "i" else np.isfinite(cast) == np.isfinite(array)
+        if kind == "i":
+            kept = cast.astype(np.int64) == array
+            if DTYPES[dtype].kind == "u":  # a negative number comes back from uint64 as it was
+                kept &= array >= 0
+        else:
+            kept = np.isfinite(cast) == np.isfinite(array)
     if not np.all(kept):
         raise SchemaError(f"field {key_name(key)!r} is {dtype}, and {leaf!r:.80} does not fit into it")
     return cast, dtype

@@ -20,6 +20,7 @@ from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
 from expstore.exchange.base import import_library
+from expstore.exchange.hdf5 import datasets_in
 
 __all__ = ["D4RLReader"]
 
@@ -49,6 +50,7 @@ class D4RLReader(Reader):
     Raises:
         NotFoundError: The file does not exist.
         SchemaError: The file is not an HDF5 file with these arrays.
+        StorageError: The file is damaged.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -175,13 +177,9 @@ class D4RLReader(Reader):
 
     def _arrays(self, file: Any) -> dict[str, Any]:
         """Return the arrays with one row per transition, by path."""
-        found: dict[str, Any] = {}
-
-        def visit(name: str, item: Any) -> None:
-            if isinstance(item, self._h5py.Dataset) and item.shape and not name.startswith("metadata/"):
-                found[name] = item
-
-        file.visititems(visit)
+        found = {
+            name: one for name, one in datasets_in(file) if one.shape and not name.startswith("metadata/")
+        }
         count = len(found["observations"]) if "observations" in found else 0
         if not count and "observations" in found:
             raise SchemaError(f"{self._path} has no rows")
@@ -195,15 +193,11 @@ class D4RLReader(Reader):
 
     def _read_metadata(self, file: Any) -> dict[str, Any]:
         said: dict[str, Any] = {}
-
-        def visit(name: str, item: Any) -> None:
-            if isinstance(item, self._h5py.Dataset) and not item.shape:
+        for name, item in datasets_in(file.get("metadata", {})):
+            if not item.shape:
                 value = item[()]
                 value = value.decode(errors="replace") if isinstance(value, bytes) else value
                 said[name] = value.item() if isinstance(value, np.generic) else str(value)
-
-        if "metadata" in file:
-            file["metadata"].visititems(visit)
         return said
 
 

@@ -20,7 +20,7 @@ from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
 from expstore.exchange.flat_files import ABOUT
-from expstore.exchange.hdf5 import datasets_in, find_episodes, reading_hdf5
+from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5
 
 __all__ = ["Hdf5EpisodesReader", "RobomimicReader"]
 
@@ -176,7 +176,7 @@ class Hdf5EpisodesReader(_GroupedReader):
 
     Raises:
         NotFoundError: The file does not exist.
-        StorageError: The file is not an HDF5 file.
+        StorageError: The file is not an HDF5 file, or is damaged.
         SchemaError: The file has no group per episode, or an episode lacks observations or actions.
         ModuleNotFoundError: h5py is not installed.
 
@@ -239,7 +239,7 @@ class RobomimicReader(_GroupedReader):
 
     Raises:
         NotFoundError: The file does not exist.
-        StorageError: The file is not an HDF5 file.
+        StorageError: The file is not an HDF5 file, or is damaged.
         SchemaError: The file has no demonstrations, or one lacks observations or actions.
         ModuleNotFoundError: h5py is not installed.
 
@@ -290,10 +290,10 @@ class RobomimicReader(_GroupedReader):
 
 def is_robomimic(file: Any) -> bool:
     """Return whether an HDF5 file has demonstrations in robomimic's layout."""
-    data = file.get("data")
-    if data is None or not hasattr(data, "items"):
+    data = dict(members(file)).get("data")
+    if not hasattr(data, "items"):
         return False
-    return any(re.fullmatch(r"demo_\d+", name) and "obs" in data[name] for name in data)
+    return any(re.fullmatch(r"demo_\d+", name) and "obs" in item for name, item in members(data))
 
 
 def has_episodes(file: Any) -> bool:

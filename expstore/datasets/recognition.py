@@ -131,7 +131,7 @@ def episodes_format(source: Path) -> str | None:
 
     Raises:
         NotFoundError: The file does not exist.
-        StorageError: The file is not an HDF5 file.
+        StorageError: The file is not an HDF5 file, or is damaged.
     """
     from expstore.datasets.hdf5_episodes import has_episodes, is_robomimic
 

@@ -20,6 +20,7 @@ from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import import_library
+from expstore.exchange.hdf5 import datasets_in
 
 __all__ = ["RobosetReader"]
 
@@ -42,6 +43,7 @@ class RobosetReader(Reader):
     Raises:
         NotFoundError: The file does not exist, or the folder has no .h5 file.
         SchemaError: A file is not HDF5, or has no trials.
+        StorageError: A file is damaged.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -79,13 +81,9 @@ class RobosetReader(Reader):
                 yield self._episode(file[name], int(name.removeprefix("Trial")), seed)
 
     def _episode(self, group: Any, number: int, seed: int) -> Episode:
-        found: dict[str, Array] = {}
-
-        def visit(name: str, item: Any) -> None:
-            if isinstance(item, self._h5py.Dataset) and item.shape and item.dtype.kind in "biuf":
-                found[name] = item[()]
-
-        group.visititems(visit)
+        found: dict[str, Array] = {
+            name: one[()] for name, one in datasets_in(group) if one.shape and one.dtype.kind in "biuf"
+        }
         if absent := [name for name in _NAMES if name not in found]:
             raise SchemaError(f"Trial{number} has no {', '.join(absent)}")
         count = len(found["rewards"])

@@ -23,6 +23,7 @@ from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import import_library, open_to_read
+from expstore.exchange.hdf5 import members
 
 __all__ = ["VD4RLReader"]
 
@@ -105,7 +106,7 @@ def _arrays(path: Path) -> Iterator[Mapping[str, Any]]:
         except OSError as exc:
             raise SchemaError(f"{path} is not an HDF5 file: {exc}") from exc
         with file:
-            yield _check_arrays(path, {name: one for name, one in file.items() if hasattr(one, "shape")})
+            yield _check_arrays(path, {name: one for name, one in members(file) if hasattr(one, "shape")})
 
 
 def _check_arrays(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:

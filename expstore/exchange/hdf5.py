@@ -33,7 +33,7 @@ from expstore.exchange.export import open_export
 from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
-__all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "reading_hdf5"]
+__all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "members", "reading_hdf5"]
 
 #: Approximate size of a packed chunk in bytes.
 CHUNK_BYTES = 256 << 10
@@ -255,11 +255,14 @@ def find_episodes(file: Any) -> list[str]:
 
     Args:
         file: The h5py file.
+
+    Raises:
+        StorageError: A group is damaged.
     """
-    places = [("", file), *((f"{name}/", item) for name, item in file.items() if hasattr(item, "items"))]
+    places = [("", file), *((f"{name}/", item) for name, item in members(file) if hasattr(item, "items"))]
     for above, place in places:
         found: dict[str, list[str]] = {}
-        for name, item in place.items():
+        for name, item in members(place):
             if hasattr(item, "items") and datasets_in(item) and (parts := _NUMBERED.fullmatch(name)):
                 found.setdefault(parts[1], []).append(name)
         for word, names in found.items():
@@ -279,11 +282,11 @@ def _find_alike(file: Any) -> list[str]:
     Args:
         file: The h5py file.
     """
-    names = [name for name in file if name != _METADATA]
-    groups = [file[name] for name in names]
-    if len(names) < 2 or not all(hasattr(group, "items") and _ACTIONS & set(group) for group in groups):
+    groups = {name: item for name, item in members(file) if name != _METADATA}
+    if len(groups) < 2 or not all(hasattr(one, "items") and _ACTIONS & set(one) for one in groups.values()):
         return []
-    return names if len({tuple(name for name, _ in datasets_in(group)) for group in groups}) == 1 else []
+    held = {tuple(name for name, _ in datasets_in(group)) for group in groups.values()}
+    return list(groups) if len(held) == 1 else []
 
 
 def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
@@ -320,14 +323,41 @@ def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
         for path, dataset in datasets_in(place[name])
         if path.split("/")[0] in _ACTIONS and dataset.shape
     }
-    outside = [item for group in (file, place) for item in group.values() if hasattr(item, "shape")]
+    outside = [item for group in (file, place) for _, item in members(group) if hasattr(item, "shape")]
     return not any(dataset.shape and dataset.shape[0] in lengths for dataset in outside)
 
 
-def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:
-    """Return all datasets below a group, by name."""
+def members(group: Any) -> list[tuple[str, Any]]:
+    """Return the groups and datasets in a group, by name; links to objects that are not there are left out.
+
+    `group.items()` has None in place of a damaged object, which would then be missing without an error.
+
+    Raises:
+        StorageError: The group, or a member of it, is damaged.
+    """
     found: list[tuple[str, Any]] = []
-    for name, item in group.items():
+    name = ""
+    try:
+        for name in group:
+            try:
+                found.append((name, group[name]))
+            except KeyError:
+                if not hasattr(group.get(name, getlink=True), "path"):  # only links to names have a path
+                    raise
+    except (KeyError, RuntimeError, OSError) as exc:
+        place = f"{group.name.rstrip('/')}/{name}"
+        raise StorageError(f"cannot read {place!r} in the HDF5 file: {exc.args[0]}") from exc
+    return found
+
+
+def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:
+    """Return all datasets below a group, by name.
+
+    Raises:
+        StorageError: An object below the group is damaged.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, item in members(group):
         if hasattr(item, "shape"):
             found.append((above + name, item))
         elif hasattr(item, "items"):

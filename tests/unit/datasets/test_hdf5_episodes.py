@@ -14,8 +14,16 @@ from tensordict import TensorDict
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
-from expstore.datasets import Hdf5EpisodesReader, RobomimicReader, hdf5_episodes, import_dataset
+from expstore.datasets import (
+    D4RLReader,
+    Hdf5EpisodesReader,
+    RobomimicReader,
+    RobosetReader,
+    hdf5_episodes,
+    import_dataset,
+)
 from expstore.exchange import import_hdf5
+from tests.support.hdf5_damage import damage_header
 from tests.unit.datasets.test_d4rl import arrays
 from tests.unit.datasets.test_d4rl import write as write_d4rl
 from tests.unit.datasets.test_roboset import write as write_roboset
@@ -237,6 +245,33 @@ def test_a_note_says_that_groups_may_be_episodes(tmp_path: Path, capsys: pytest.
         file["rewards"] = np.zeros(5)
     assert run(["import", str(source), str(tmp_path / "b.exp")]) == 0
     assert "robot_a" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["episode_2", "episode_2/actions"])
+def test_an_episode_whose_group_is_damaged_is_not_skipped(tmp_path: Path, name: str) -> None:
+    file = write_groups(tmp_path / "a.hdf5", ("episode_0", "episode_1", "episode_2"))
+    damage_header(file, name)
+    with pytest.raises(StorageError, match=f"cannot read '/{name}' in the HDF5 file"):
+        import_dataset(Hdf5EpisodesReader(file), tmp_path / "out.exp")
+
+
+@pytest.mark.parametrize("name", ["data", "data/demo_10", "data/demo_10/obs", "mask"])
+def test_a_damaged_demonstration_is_not_skipped(tmp_path: Path, name: str) -> None:
+    file = robomimic(tmp_path / "a.hdf5")
+    damage_header(file, name)
+    with pytest.raises(StorageError, match=f"cannot read '/{name}' in the HDF5 file"):
+        import_dataset(RobomimicReader(file), tmp_path / "out.exp")
+
+
+def test_a_damaged_trial_or_array_is_an_error(tmp_path: Path) -> None:
+    file = write_roboset(tmp_path / "roboset.h5")
+    damage_header(file, "Trial1/env_infos")
+    with pytest.raises(StorageError, match="/Trial1/env_infos'"):
+        import_dataset(RobosetReader(file), tmp_path / "out.exp")
+    file = write_d4rl(tmp_path / "d4rl.hdf5", arrays())
+    damage_header(file, "timeouts")
+    with pytest.raises(StorageError, match="'/timeouts'"):
+        D4RLReader(file)
 
 
 def test_unsuitable_files_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.read_view import keys_for
 from tests.support.buffer_bytes import held
 from tests.support.case_selection import in_full, share
+from tests.support.hdf5_damage import damage_header
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
 
@@ -445,6 +446,24 @@ def test_a_group_per_episode_is_refused(tmp_path: Path, names: list[str], listed
         import_hdf5(path, tmp_path / "x.exp")
     assert caught.value.kind == "layout"
     assert [item.name for item in tmp_path.iterdir()] == ["x.hdf5"]
+
+
+@pytest.mark.parametrize("name", ["rewards", "infos", "infos/qpos"])
+def test_a_damaged_array_of_an_hdf5_file_is_not_skipped(tmp_path: Path, name: str) -> None:
+    path = d4rl(tmp_path / "x.hdf5")
+    damage_header(path, name)
+    with pytest.raises(StorageError, match=f"cannot read '/{name}' in the HDF5 file"):
+        import_hdf5(path, tmp_path / "x.exp")
+    assert [item.name for item in tmp_path.iterdir()] == ["x.hdf5"]
+
+
+def test_links_of_an_hdf5_file_to_nothing_are_left_out(tmp_path: Path) -> None:
+    path = d4rl(tmp_path / "x.hdf5")
+    with h5py.File(path, "a") as file:
+        file["again"], file["gone"] = h5py.SoftLink("/rewards"), h5py.SoftLink("/nothing")
+    done = import_hdf5(path, tmp_path / "x.exp")
+    assert "again" in done.fields
+    assert "gone" not in done.fields
 
 
 def test_groups_of_agents_are_fields(tmp_path: Path) -> None:
