@@ -6,6 +6,7 @@ error of its own requests only.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,10 +18,10 @@ from urllib.parse import quote
 import anyio.to_thread
 import httpx
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from expstore.api import errors, page
-from expstore.api.app import reading_routes
+from expstore.api.app import describe_reading, reading_routes
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.errors import Refusal
@@ -110,6 +111,13 @@ def create_shards_app(members: Members, settings: Settings, token: str | None = 
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now))
+
+    describe = functools.cache(describe_reading)
+
+    @app.get("/openapi.json")
+    async def document() -> JSONResponse:
+        """Return what a shard's server takes: the page reads the kinds of samplers in it."""
+        return JSONResponse(await anyio.to_thread.run_sync(describe))
 
     @app.get("/v1/stores")
     async def names() -> StoreNames:

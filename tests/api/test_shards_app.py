@@ -79,6 +79,13 @@ def test_questions_are_passed_as_they_are(client: httpx.Client, shards: Serving)
         assert ours.content == direct.get("/v1/stores/a/episodes", headers=arrow).content
 
 
+def test_the_document_has_what_shards_take(client: httpx.Client, shards: Serving) -> None:
+    ours = client.get("/openapi.json").json()["paths"]
+    theirs = httpx.get(f"{shards.url}/openapi.json", headers=HEADERS).json()["paths"]
+    preview = "/v1/stores/{name}/sample/preview"
+    assert ours[preview] == theirs[preview]
+
+
 def test_errors_of_a_shard_are_passed(client: httpx.Client) -> None:
     answer = client.get("/v1/stores/shard-0/episodes/999999")
     assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "not_found")

@@ -41,5 +41,7 @@ def test_the_pages_show_shards(visit: Open, cluster: Serving) -> None:
     wait_until(page, "text => document.querySelector('main').innerText.includes(text)", "shard-2")
     tab.open("/stores/shard-2/sql?q=SELECT%20count(*)%20AS%20n%20FROM%20episodes")
     wait_until(page, "() => document.querySelectorAll('main tbody tr').length == 1")
+    tab.open("/stores/shard-0/sampling?kind=prioritized")
+    wait_until(page, "text => document.querySelector('main').innerText.includes(text)", "rows drawn in")
     assert tab.foreign == []
     assert [error for error in tab.errors if "502" not in error] == []
