@@ -195,8 +195,8 @@ def break_packed_names() -> None:
         return finished
 
     def close(self: Any, finished: Any) -> None:
-        for filling in finished:
-            filling.file.close()
+        while finished:
+            finished.pop().file.close()
 
     PackedColumn.note_mark = name_at_once  # type: ignore[method-assign]
     PackedColumn.name = close  # type: ignore[method-assign]

@@ -151,9 +151,11 @@ class PackedAppender(Appender):
 
     def synced(self) -> None:
         """Rename finished shards, after the fsync of the files and folders that `begin` returned."""
-        finished, self._unnamed = self._unnamed, []
-        for column, fillings in finished:
-            column.name(fillings)
+        try:
+            for column, fillings in self._unnamed:
+                column.name(fillings)
+        finally:  # after a failure, the next checkpoint renames the others
+            self._put_back()
 
     def completed(self, *, tidy: bool) -> None:
         """Reuse areas that only the former checkpoint needed, when the new record is synced."""
@@ -162,6 +164,9 @@ class PackedAppender(Appender):
 
     def abort(self, dirty: Dirty) -> None:
         """Undo `begin` after a failed sync: its finished shards were not synced."""
+        self._put_back()
+
+    def _put_back(self) -> None:
         for column, fillings in self._unnamed:
             column.put_back(fillings)
         self._unnamed = []

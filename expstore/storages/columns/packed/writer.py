@@ -25,6 +25,7 @@ from expstore.storages.columns.column import Deleted, WrittenPart
 from expstore.storages.columns.packed.column import Filling, Frame, PackedRows, Source
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
+    ANY_LAP,
     Chunks,
     no_chunks,
     pack_chunk,
@@ -247,15 +248,23 @@ class PackedColumn(PackedRows, WrittenPart):
         """Note that the checkpoint record is on the disk."""
         self._partial.note_marked()
 
-    def name(self, finished: Sequence[Filling]) -> None:
-        """Give finished shards, whose bytes are durable, their final names."""
+    def name(self, finished: list[Filling]) -> None:
+        """Give finished shards, whose bytes are durable, their final names, and remove them from the list.
+
+        After an exception the list has the shards without a final name; `put_back` keeps them for a retry.
+        """
         while self._scrap:
-            self._disk.unlink(self._scrap.pop())
+            self._disk.unlink(self._scrap[-1])
+            self._scrap.pop()
             self.new_folders.add(self.folder)
-        for filling in finished:
-            self._disk.rename(filling.file.path, self.shard_path(filling.shard))
+        while finished:
+            filling = finished[0]
+            # An interrupted call may have renamed the file without removing the shard from the list.
+            if self._disk.exists(filling.file.path):
+                self._disk.rename(filling.file.path, self.shard_path(filling.shard))
             self.new_folders.add(self.folder)
             filling.file.close()
+            del finished[0]
 
     def give_back(self) -> None:
         """Free disk space that only a writer needs."""
@@ -263,7 +272,7 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def put_back(self, finished: Sequence[Filling]) -> None:
         """Undo `note_mark`: its shards are returned again by the next call."""
-        self._finished = [*finished, *self._finished]
+        self._finished[:0] = finished  # in place: the writing thread may be appending
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -346,8 +355,11 @@ class PackedColumn(PackedRows, WrittenPart):
         goal = lap, slot // self.packing.shard
         current = slot // each - goal[1] * self.packing.chunks
         found, self._finished, self._filling = self._unnamed, [], None
-        for filling in found:
-            if (filling.lap, filling.shard) > goal:
+        named = {source.shard: source.lap for source in self._sources if source.named}
+        # In the order of laps, because they are renamed in this order.
+        for filling in sorted(found, key=lambda filling: filling.lap):
+            # A shard that was never renamed is obsolete if a later lap has its final name.
+            if (filling.lap, filling.shard) > goal or filling.lap < named.get(filling.shard, -1) < ANY_LAP:
                 self._disk.unlink(filling.file.path)
                 filling.file.close()
                 continue

@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expstore.core import tuning
+from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.kernels.blosc_encode import pack_chunks
 from expstore.schema.schema import Field
+from expstore.storages.columns.packed.appender import PackedAppender
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.columns.packed.writer import PackedColumn
@@ -467,6 +469,71 @@ def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: in
         np.testing.assert_array_equal(again.part(0, 29), numbered(0, 29))
         again.close()
     assert at > 12
+
+
+class FailingRenames(Disk):
+    """Fail the first rename, before or after it is done."""
+
+    def __init__(self, *, done: bool) -> None:
+        super().__init__()
+        self.done, self.failed = done, False
+
+    def rename(self, old: Path, new: Path) -> None:
+        if self.failed:
+            super().rename(old, new)
+            return
+        self.failed = True
+        if self.done:
+            super().rename(old, new)
+            raise KeyboardInterrupt
+        raise StorageError("No space left on device")
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_shards_that_could_not_be_renamed_are_renamed_by_the_next_checkpoint(
+    tmp_path: Path, done: bool
+) -> None:
+    disk, columns = FailingRenames(done=done), {}
+    for place in range(2):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        columns[place] = PackedColumn(disk, folder, ENTRY, 48, Packing("lz4hc", 4, 8))
+        columns[place].append(1, numbered(0, 20))
+    appender = PackedAppender(columns, [], None)
+    appender.begin_opening(0, NO_IDS)
+    with pytest.raises((StorageError, KeyboardInterrupt)):
+        appender.synced()
+    appender.begin_opening(0, NO_IDS)
+    appender.synced()
+    for column in columns.values():
+        assert sorted(name for name in disk.names(column.folder) if name != "partial") == [
+            "c.0.0",
+            "c.1.0",
+            "open.2.0",
+        ]
+        column.close()
+
+
+@pytest.mark.parametrize("laps", [[0], [9, 10]])
+def test_unnamed_shards_of_former_laps_replace_no_newer_ones(tmp_path: Path, laps: list[int]) -> None:
+    """They are there if renames failed, and the writer was killed then."""
+    life, kept = Life(tmp_path, 48, Packing("lz4hc", 4, 8), 16), {}
+    end = 48 + 12 if laps == [0] else 48 * 10 + 12
+    while life.last < end:
+        life.extend(4)
+        lap, inside = divmod(life.last, 48)
+        if inside == 8 and lap in laps:
+            kept[lap] = (tmp_path / f"open.0.{lap}").read_bytes()
+        life.sync()
+    life.column.close()
+    if laps == [9, 10]:  # the name of 10 comes before that of 9
+        (tmp_path / "c.0.0").unlink()
+    for lap, data in kept.items():
+        (tmp_path / f"open.0.{lap}").write_bytes(data)
+    for _ in range(2):
+        life.settle()
+        life.check()
+    life.end()
 
 
 def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
