@@ -709,7 +709,9 @@ class _Metadata:
             return []
         self.files.append(path)
         try:
-            found = [json.loads(line) for line in disk.read_whole(path).splitlines() if line.strip()]
+            found = [
+                json.loads(line) for line in disk.read_whole(path.resolve()).splitlines() if line.strip()
+            ]
         except ValueError as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if any(not isinstance(row, dict) for row in found):
@@ -734,7 +736,7 @@ class _Metadata:
     @staticmethod
     def _json(path: Path) -> dict[str, Any]:
         try:
-            found = json.loads(ReadingDisk().read_whole(path))
+            found = json.loads(ReadingDisk().read_whole(path.resolve()))
         except ValueError as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if not isinstance(found, dict):

@@ -253,7 +253,7 @@ class RLDSReader(Reader):
                 hint=f"pass the folder of a version: {', '.join(versions)}" if versions else "",
             )
         try:
-            found = json.loads(disk.read_whole(path))
+            found = json.loads(disk.read_whole(path.resolve()))
         except ValueError as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if not isinstance(found, dict):

@@ -165,7 +165,7 @@ def _list_files(dataset_id: str, mirror: str, split: str | None, folder: Path) -
     fetch_files(described, folder)
     path = folder / _INFO[0]
     try:
-        shards = list_shards(json.loads(Disk().read_whole(path)))
+        shards = list_shards(json.loads(Disk().read_whole(path.resolve())))
     except (ValueError, AttributeError) as exc:
         raise SchemaError(f"{base}/{_INFO[0]} is not JSON: {exc}") from exc
     names = [shard.name for shard in shards if split in (None, shard.split)]

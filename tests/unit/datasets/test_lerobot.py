@@ -20,6 +20,7 @@ import expstore
 from expstore import NotFoundError, SchemaError
 from expstore.cli.app import run
 from expstore.datasets import LeRobotReader, import_dataset, lerobot_columns_to_tensordict
+from tests.support.linked_files import link_files
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors
@@ -301,6 +302,12 @@ def test_key_map(tmp_path: Path) -> None:
     for clash in (("observation", "state", "effort"), ("observation", "state"), ("next", "reward", "x")):
         with pytest.raises(SchemaError, match="are both stored as|inside it"):
             import_dataset(LeRobotReader(root, key_map={"observation.effort": clash}), tmp_path / "b.exp")
+
+
+@pytest.mark.parametrize("write", [write_v2, write_v3])
+def test_files_may_be_links(tmp_path: Path, write: Any) -> None:
+    root = link_files(write(tmp_path / "raw"), tmp_path / "snapshot")
+    assert import_dataset(LeRobotReader(root), tmp_path / "a.exp").rows == 14
 
 
 def test_ends_that_the_files_name(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import RLDSReader, import_dataset
 from expstore.datasets.tfrecord import parse_example, read_records
+from tests.support.linked_files import link_files
 
 # -- a writer --------------------------------------------------------------------------------------------
 
@@ -248,6 +249,11 @@ def test_episodes(tmp_path: Path, kind: str) -> None:
     assert not rows["done"].any()
     assert set(rows.keys()) >= {"discount", "is_init"}
     assert "is_last" not in set(rows.keys())
+
+
+def test_files_may_be_links(tmp_path: Path) -> None:
+    source = link_files(small(tmp_path / "raw/1.0.0"), tmp_path / "snapshot")
+    assert import_dataset(RLDSReader(source), tmp_path / "a.exp").rows == 10
 
 
 def test_last_step_is_a_transition(tmp_path: Path) -> None:
