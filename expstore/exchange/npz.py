@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import SchemaError, StorageError
+from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -35,6 +36,10 @@ from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["export_npz", "import_npz"]
 
+#: What zipfile raises for damaged files, and for compressions and encryptions that it cannot read.
+_DAMAGES = (
+    zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError
+)  # fmt: skip
 #: Number of bytes that are copied at a time.
 _COPIED = 1 << 20
 
@@ -192,7 +197,9 @@ def import_npz(
                 tell=tell,
                 disk=disk or Disk(),
             )
-        except (zipfile.BadZipFile, EOFError, zipfile.LargeZipFile) as exc:
+        except ExpStoreError:  # some of these are RuntimeErrors
+            raise
+        except _DAMAGES as exc:
             raise StorageError(f"cannot read {path}: {exc}") from exc
 
 

@@ -275,7 +275,7 @@ def _sum(reward: torch.Tensor, steps: torch.Tensor, gamma: float, most: int, dim
 def _to_go(reward: torch.Tensor, done: torch.Tensor, discount: float, dim: int) -> torch.Tensor:
     """Return the sums of discounted rewards from each step on, with a scan in log2(steps) rounds."""
     total = reward if reward.is_floating_point() else reward.to(torch.get_default_dtype())
-    factor = torch.where(done, 0.0, discount).to(total.dtype)
+    factor = torch.full_like(total, discount).masked_fill(done, 0.0)
     size, ahead = total.shape[dim], 1
     while ahead < size:
         # `total` has the sums over up to `ahead` steps, `factor` the discount of the rewards after them.

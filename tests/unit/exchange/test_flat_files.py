@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,20 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> N
         with pytest.raises(kind, match=words):
             FORMATS[form][1](path, tmp_path / "back.exp")
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_compressed_arrays_that_are_damaged(tmp_path: Path) -> None:
+    """A damaged stream is noticed by zlib, before the checksum of the array."""
+    np.savez_compressed(tmp_path / "a.npz", a=np.arange(6))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.npz") as file:
+        (member,) = file.infolist()
+    at = member.header_offset + 30 + len(member.filename) + int.from_bytes(data[28:30], "little")
+    data[at] |= 0b110  # the type of the first block, of which 3 means nothing
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(StorageError, match="cannot read .*invalid block type"):
+        import_npz(tmp_path / "a.npz", tmp_path / "b.exp")
+    assert os.listdir(tmp_path) == ["a.npz"]
 
 
 class Bomb:

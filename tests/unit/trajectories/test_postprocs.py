@@ -185,6 +185,13 @@ def test_spread_rewards_are_torchrls(done: list[bool], lanes: int, discount: flo
     assert torch.equal(made["next", "reward"], data["next", "reward"])
 
 
+def test_rewards_of_64_bits_are_spread_with_64_bits() -> None:
+    reward = torch.ones(2000, 1, dtype=torch.float64)
+    done = torch.zeros(2000, 1, dtype=torch.bool)
+    made = DensifyReward(discount=0.999)(TensorDict({"next": {"reward": reward, "done": done}}, [2000]))
+    assert made["next", "reward"][0].item() == pytest.approx((1 - 0.999**2000) / (1 - 0.999), rel=1e-12)
+
+
 def test_another_dim_may_be_time() -> None:
     reward = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     data = TensorDict({"next": {"reward": reward, "done": torch.zeros(2, 2, dtype=torch.bool)}}, [2])
