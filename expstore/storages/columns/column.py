@@ -361,6 +361,12 @@ class Appender(RowWriter, Checkpointed):
     def take_new_folders(self) -> set[Path]:
         """Return the folders with new names in them, each only once; the caller syncs them."""
 
+    def note_rows_synced(self) -> None:
+        """Keep the rows written so far: their files and folders were synced, without a checkpoint.
+
+        Called by the thread that writes.
+        """
+
     @abstractmethod
     def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
         """Return the files and folders that an opening has written, each only once.

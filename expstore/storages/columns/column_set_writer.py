@@ -316,6 +316,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Return the files of these slots, and those that were appended to since the last checkpoint."""
         return self.files_of(pieces).union(*(appender.touched_files for appender in self._appenders))
 
+    def note_rows_synced(self) -> None:
+        """Keep all rows written so far, after the fsync of their files and folders; see `Appender`."""
+        for appender in self._appenders:
+            appender.note_rows_synced()
+
     def take_new_folders(self) -> set[Path]:
         """Return the folders with new names, each only once; the caller syncs them or calls `put_back`."""
         taken = [take_all(self.new_folders), *(one.take_new_folders() for one in self._appenders)]

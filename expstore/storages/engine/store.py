@@ -352,6 +352,7 @@ class Store(Storage):
         self.engine.checkpointer.sync_rows(
             lambda: (columns.find_unsynced_files(runs), state.take_new_folders()), columns.put_back
         )
+        columns.note_rows_synced()
         return payload
 
     def _commit_record(self, rows: Rows, skipped: int, payload: Payload) -> Publish:

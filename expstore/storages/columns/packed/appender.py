@@ -130,6 +130,11 @@ class PackedAppender(Appender):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def note_rows_synced(self) -> None:
+        """Keep the areas of incomplete chunks until another sync covers their rows elsewhere."""
+        for _, column in self._columns:
+            column.note_synced()
+
     @property
     def touched_files(self) -> set[File]:
         """The files that were written to since the last checkpoint began."""
@@ -154,8 +159,10 @@ class PackedAppender(Appender):
         try:
             for column, fillings in self._unnamed:
                 column.name(fillings)
-        finally:  # after a failure, the next checkpoint renames the others
-            self._put_back()
+        except BaseException:
+            self._put_back()  # the next checkpoint renames the others
+            raise
+        self._unnamed = []
 
     def completed(self, *, tidy: bool) -> None:
         """Reuse areas that only the former checkpoint needed, when the new record is synced."""

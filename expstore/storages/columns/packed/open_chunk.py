@@ -50,8 +50,8 @@ class Area(NamedTuple):
 class PartialFile:
     """Store the uncompressed rows of the chunk that is being filled.
 
-    Threads: one writes; the thread that syncs decides when. Crashes: the area of rows that a checkpoint
-    covers is kept, and only later rows are added to it, until another checkpoint covers the rows elsewhere.
+    Threads: one writes; the thread that syncs decides when. Crashes: the area of rows that were synced is
+    kept, and only later rows are added to it, until another sync covers the rows elsewhere.
 
     Args:
         disk: Access to files.
@@ -69,7 +69,7 @@ class PartialFile:
         self._stride = _PAGE + -(-rows * row_bytes // _PAGE) * _PAGE
         self._stamp = self._written = 0  # newest stamp; stamp of the area that is being written
         self._area = -1
-        #: The areas on which the last durable checkpoint, and the running one, may depend.
+        #: The areas on which the last sync, and the running checkpoint, may depend.
         self._durable = self._pending = -1
         self._kept: list[int] = []
         if disk.exists(path):
@@ -176,6 +176,15 @@ class PartialFile:
     def note_marked(self) -> None:
         """Record that the checkpoint record is synced."""
         self._durable, self._kept = self._pending, []
+
+    def keep(self) -> None:
+        """Keep the newest area until the next checkpoint, as its rows may be synced nowhere else."""
+        if self._area not in self._kept:
+            self._kept.append(self._area)
+
+    def note_synced(self) -> None:
+        """Record that all rows written so far are synced, without a checkpoint: in this area or in shards."""
+        self._durable, self._kept = self._area, []
 
     def give_back(self) -> None:
         """Free the disk space of areas on which nothing depends, when the writer closes the store."""

@@ -248,6 +248,10 @@ class PackedColumn(PackedRows, WrittenPart):
         """Note that the checkpoint record is on the disk."""
         self._partial.note_marked()
 
+    def note_synced(self) -> None:
+        """Note that the touched files and new folders are synced; called by the thread that writes."""
+        self._partial.note_synced()
+
     def name(self, finished: list[Filling]) -> None:
         """Give finished shards, whose bytes are durable, their final names, and remove them from the list.
 
@@ -271,8 +275,10 @@ class PackedColumn(PackedRows, WrittenPart):
         self._partial.give_back()
 
     def put_back(self, finished: Sequence[Filling]) -> None:
-        """Undo `note_mark`: its shards are returned again by the next call."""
+        """Undo `note_mark`: the next call returns its shards again, and all files are synced again."""
         self._finished[:0] = finished  # in place: the writing thread may be appending
+        self.touched.update(filling.file for filling in self._unnamed)
+        self._touch_partial()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -318,11 +324,13 @@ class PackedColumn(PackedRows, WrittenPart):
         self._scrap += [self.shard_path(source.shard) for source in dead]
         kept = [source for source in self._sources if not any(source is one for one in dead)]
         self._sources = [source for source in kept if source.cut(lap, slot // each)]
-        if self._sources_new:
+        opening, self._sources_new = self._sources_new, False
+        if opening:
             self._partial.adopt(covered[0], covered[1] // each, covered[1] % each)
-            self._sources_new = False
         if inside:  # before the chunk is cut off: it may be the only copy of these rows
             self._keep_rest(lap, slot // each, rows)
+            if opening and place != covered:  # without a checkpoint, these rows may be synced
+                self._partial.keep()
         self._settle_files(place, again=dead)
         self._show_all([*self._sources, *self._unnamed])
         self._lap, self._next = lap, slot

@@ -227,6 +227,32 @@ def test_names_of_new_files_are_on_the_disk_before_the_record(
         assert disk.synced[-1] == "journal/000001"
 
 
+def test_rows_of_an_incomplete_chunk_are_kept_until_its_shard_is_synced(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next extend writes the chunk to its shard; the disk has only its raw rows."""
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 50_000)
+    fields = {"frame": {"layout": "packed", "rows": 16}}
+    settings = Settings(durability="sync", seed=1)
+    values = np.random.default_rng(0).integers(0, 256, (60, 2048), dtype=np.uint8)
+    rows, cut, partial = (
+        TensorDict({"frame": values}, [60]),
+        tmp_path / "cut.exp",
+        Path("columns/frame/partial"),
+    )
+    storage = ZarrStorage(store_path, 500, settings=settings, fields=fields)
+    with TensorDictReplayBuffer(storage=storage, batch_size=8) as rb:
+        rb.extend(rows[:40])  # not in its record: eight rows are in an incomplete chunk
+        shutil.copytree(store_path, cut)
+        rb.extend(rows[40:])  # in its record
+        shutil.copy(store_path / partial, cut / partial)
+    (cut / "STATE").unlink()  # another boot
+    with expstore.open(cut) as rb:
+        assert len(rb) == 40
+        np.testing.assert_array_equal(rb[:]["frame"].numpy(), values[:40])
+
+
 def test_folders_that_could_not_be_synced_are_tried_again(
     open_store: Callable[..., TensorDictReplayBuffer],
     disk: Watching,

@@ -402,6 +402,57 @@ def test_areas_on_which_a_mark_depends_are_left_alone(tmp_path: Path) -> None:
     partial.close()
 
 
+def test_synced_rows_are_kept_until_the_next_sync(tmp_path: Path) -> None:
+    partial = PartialFile(Disk(), tmp_path / "partial", 8, WIDTH)
+    partial.begin(0, 0)
+    partial.write(0, some_rows(0, 4))
+    partial.note_synced()
+    partial.end()
+    partial.begin(0, 1)
+    partial.note_mark()  # of a checkpoint that fails
+    partial.end()
+    for chunk in range(2, 8):
+        partial.begin(0, chunk)
+        partial.write(0, some_rows(chunk, 3))
+        partial.end()
+        np.testing.assert_array_equal(partial.find(0, 0, 4), some_rows(0, 4))
+    partial.note_synced()  # the chunks are in shards
+    for chunk in range(8, 12):
+        partial.begin(0, chunk)
+    assert partial.find(0, 0, 4) is None
+    partial.close()
+
+
+def test_an_opening_keeps_rows_that_were_synced_without_a_checkpoint(tmp_path: Path) -> None:
+    life = Life(tmp_path, 48, Packing("lz4hc", 4, 8), 16)
+    life.extend(6)
+    life.column.close()
+    life.column = life.make()
+    life.column.open_files()
+    life.column.settle(6, 2)
+    rows = life.column.part(4, 2).copy()
+    for _ in range(8):  # of later records, before the opening syncs the shard
+        life.extend(1)
+    partial = PartialFile(Disk(), tmp_path / "partial", 4, WIDTH)
+    np.testing.assert_array_equal(partial.find(0, 1, 2), rows)
+    partial.close()
+    life.sync()
+    life.check()
+    life.end()
+
+
+def test_files_are_synced_again_after_a_checkpoint_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
+    column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
+    column.append(1, numbered(0, 14))
+    appender = PackedAppender({0: column}, [], None)
+    dirty = appender.begin_opening(0, NO_IDS)
+    assert not appender.touched_files
+    appender.abort(dirty)
+    assert appender.touched_files == dirty.files
+    column.close()
+
+
 def test_torn_rows_are_known(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     partial = PartialFile(Disk(), path, 8, WIDTH)
