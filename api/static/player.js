@@ -22,7 +22,7 @@ const REDUCED = [512, 384, 256];
 const STEPS_PER_SECOND = 30;
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 8, 16];
 
-/** @typedef {{width: number, height: number, channels: number, pixels: Uint8Array}} Frame */
+/** @typedef {{step: number, width: number, height: number, channels: number, pixels: Uint8Array}} Frame */
 /** @typedef {{start: number, bytes: number, frames: Frame[], used: number}} Window */
 
 /**
@@ -42,10 +42,11 @@ export async function loadFrames({ store, episode, field, select, side, signal }
     query: { field, ...select, max_side: side, format: "raw" }, accept: "*/*", signal,
   });
   const [count, height, width, channels] = (response.headers.get("X-Shape") ?? "").split(",").map(Number);
+  const steps = (response.headers.get("X-Steps") ?? "").split(",").map(Number);
   const pixels = new Uint8Array(await response.arrayBuffer());
   const size = height * width * channels;
   return Array.from({ length: count }, (_, number) =>
-    ({ width, height, channels, pixels: pixels.subarray(number * size, (number + 1) * size) }));
+    ({ step: steps[number], width, height, channels, pixels: pixels.subarray(number * size, (number + 1) * size) }));
 }
 
 /**
@@ -72,7 +73,8 @@ export function drawFrame(canvas, { width, height, channels, pixels }) {
 export class FrameCache {
   /**
    * @param {object} options
-   * @param {(start: number, count: number, signal: AbortSignal) => Promise<Frame[]>} options.load
+   * @param {(start: number, count: number, signal: AbortSignal) => Promise<Frame[]>} options.load Returns the frame
+   *   of each step, with holes for steps that have left the store.
    * @param {number} options.frameBytes Bytes of a frame, to choose the size of windows.
    * @param {number} options.most Bytes that are kept.
    * @param {() => number} options.count Number of steps of the episode.
@@ -93,7 +95,12 @@ export class FrameCache {
     this.failed = false;
   }
 
-  /** @param {number} step @returns {Frame | null} Null: not loaded yet. */
+  /** @param {number} step Whether its window is loaded. Without a frame, the step has left the store. */
+  has(step) {
+    return this.windows.has(Math.floor(step / this.window));
+  }
+
+  /** @param {number} step @returns {Frame | null} Null: not loaded yet, or not in the store any more. */
   get(step) {
     const found = this.windows.get(Math.floor(step / this.window));
     if (!found) return null;
@@ -126,9 +133,11 @@ export class FrameCache {
     }
   }
 
-  /** @param {number} step Drop the window of a step, since the episode has grown. */
+  /** @param {number} step Drop the window of a step, also if it is on its way, since the episode has grown. */
   forget(step) {
     const number = Math.floor(step / this.window);
+    this.loads.get(number)?.abort();
+    this.loads.delete(number);
     this.bytes -= this.windows.get(number)?.bytes ?? 0;
     this.windows.delete(number);
   }
@@ -141,6 +150,7 @@ export class FrameCache {
     try {
       const count = Math.min(this.window, this.options.count() - start);
       const frames = await this.options.load(start, count, AbortSignal.any([abort.signal, this.options.signal]));
+      if (abort.signal.aborted) return;
       const bytes = frames.reduce((total, frame) => total + frame.pixels.length, 0);
       this.windows.set(number, { start, frames, bytes, used: ++this.clock });
       this.bytes += bytes;
@@ -186,8 +196,8 @@ export class FrameCache {
  * @param {string} options.store
  * @param {number} options.episode
  * @param {any[]} options.fields Image fields, as the summary describes them.
- * @param {number} options.first Number of the first step that can be read.
- * @param {number} options.count Number of steps that can be read.
+ * @param {number} options.first Number of the first step that can be read at the start.
+ * @param {number} options.count Number of steps from there to the end of the episode.
  * @param {number} options.step Position at the start, from 0.
  * @param {number} options.speed
  * @param {boolean} options.loop
@@ -241,7 +251,13 @@ export function createPlayer(options) {
       const view = {
         field, canvas, note,
         cache: new FrameCache({
-          load: (start, frames, abort) => loadFrames({ store, episode, field: field.name, select: { start: first + start, count: frames }, side: MOST_SIDE, signal: abort }),
+          load: async (start, frames, abort) => {
+            const select = { start: first + start, count: frames };
+            /** @type {Frame[]} */
+            const placed = [];
+            for (const frame of await loadFrames({ store, episode, field: field.name, select, side: MOST_SIDE, signal: abort })) placed[frame.step - select.start] = frame;
+            return placed;
+          },
           frameBytes: size.bytes, most, count: () => count, signal: end, onLoad: () => draw(),
           onError: (error) => { note.textContent = error.message; draw(); },
         }),
@@ -261,11 +277,11 @@ export function createPlayer(options) {
       if (frame) {
         drawFrame(view.canvas, frame);
         view.canvas.dataset.step = String(step);
-      } else if (!view.cache.failed) {
+      } else if (!view.cache.failed && !view.cache.has(step)) {
         complete = false;
       }
       view.cache.want(step, playing ? 3 : 1);
-      if (!view.cache.failed) view.note.textContent = "";
+      if (!view.cache.failed) view.note.textContent = !frame && view.cache.has(step) ? "This step has left the store." : "";
       view.canvas.classList.toggle("stale", !frame);
     }
     slider.value = String(step);

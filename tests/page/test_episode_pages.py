@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
@@ -335,6 +337,73 @@ def test_texts_and_tokens_are_coloured_by_a_field(visit: Open) -> None:
     page.wait_for_selector("section.text p >> text=window.broken >> nth=0")
     assert page.evaluate("window.broken") is None
     assert tab.errors == []
+
+
+def test_steps_keep_their_numbers_when_rows_leave_a_ring(visit: Open, tmp_path: Path) -> None:
+    """Rows that left while the page is open are missing; the others are not shown at their steps."""
+    steps = torch.arange(200)
+    frames = steps.to(torch.uint8)[:, None, None].repeat(1, 8, 8)
+    rows = TensorDict({"pixels": frames, "reward": steps.float(), "number": steps}, [200])
+    with Serving(Settings(path=tmp_path)) as server:
+        with expstore.open(tmp_path / "ring.exp", capacity=200) as rb:
+            rb.extend(rows, source="a")
+        tab = visit(url=server.url)
+        page = tab.open("/stores/ring/episodes/1?plots=reward")
+        page.wait_for_selector("canvas[data-step='0']")
+        page.wait_for_selector("text=Values at step 0")
+        with expstore.connect(f"{server.url}/ring") as rb:
+            rb.extend(rows[:150], source="b")
+        page.keyboard.press("End")
+        for step in (199, 160, 150):
+            page.fill("input[type=range]", str(step))
+            page.wait_for_selector(f"canvas[data-step='{step}']:not(.stale)")
+            assert brightness(page, "canvas[data-step]") == step
+            page.wait_for_selector(f"text=Values at step {step}")
+            page.wait_for_selector(f"dt:has-text('number') + dd >> text='{step}'")
+        page.fill("input[type=range]", "140")
+        page.wait_for_selector("text='This step has left the store.'")
+        page.wait_for_selector("text='Step 140 has left the store'")
+        assert page.inner_text("dt:has-text('number') + dd") == ""
+        page.check("label:has-text('number')")
+        chart = page.locator("figure[aria-label='number over the steps of the episode']")
+        chart.locator("summary").click()
+        chart.locator("details tr >> nth=199").wait_for()
+        cells = "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+        figures = chart.locator("details tbody tr").evaluate_all(cells)
+        assert figures[149:151] == [["149", "–"], ["150", "150"]]
+        assert figures[199] == ["199", "199"]
+        page.fill("input[type=range]", "100")  # playing does not wait for steps that have left
+        page.click(".play")
+        page.wait_for_selector("canvas[data-step='199']")
+    assert [error for error in tab.errors if "getImageData" not in error] == []  # that is this test's
+
+
+def test_a_window_that_grows_while_it_is_loaded_is_loaded_again(visit: Open) -> None:
+    found = (
+        visit()
+        .open("/")
+        .evaluate(
+            """async () => {
+            const { FrameCache } = await import("/ui/player.js");
+            const waiting = [];
+            let count = 10;
+            const cache = new FrameCache({
+                frameBytes: 1, most: 1_000_000, count: () => count, signal: new AbortController().signal,
+                onLoad: () => {}, onError: () => {},
+                load: (start, number) => new Promise((done) => waiting.push(() => done(
+                    Array.from({ length: number }, (_, at) => ({ step: at, pixels: new Uint8Array(1) }))))),
+            });
+            cache.want(0, 0);
+            cache.forget(count - 1);
+            count = 20;
+            cache.want(15, 0);
+            for (const answer of waiting) answer();
+            await new Promise((done) => setTimeout(done));
+            return { asked: waiting.length, step: cache.get(15)?.step, bytes: cache.bytes };
+        }"""
+        )
+    )
+    assert found == {"asked": 2, "step": 15, "bytes": 20}
 
 
 def test_frames_are_kept_within_their_bytes(visit: Open) -> None:

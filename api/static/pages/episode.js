@@ -2,7 +2,7 @@
 /** One episode: its frames, values, texts and facts. */
 
 import { storeHref } from "../app.js";
-import { getJson, storePath } from "../client.js";
+import { getJson, request, storePath } from "../client.js";
 import { colourOf, lineChart, thin } from "../chart.js";
 import { announce, debounce, emptyState, errorState, h, replace } from "../dom.js";
 import {
@@ -59,7 +59,9 @@ export async function render(root, context) {
   drawAbout();
   drawHeader(header, context, episode, filter, list);
 
+  // Steps are counted from the first one that is in the store now. Steps that leave it later keep their numbers.
   const first = episode.length - episode.live_rows;
+  const count = () => episode.length - first;
   const factForm = drawFacts(context, episode);
   if (episode.live_rows === 0) {
     root.append(emptyState("The rows of this episode have left the store.",
@@ -72,12 +74,12 @@ export async function render(root, context) {
   const chosen = (query.get("images") ?? "").split(",").filter(Boolean);
   const selected = () => images.filter((/** @type {any} */ field) => chosen.length === 0 || chosen.includes(field.name));
 
-  const rows = new RowCache({ store, id, first, count: () => episode.live_rows, fields: others, signal });
+  const rows = new RowCache({ store, id, first, count, fields: others, signal });
   const values = drawValues(rows, others, first);
   const texts = drawTexts(rows, others, context);
   const note = debounce(300, (/** @type {number} */ step) => context.setQuery({ step: first + step }));
   const player = createPlayer({
-    store, episode: id, fields: selected(), first, count: episode.live_rows,
+    store, episode: id, fields: selected(), first, count: count(),
     step: Number.isFinite(asked) ? asked - first : 0,
     speed: Number(query.get("speed")) || 1, loop: query.get("loop") === "1", signal,
     onStep: (step) => { charts.setCursor(step); values.show(step); texts.show(step); },
@@ -86,7 +88,7 @@ export async function render(root, context) {
       ...(speed === undefined ? {} : { speed: speed === 1 ? "" : speed }), ...(loop === undefined ? {} : { loop: loop ? "1" : "" }),
     }),
   });
-  const charts = drawCharts(context, id, others, first, episode.live_rows, (step) => player.seek(step));
+  const charts = drawCharts(context, id, others, first, count(), (step) => player.seek(step));
   const picker = images.length < 2 ? null : h("fieldset.row", null, h("legend", null, "Images"), images.map((/** @type {any} */ field) => {
     const box = h("input", {
       type: "checkbox", checked: selected().includes(field),
@@ -114,14 +116,14 @@ export async function render(root, context) {
     watch(store, async () => {
       const now = await getEpisode(store, id, signal);
       if (now === null || signal.aborted) return;
-      const grown = now.live_rows !== episode.live_rows && now.length - now.live_rows === first;
-      const status = now.status !== episode.status;
+      const grown = now.length !== episode.length;
+      const changed = now.status !== episode.status || now.live_rows !== episode.live_rows;
       Object.assign(episode, { ...now, info: episode.info });
-      if (grown || status) drawAbout();
+      if (grown || changed) drawAbout();
       if (grown) {
         rows.forgetEnd();
-        player.setCount(episode.live_rows);
-        charts.extend(episode.live_rows);
+        player.setCount(count());
+        charts.extend(count());
       }
     }, signal);
   }
@@ -225,11 +227,11 @@ class RowCache {
   constructor(options) {
     this.options = options;
     this.size = ROW_STEPS;
-    /** @type {Map<number, Promise<Record<string, any[]>>>} */
+    /** @type {Map<number, Promise<Columns>>} */
     this.windows = new Map();
   }
 
-  /** @param {number} step @returns {Promise<Record<string, any>>} The row's values by field. */
+  /** @param {number} step @returns {Promise<Record<string, any> | null>} The row's values by field; null: it has left the store. */
   async get(step) {
     const size = this.size;
     const start = Math.floor(step / size) * size;
@@ -241,8 +243,9 @@ class RowCache {
       if (this.windows.size > ROW_WINDOWS && oldest !== undefined) this.windows.delete(oldest);
     }
     try {
-      const columns = await found;
-      return Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column[step - start]]));
+      const { missing, columns } = await found;
+      const at = step - start - missing;
+      return at < 0 ? null : Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, column[at]]));
     } catch (error) {
       this.windows.delete(start);
       // Large texts: fewer rows fit into an answer.
@@ -266,6 +269,8 @@ class RowCache {
   }
 }
 
+/** @typedef {{missing: number, columns: Record<string, any[]>}} Columns Values by field, and how many steps before them have left the store. */
+
 /**
  * @param {string} store
  * @param {number} id
@@ -273,11 +278,13 @@ class RowCache {
  * @param {number} start
  * @param {number} count
  * @param {AbortSignal} signal
- * @returns {Promise<Record<string, any[]>>}
+ * @returns {Promise<Columns>}
  */
 async function loadColumns(store, id, names, start, count, signal) {
-  if (names.length === 0) return {};
-  return (await getJson(storePath(store, `/episodes/${id}`), { query: { fields: names.join(","), start, count }, signal })).rows;
+  if (names.length === 0) return { missing: 0, columns: {} };
+  const response = await request(storePath(store, `/episodes/${id}`), { query: { fields: names.join(","), start, count }, signal });
+  const first = Number(response.headers.get("X-First-Step") ?? start + count);
+  return { missing: first - start, columns: (await response.json()).rows };
 }
 
 /** @param {any} value A value of shape [] or [1] as a number or text. */
@@ -304,7 +311,8 @@ function drawValues(/** @type {RowCache} */ rows, /** @type {any[]} */ fields, /
     heading.textContent = `Values at step ${first + step}`;
     const row = await rows.get(step);
     return () => {
-      for (const field of small) /** @type {HTMLElement} */ (cells.get(field.name)).textContent = formatValue(row[field.name], field);
+      if (row === null) heading.textContent = `Step ${first + step} has left the store`;
+      for (const field of small) /** @type {HTMLElement} */ (cells.get(field.name)).textContent = row === null ? "" : formatValue(row[field.name], field);
     };
   }, (error) => { heading.textContent = error.message; });
   return { element, show };
@@ -394,7 +402,7 @@ function drawTexts(/** @type {RowCache} */ rows, /** @type {any[]} */ fields, /*
     current = step;
     if (element.hidden) return () => {};
     const row = await rows.get(step);
-    return () => replace(body,
+    return () => row === null ? replace(body, h("p.soft", null, "This step has left the store.")) : replace(body,
       texts.map((field) => h("section.text", null, h("h3", null, field.name), textOf(row[field.name]))),
       [...pieces, ...tokens].map((field) => h("section.text", null, h("h3", null, field.name),
         tokenList(row[field.name], scores.find((each) => each.name === colours.value), row))));
@@ -554,9 +562,10 @@ function drawCharts(/** @type {import("../app.js").Context} */ { params, query, 
           await visible(both);
           const start = columns[0].length;
           const size = Math.min(Math.max(1, Math.floor(CHART_STEPS / width)), count - start);
-          const found = (await loadColumns(params.store, id, [field.name], first + start, size, both))[field.name] ?? [];
-          if (found.length === 0) break;
-          for (const value of found) columns.forEach((column, part) => column.push(field.kind === "scalar" ? toNumber(value) : toNumber(value[part])));
+          const { missing, columns: found } = await loadColumns(params.store, id, [field.name], first + start, size, both);
+          const values = [...Array(missing).fill(null), ...found[field.name] ?? []];
+          if (values.length === 0) break;
+          for (const value of values) columns.forEach((column, part) => column.push(field.kind === "scalar" ? toNumber(value) : toNumber(value?.[part])));
           update();
           note.textContent = columns[0].length < count ? `Loading: ${integer(columns[0].length)} of ${integer(count)} steps` : "";
         }
