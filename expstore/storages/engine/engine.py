@@ -109,6 +109,7 @@ class Engine:
             raise
         #: Records failures of the store.
         self.health = Health(path)
+        self._is_cut_off = False  # whether the columns were left in the middle of a write
         #: The free space of the disk.
         self.space = DiskSpace(disk, path, min_free_bytes)
         #: Syncs the parts of the store.
@@ -285,7 +286,7 @@ class Engine:
             StorageError: The disk failed, or an earlier attempt was interrupted and the columns may have some
                 of the rows already; the journal has all of them, and the next write recovers them.
         """
-        if self.health.needs_recovery and self.rows.is_append_only:
+        if self.health.needs_recovery and self._is_cut_off:
             raise StorageError(
                 f"rows of {self.path} are not in the columns, as an earlier attempt was interrupted",
                 hint="extend() or flush() recovers them",
@@ -296,6 +297,8 @@ class Engine:
             self.health.note_failure(exc)  # a new shard of an unbounded store is synced at once
             if self.rows.is_append_only:
                 self.health.note_interruption()  # only the files show how many rows were written
+                # After a failure of the disk, they can be written again; not if a statement was skipped.
+                self._is_cut_off = not isinstance(exc, StorageError)
             raise
 
     def _write_replaced(self) -> None:
