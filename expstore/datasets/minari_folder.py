@@ -119,13 +119,8 @@ class MinariReader(Reader):
         capacity = exported.get("capacity") if self._capacity is None else self._capacity
         if self._own is None:
             return {"capacity": capacity}
-        roles = settings_of(exported)
         schema = self._own.schema
-        for name in ("traj_key", "reward_key"):
-            if name in roles and roles[name] not in schema:  # the export left the field out
-                del roles[name]
-        if not all(key in schema for key in roles.get("done_keys", ())):
-            del roles["done_keys"]
+        roles = settings_of(exported, schema)
         episodes = EpisodeKeys(
             traj=roles.get("traj_key"),
             done=roles.get("done_keys"),

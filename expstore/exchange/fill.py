@@ -361,10 +361,21 @@ def _close_quietly(storage: Store) -> None:
         storage.close()
 
 
-def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for a new store from the facts that an export has stored."""
+def settings_of(about: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """Return the settings for a new store from the facts that an export has stored.
+
+    Args:
+        about: The facts.
+        schema: The fields of the new store. Roles of fields that were not exported are left out.
+    """
     names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
-    return {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
+    found = {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
+    for name in ("traj_key", "reward_key"):
+        if name in found and found[name] not in schema:
+            del found[name]
+    if not all(key in schema for key in found.get("done_keys", ())):
+        del found["done_keys"]
+    return found
 
 
 def _to_tuples(value: Any) -> Any:

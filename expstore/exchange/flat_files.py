@@ -229,7 +229,7 @@ def fill_flat(
         capacity = plan.about.get("capacity")
     tell(plan.notes)
     wanted = plan.columns if plan.episode is None else [*plan.columns, plan.episode]
-    with new_store(disk, target, capacity, settings_of(plan.about)) as filler:
+    with new_store(disk, target, capacity, settings_of(plan.about, schema)) as filler:
         filler.prepare(schema)
         cutter = _Cutter(schema)
         size, done = piece_rows(schema.row_bytes), 0

@@ -343,7 +343,9 @@ def _fill(
     reading = (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
     room = about.get("capacity") if capacity is None else capacity
     tell(layout.notes)
-    with new_store(disk, target, room, settings_of(about), storage=storage or "zarr") as filler:
+    with new_store(
+        disk, target, room, settings_of(about, layout.schema), storage=storage or "zarr"
+    ) as filler:
         specs = about.get("specs") or ""
         filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
         done = 0

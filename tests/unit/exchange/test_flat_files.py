@@ -121,6 +121,19 @@ def test_rows_come_back_as_they_were(
     assert run(["verify", str(tmp_path / "back.exp")]) == 0
 
 
+def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
+    out, back = FORMATS[form]
+    keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
+    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
+        following = {"score": torch.ones(6, 1), "fell": torch.tensor([0, 0, 1, 0, 0, 1]).bool()[:, None]}
+        rb.extend(TensorDict({"x": torch.arange(6), "robot": torch.zeros(6).long(), "next": following}, [6]))
+        out(rb, tmp_path / f"out.{form}", fields=["x", "next.score"])
+    back(tmp_path / f"out.{form}", tmp_path / "back.exp")
+    with expstore.open(tmp_path / "back.exp", mode="r") as again:
+        assert again.sql('SELECT length, "return" FROM episodes').fetchall() == [(3, 3.0), (3, 3.0)]
+        assert set(again.schema.keys) == {("x",), ("next", "score")}
+
+
 def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> None:
     out, back = FORMATS[form]
     path = tmp_path / f"out.{form}"

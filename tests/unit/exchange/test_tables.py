@@ -215,6 +215,20 @@ def test_settings_of_a_store_come_back(tmp_path: Path, form: str) -> None:
                 assert getattr(manifests[0], name) == getattr(manifests[1], name)
 
 
+def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
+    keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
+    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
+        fell = torch.tensor([0, 0, 1, 0, 0, 1]).bool()[:, None]
+        following = {"score": torch.ones(6, 1), "fell": fell}
+        rb.extend(TensorDict({"x": torch.arange(6), "robot": torch.zeros(6).long(), "next": following}, [6]))
+        with there_and_back(form, rb, tmp_path, fields=["x", "next.score"]) as again:
+            assert again.sql('SELECT length, status, "return" FROM episodes').fetchall() == [
+                (3, "terminated", 3.0),
+                (3, "terminated", 3.0),
+            ]
+            assert again.schema.keys == (("x",), ("next", "score"))
+
+
 def test_rows_other_than_tensordicts_are_read_back(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 100)
     with expstore.ReplayBuffer(storage=storage) as rb:
