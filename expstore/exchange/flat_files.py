@@ -249,7 +249,8 @@ def fill_flat(
 
 def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
     about = _parse_about(reader.about)
-    known = {their_path(tuple(f["key"])): f for f in about.get("fields", ())}
+    # Fields of an exported store, by their names in the file. A mapping replaces what the export recorded.
+    known = {} if given else {their_path(tuple(f["key"])): f for f in about.get("fields", ())}
     check_map(given, [column.path for column in reader.columns])
     columns, fields = [], []
     episode = None
@@ -258,12 +259,13 @@ def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
         if column.path == _EPISODE and not given:
             episode = column
             continue
-        if known and not given and column.path not in known:
+        recorded = known.get(column.path)
+        if known and recorded is None:
             continue  # flags of the ends of episodes, which do not become fields
-        key = our_key(column.path, given)
+        key = our_key(column.path, given) if recorded is None else tuple(recorded["key"])
         if key is not None:
             columns.append(column)
-            fields.append(to_field(key, column, None if given else known.get(column.path)))
+            fields.append(to_field(key, column, recorded))
             lengths["/".join(column.path)] = rows
     if not fields:
         raise SchemaError("the file has no array that can be a field")

@@ -37,7 +37,7 @@ __all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "member
 
 #: Approximate size of a packed chunk in bytes.
 CHUNK_BYTES = 256 << 10
-#: Name of the group with facts about the file; it contains no rows.
+#: Name of the group with facts about the file in files of other programs; it contains no rows.
 _METADATA = "metadata"
 
 
@@ -142,8 +142,9 @@ def import_hdf5(
 ) -> Imported:
     """Create a store from an HDF5 file with one row per transition, such as D4RL's.
 
-    Names become fields, and episodes end, as described for `import_npz`. The group `metadata` and single
-    values describe the file and are left out. A file with one group per episode is rejected.
+    Names become fields, and episodes end, as described for `import_npz`. In files of other programs, the
+    group `metadata` and single values describe the file and are left out. A file with one group per episode
+    is rejected.
 
     Args:
         source: The file.
@@ -221,7 +222,7 @@ class _Reader:
                     "rows, such as agents; if each group is an episode, rename it: episode_0, episode_1, ..."
                 )
         for name, dataset in datasets_in(file):
-            if name.split("/")[0] == _METADATA:
+            if name.split("/")[0] == _METADATA and not self.about:
                 if "'metadata' is about the file, and left out" not in self.notes:
                     self.notes.append("'metadata' is about the file, and left out")
             elif not dataset.shape:

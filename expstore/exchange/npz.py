@@ -160,8 +160,9 @@ def import_npz(
 
     D4RL's names become fields: `observations` observation, `rewards` next.reward, `terminals`
     next.terminated, `timeouts` next.truncated, `next_observations` next.observation; other names do not
-    change. Episodes end where `terminals` or `timeouts` is True, and where the next observation differs from
-    the observation of the next row. The store is complete, or does not exist.
+    change. Fields of an exported store get their own names again, unless `names` is given. Episodes end
+    where `terminals` or `timeouts` is True, and where the next observation differs from the observation of
+    the next row. The store is complete, or does not exist.
 
     Args:
         source: The file.
@@ -221,6 +222,7 @@ class _Reader:
         self.columns: list[Column] = []
         self.lengths: list[int] = []
         self._names: dict[Key, str] = {}
+        exported = ABOUT + ".npy" in self._file.namelist()
         for name in self._file.namelist():
             plain = name.removesuffix(".npy")
             if name == plain:
@@ -231,7 +233,8 @@ class _Reader:
             elif not shape:
                 self.notes.append(f"{plain!r} is one value for all rows, and left out")
             else:
-                key = tuple(plain.replace(".", "/").split("/"))
+                # Other programs also join groups and names by dots; ours may be part of a name.
+                key = tuple((plain if exported else plain.replace(".", "/")).split("/"))
                 self.columns.append(Column(key, kind, shape[1:]))
                 self.lengths.append(shape[0])
                 self._names[key] = name

@@ -121,6 +121,32 @@ def test_rows_come_back_as_they_were(
     assert run(["verify", str(tmp_path / "back.exp")]) == 0
 
 
+@pytest.mark.parametrize("keys", [None, expstore.EpisodeKeys(done=["dones"], reward="rewards")])
+def test_names_that_mean_something_in_other_files_come_back(tmp_path: Path, form: str, keys: Any) -> None:
+    out, back = FORMATS[form]
+    dones = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
+    data = {name: torch.arange(6) for name in ("obs", "observation", "actions", "rewards", "metadata")}
+    nested = {"sensor.v1": torch.ones(6, 2), "infos": {"a.b": torch.ones(6)}, "next": {"obs": torch.ones(6)}}
+    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
+        rb.extend(TensorDict({**data, **nested, "dones": dones}, [6]))
+        out(rb, tmp_path / f"out.{form}")
+        notes: list[str] = []
+        back(tmp_path / f"out.{form}", tmp_path / "back.exp", tell=notes.extend)
+        assert notes == []
+        with expstore.open(tmp_path / "back.exp", mode="r") as again:
+            assert {key: again.schema[key] for key in again.schema.keys} == {
+                key: rb.schema[key] for key in rb.schema.keys
+            }
+            for key in rb.schema.keys:
+                assert torch.equal(again[:][key], rb[:][key])
+            assert rb.sql(EPISODES).fetchall() == again.sql(EPISODES).fetchall()
+    names = {"obs": "observation", "observations": "state", "actions": ""}
+    back(tmp_path / f"out.{form}", tmp_path / "mapped.exp", names=names)
+    with expstore.open(tmp_path / "mapped.exp", mode="r") as mapped:
+        assert {("observation",), ("state",), ("next", "reward")} <= set(mapped.schema.keys)
+        assert ("action",) not in mapped.schema
+
+
 def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
     out, back = FORMATS[form]
     keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
