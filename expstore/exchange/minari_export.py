@@ -90,7 +90,8 @@ def export_minari(
     Raises:
         ModuleNotFoundError: h5py is not installed.
         SchemaError: There are no observations, actions, rewards or next observations; or a next observation
-            differs from the observation of the next step; or a field holds objects or variable-length rows.
+            differs from the observation of the next step; or a field holds objects or variable-length rows;
+            or a flag has several values per row; or two fields would have the same name.
         StateError: The target exists, or would be inside a store; or the store has no fields yet.
         NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
         LockedError: Another export writes to this target.
@@ -177,7 +178,19 @@ class _Plan:
                 )
         if ("next", "reward") not in places or fields[places["next", "reward"]].row_items != 1:
             raise SchemaError("the rows have no 'next.reward' of one value, which a Minari dataset needs")
+        for key in _ENDS:
+            if key in places and fields[places[key]].row_items != 1:
+                raise SchemaError(
+                    f"{key_name(key)!r} has several values per row, but a Minari dataset has one",
+                    hint="choose the fields to export: without it, the ends of the episodes are exported",
+                )
         leaves = [leaf for key, place in places.items() if (leaf := _leaf(key, place, places, fields))]
+        paths = [leaf.path for leaf in leaves]
+        for path in paths:
+            if paths.count(path) > 1 or any(other.startswith(path + "/") for other in paths):
+                raise SchemaError(
+                    f"two fields would both be named {path!r} in the file", hint="choose the fields to export"
+                )
         ends = [name for key, name in _ENDS.items() if key not in places]
         return cls(fields, leaves, ends)
 

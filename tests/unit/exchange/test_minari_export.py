@@ -178,6 +178,33 @@ def test_fields_without_a_minari_form_are_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["odd.exp", "out", "run.exp"]
 
 
+@pytest.mark.parametrize("other", [("info", "won"), ("info", "won", "by")])
+def test_fields_that_would_share_a_name_are_refused(tmp_path: Path, other: tuple[str, ...]) -> None:
+    data = rows(0, 18)
+    data["won"] = data[other] = torch.ones(18)
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(data)
+        with pytest.raises(SchemaError, match="two fields would both be named 'infos/won' in the file"):
+            export_minari(rb, tmp_path / "out")
+        fields = [".".join(key) for key in rb.schema.keys if key != ("won",)]
+        assert export_minari(rb, tmp_path / "out", fields=fields).rows == 18
+
+
+def test_flags_of_several_agents_are_refused(tmp_path: Path) -> None:
+    data = rows(0, 18)
+    for name in ("terminated", "truncated", "done"):
+        data["next", name] = data["next", name].expand(18, 3).clone()
+    with expstore.open(tmp_path / "run.exp", episodes={"done_reduce": "any"}) as rb:
+        rb.extend(data)
+        with pytest.raises(SchemaError, match=r"'next\.terminated' has several values per row"):
+            export_minari(rb, tmp_path / "out")
+        left_out = [("next", "terminated"), ("next", "truncated")]
+        fields = [".".join(key) for key in rb.schema.keys if key not in left_out]
+        export_minari(rb, tmp_path / "out", fields=fields)
+    episodes = list(minari.MinariDataset(tmp_path / "out/data").iterate_episodes())
+    assert [bool(one.terminations[-1]) for one in episodes] == [True, True]
+
+
 def test_episodes_with_deleted_rows_become_several(tmp_path: Path) -> None:
     """What lies between is lost, and nothing may seem to follow on it."""
     with expstore.open(tmp_path / "run.exp", capacity=24) as rb:
