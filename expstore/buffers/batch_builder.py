@@ -19,12 +19,12 @@ from expstore.buffers.store_handle import StorePart
 from expstore.core.values import Array, Key, Selection
 from expstore.data.containers import Form, form_of, stack
 from expstore.data.nested_rows import take_rows
-from expstore.data.to_arrays import put_entry, to_arrays
+from expstore.data.to_arrays import put_entry, to_array, to_arrays
 from expstore.schema.row_selection import in_shape
 from expstore.storages.read_view import ReadView
 from expstore.transforms import Compose, StepView
 
-__all__ = ["BatchBuilder", "Finisher", "repeat_along_dims", "to_array"]
+__all__ = ["BatchBuilder", "Finisher", "repeat_along_dims"]
 
 _Placed = TypeVar("_Placed")
 
@@ -272,13 +272,6 @@ def repeat_along_dims(values: Any, batch: TensorDictBase) -> Any:
     """Repeat one value per row along the additional batch dims that rows have."""
     beyond = batch.batch_size[values.ndim :]
     return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
-
-
-def to_array(values: Any) -> Array:
-    """Return values as an array, also those of a tensor on another device."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
-    return np.asarray(values)
 
 
 def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from expstore.core.members import find_members
 from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
 from expstore.core.values import IntArray, key_name
 from expstore.data.containers import stack
-from expstore.data.to_arrays import to_arrays
+from expstore.data.to_arrays import to_array, to_arrays
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.samplers.ensemble import SamplerEnsemble
@@ -353,7 +353,7 @@ class ReplayBufferEnsemble:
             priority: One value for all rows, or one each, in the shape of `buffer_ids`.
         """
         members, rows = pairs(index, len(self._rbs))
-        values = np.broadcast_to(torch.as_tensor(priority).detach().cpu().numpy().reshape(-1), members.shape)
+        values = np.broadcast_to(to_array(priority).reshape(-1), members.shape)
         count = 0
         for member in np.unique(members).tolist():
             mine = members == member

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-from expstore.buffers.batch_builder import BatchBuilder, to_array
+from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.data.containers import stack_index
 from expstore.data.nested_tensors import to_values
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotFoundError, SchemaError
 from expstore.schema.schema import OBJECT
 from expstore.storages.episode_lookup import rows_of_episode

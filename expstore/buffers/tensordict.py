@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.buffers.batch_builder import to_array
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import reduce_to_anchors
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, Key, Selection, to_key
+from expstore.data.to_arrays import to_array
 from expstore.errors import SchemaError
 from expstore.samplers.base import Sampler
 from expstore.schema.schema import Schema
@@ -190,7 +191,10 @@ class TensorDictRows(RowStyle):
         place = schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
         if place < 0:
             return None
-        return check_priorities(sampler.reduce(columns[place].astype(np.float64)))
+        column = columns[place]
+        if schema.fields[place].dtype == "bfloat16":
+            column = widen_bfloat16(column)
+        return check_priorities(sampler.reduce(column.astype(np.float64)))
 
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
         """Return the root keys of samples about rows, weights, and those of the sample unit."""

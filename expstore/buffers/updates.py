@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_non_tensor
 
-from expstore.buffers.batch_builder import to_array
 from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
+from expstore.data.to_arrays import to_array
 from expstore.data.variable_rows import fit_values
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.row_selection import pick

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from expstore.buffers.batch_builder import to_array
 from expstore.cluster.batch_queue import BatchQueue
 from expstore.cluster.cluster_limit import ClusterLimit
 from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
@@ -32,7 +31,7 @@ from expstore.cluster.worker import run_together
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
-from expstore.data.to_arrays import to_arrays
+from expstore.data.to_arrays import to_array, to_arrays
 from expstore.disk.local_path import local_path
 from expstore.errors import (
     ArgumentError,

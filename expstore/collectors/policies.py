@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from expstore.core.values import Array
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotFoundError
 
 __all__ = ["ModulePolicy", "check_policy", "load_policy", "weights_of"]
@@ -44,8 +45,8 @@ class ModulePolicy:
 
 
 def weights_of(module: nn.Module) -> Weights:
-    """Return a copy of the weights and buffers of a module, as arrays by name."""
-    return {name: np.array(value.detach().cpu().numpy()) for name, value in module.state_dict().items()}
+    """Return a copy of the weights and buffers of a module, as arrays by name; bfloat16 as float32."""
+    return {name: np.array(to_array(value)) for name, value in module.state_dict().items()}
 
 
 def check_policy(policy: Any) -> Policy | None:

@@ -17,6 +17,7 @@ import torch
 from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.values import Array, Key, key_name, to_key
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.schema import ARROW, OBJECT, Field
 from expstore.specs import Categorical, MultiCategorical, TensorSpec, Unbounded
@@ -85,7 +86,7 @@ class SpaceField:
             if type(part) is np.ndarray and part.dtype == self.dtype and part.shape == shape:
                 return part
             if isinstance(part, torch.Tensor):
-                part = part.detach().cpu().numpy()
+                part = to_array(part)
             array = np.asarray(part, object) if self.is_text else np.asarray(part)
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise SchemaError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
@@ -16,7 +17,16 @@ from expstore.core.values import Array, Key
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_values
 
-__all__ = ["put_entry", "to_arrays", "to_ragged_rows"]
+__all__ = ["put_entry", "to_array", "to_arrays", "to_ragged_rows"]
+
+
+def to_array(values: Any) -> Array:
+    """Return values as an array, also those of a tensor on another device; bfloat16 becomes float32."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    tensor = values.detach().cpu()
+    array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
 
 
 def to_arrays(batch: Any) -> Any:
@@ -33,8 +43,7 @@ def to_arrays(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         if batch.is_nested:
             return to_objects([to_arrays(row) for row in batch.unbind()])
-        tensor = batch.detach().cpu()
-        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+        return to_array(batch)
     if isinstance(batch, Mapping):
         return {name: to_arrays(value) for name, value in batch.items()}
     if type(batch) in (list, tuple):

@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
-from expstore.buffers.batch_builder import to_array
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
 from expstore.data.containers import Layout
 from expstore.data.mappings import take_mapping, take_mappings
-from expstore.data.to_arrays import to_arrays
+from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalEpisodes

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from expstore.buffers.arguments import check_batch_size
-from expstore.buffers.batch_builder import to_array
 from expstore.core.values import IntArray, key_name, to_key
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
 from expstore.remote.forks import copy_in_child
 from expstore.remote.local_only import LocalOnly

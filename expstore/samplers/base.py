@@ -22,6 +22,7 @@ from expstore.core.arguments import refuse_keywords
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
+from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.filter import Filter, Where, split_where
@@ -428,8 +429,7 @@ class Sampler(metaclass=SamplerKind):
             )
             return
         kept = self._require_storage(storage)
-        values = priority.detach().cpu().numpy() if isinstance(priority, torch.Tensor) else priority
-        given = np.asarray(values, np.float64)
+        given = to_array(priority).astype(np.float64)
         with kept.lock:
             ids, counts = ids_of(kept, index)
             if given.size == 1:

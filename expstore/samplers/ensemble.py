@@ -13,6 +13,7 @@ import torch
 
 from expstore.core.members import Members
 from expstore.core.values import Array, IntArray
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotReadyError
 
 __all__ = ["SamplerEnsemble"]
@@ -78,9 +79,7 @@ class SamplerEnsemble(Members):
             )
         self._by_rows = isinstance(value, str)
         if value is not None and not self._by_rows:
-            if isinstance(value, torch.Tensor):
-                value = value.detach().cpu().numpy()
-            value = np.asarray(value, np.float64)
+            value = to_array(value).astype(np.float64)
             total = float(value.sum()) if value.shape == (len(self),) and (value >= 0).all() else 0.0
             if not 0 < total < np.inf:
                 raise ArgumentError(

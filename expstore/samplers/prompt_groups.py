@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler, readable
@@ -199,9 +200,10 @@ class PromptGroupSampler(Sampler):
             ids, (items,) = read_present(storage, storage.window.ids(), [0])
             columns = [_of_items(items, key) for key in keys]
         else:
-            ids, columns = read_present(
-                storage, storage.window.ids(), [storage.require_schema().place_of(key) for key in keys]
-            )
+            schema = storage.require_schema()
+            ids, columns = read_present(storage, storage.window.ids(), [schema.place_of(key) for key in keys])
+            if needs and schema[keys[1]].dtype == "bfloat16":
+                columns[1] = widen_bfloat16(columns[1])
         names = _number(columns[0])
         order = np.argsort(names, kind="stable")
         starts = np.append(np.flatnonzero(np.append(True, np.diff(names[order]) != 0)), names.size)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from expstore.core.values import Array, IntArray, Key, Mark, Selection, to_key
+from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler, call_with_storage, is_written, readable, tell_write
 from expstore.samplers.names import make_sampler
@@ -242,8 +243,8 @@ def _numbers(storage: ReadView, index: Any) -> IntArray:
         StateError: The indices are not integers.
     """
     if isinstance(index, tuple):
-        index = np.stack([_array(one) for one in index], axis=-1)
-    numbers = _array(index)
+        index = np.stack([to_array(one) for one in index], axis=-1)
+    numbers = to_array(index)
     if numbers.dtype.kind not in "iu":
         raise StateError(f"indices of rows must be integers, got dtype {numbers.dtype}")
     if storage.ndim > 1 and numbers.ndim > 1:
@@ -258,17 +259,13 @@ def _index(storage: ReadView, ids: IntArray) -> IntArray:
     return numbers if storage.ndim == 1 else storage.geometry.unravel(numbers)
 
 
-def _array(values: Any) -> Array:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-
-
 def _sort_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
     """Split info into columns (a value per row), marks (flags in nested fields) and all other values."""
     columns: dict[Key, Array] = {}
     marks: list[Mark] = []
     notes: dict[Any, Any] = {}
     for name, value in info.items():
-        array = _array(value) if isinstance(value, (torch.Tensor, np.ndarray)) else None
+        array = to_array(value) if isinstance(value, (torch.Tensor, np.ndarray)) else None
         if name in ("index", "id"):
             continue  # the buffer adds these itself
         if array is None or not array.ndim or len(array) != count or not isinstance(name, (str, tuple)):

@@ -766,7 +766,7 @@ def test_priorities_find_their_members() -> None:
         sample_from_all=True,
     )
     index = TensorDict({"buffer_ids": torch.tensor([0, 1]), "index": torch.tensor([3, 4])}, [2])
-    assert rb.update_priority(index, torch.tensor([100000.0, 200000.0])) == 2
+    assert rb.update_priority(index, torch.tensor([100000.0, 200000.0], dtype=torch.bfloat16)) == 2
     values = rb.sample(40)["index", "index"].numpy()
     assert (values[0] == 3).mean() > 0.9
     assert (values[1] == 4).mean() > 0.9

@@ -23,7 +23,7 @@ from torch import nn
 
 import expstore
 from expstore import Collector
-from expstore.collectors.policies import load_policy
+from expstore.collectors.policies import ModulePolicy, load_policy, weights_of
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from tests.support.paths import ROOT
 from tests.support.waits import wait_until
@@ -518,3 +518,13 @@ def test_what_needs_workers_or_a_module_says_so() -> None:
             collector.update_policy()
     with pytest.raises(StateError, match="closed"):
         collector.collect(1)
+
+
+def test_weights_of_all_dtypes_are_passed_on() -> None:
+    module, other = (nn.Linear(2, 3).to(torch.bfloat16) for _ in range(2))
+    module.register_buffer("steps", torch.tensor(7))
+    other.register_buffer("steps", torch.tensor(0))
+    ModulePolicy(other).set_weights(weights_of(module))
+    for name, value in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+        assert other.state_dict()[name].dtype == value.dtype

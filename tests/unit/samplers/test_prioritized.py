@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 import expstore
 from expstore import (
@@ -338,3 +339,19 @@ def test_versions_keep_alpha_and_beta(tmp_path: Path) -> None:
     with TensorDictReplayBuffer(storage=MemoryStorage(50), sampler=sampler) as rb:
         rb.loads(tmp_path / "plain")
         assert (sampler.alpha, sampler.beta) == (0.7, 0.4)
+
+
+def test_priorities_may_be_bfloat16() -> None:
+    """With new rows, on samples, by index, and to the sampler; NumPy has only the bits of this dtype."""
+    given = torch.tensor([1.0, 2.0, 0.5], dtype=torch.bfloat16)
+    rb = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=MemoryStorage(10), batch_size=3)
+    index = rb.extend(TensorDict({"number": torch.arange(3), "td_error": given}, [3]))
+    assert rb.storage.priorities.values[:3].tolist() == [1.0, 2.0, 0.5]
+    assert rb.update_priority(index, given * 2) == 3
+    assert rb.storage.priorities.values[:3].tolist() == [2.0, 4.0, 1.0]
+    rb.sampler.update_priority(index, given * 4)
+    assert rb.storage.priorities.values[:3].tolist() == [4.0, 8.0, 2.0]
+    rows = rb.sample()
+    rows["td_error"] = torch.full((3,), 16.0, dtype=torch.bfloat16)
+    rb.update_tensordict_priority(rows)
+    assert (rb.storage.priorities.values[rows["index"].numpy()] == 16).all()

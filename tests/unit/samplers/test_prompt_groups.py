@@ -164,3 +164,12 @@ def test_invalid_arguments_are_refused() -> None:
     lanes.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
     with pytest.raises(ValueError, match="single-dimensional"):
         lanes.sample(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rewards_may_be_negative_in_all_dtypes(dtype: torch.dtype) -> None:
+    reward = torch.tensor([-1.0, 3.0, -5.0, 2.0], dtype=dtype)
+    data = TensorDict({"query": torch.zeros(4, dtype=torch.int64), "next": {"reward": reward}}, [4])
+    sampler = PromptGroupSampler(samples_per_group=2, strategy="reward")
+    rb = memory_buffer(seed=2, sampler=sampler, rows=data, batch_size=2)
+    assert sorted(rb.sample()["next", "reward"].tolist()) == [2.0, 3.0]
