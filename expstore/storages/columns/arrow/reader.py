@@ -56,11 +56,11 @@ class SegmentReader(Segments, FollowedPart):
         """Find all rows that exist, on the first call only; `look_to` finds later ones."""
         if not self._looked:
             with self.changing:
-                self._look_anew()
+                self.show_all(self._scan_all())
             self._looked = True
 
-    def _look_anew(self) -> None:
-        """Find all rows again from scratch; batches merged into another segment count once."""
+    def _scan_all(self) -> list[Segment]:
+        """Find all batches again from scratch; batches merged into another segment count once."""
         self._close_last()
         found: list[Segment] = []
         top = 0
@@ -81,15 +81,16 @@ class SegmentReader(Segments, FollowedPart):
                 file.close()
         if self._closed:
             self._close_last()
-        self.show_all(found)
+        return found
 
     def look_to(self, last: int) -> None:
         """Find the rows up to this id, which a writer has written."""
         self._live = True
         with self.changing:
             if last > self.top and not self._read_on(last):
-                self._look_anew()
-            self._let_go_behind(last)
+                self._show_committed(self._scan_all(), last)
+            else:
+                self._let_go_behind(last)
             self._set_top(max(self.top, last))
 
     def have_left(self, ids: IntArray) -> Array:
@@ -101,13 +102,14 @@ class SegmentReader(Segments, FollowedPart):
         return left if view is None else left | (ids <= view.retired)
 
     def _read_on(self, last: int) -> bool:
-        """Find more batches of the newest segment; return whether they reach the row `last`."""
+        """Find more batches of the newest segment, up to the row `last`; return whether they reach it."""
         if self._last is None:
             return False
         file, segment = self._last
         known = len(segment.headers)
         mapped = segment.addresses.size
         self.scan(segment.path, file, size=min(mapped, file.size()), segment=segment)
+        _drop_behind(segment, last)
         if len(segment.headers) > known:
             self.show(segment, segment.headers[known:], segment.offsets[known:])
         return segment.last >= last
@@ -125,21 +127,18 @@ class SegmentReader(Segments, FollowedPart):
             self.show(segment, [header], [0])
 
     def _let_go_behind(self, last: int) -> None:
-        """Forget rows that the writer has not committed, because it may write other rows instead."""
-        if not self.segments or self.segments[-1].last <= last:
-            return
-        kept = []
-        for segment in self.segments:
-            while segment.headers and segment.headers[-1].first > last:
-                segment.headers.pop()
-                segment.end = segment.offsets.pop()
-                segment.sealed = False
-            if segment.headers:
-                kept.append(segment)
+        """Forget rows after this one, which the writer has not committed."""
+        if self.segments and self.segments[-1].last > last:
+            self._show_committed(self.segments, last)
+
+    def _show_committed(self, segments: Sequence[Segment], last: int) -> None:
+        """Make the rows of these segments up to this id readable, and no others."""
+        for segment in segments:
+            _drop_behind(segment, last)
+        kept = [segment for segment in segments if segment.headers]
         if not kept or (self._last is not None and kept[-1] is not self._last[1]):
             self._close_last()
-        self._set_top(0)
-        self.show_all(kept)
+        self.show_all(kept, top=last)
 
     def end_at(self, last: int) -> None:
         """Make only rows up to this id readable. Called when there is no writer any more."""
@@ -159,10 +158,7 @@ class SegmentReader(Segments, FollowedPart):
             batches, _ = self._find(locations, ids)
             if (batches < 0).any():
                 with self.changing:
-                    top = self.top
-                    self._look_anew()
-                    self._let_go_behind(top)
-                    self._set_top(top)
+                    self._show_committed(self._scan_all(), self.top)
         return super().take(ids, numbers)
 
     def _close_last(self) -> None:
@@ -179,3 +175,11 @@ class SegmentReader(Segments, FollowedPart):
             self._closed = True
             self._close_last()
             super().close()
+
+
+def _drop_behind(segment: Segment, last: int) -> None:
+    """Drop batches after this row: the writer has not committed them and may write other rows instead."""
+    while segment.headers and segment.headers[-1].first > last:
+        segment.headers.pop()
+        segment.end = segment.offsets.pop()
+        segment.sealed = False

@@ -312,15 +312,21 @@ class Segments(AppendedPart):
         self._widths.append(widths)
         return len(self._widths) - 1
 
-    def show_all(self, segments: Sequence[Segment]) -> None:
-        """Make the batches of these segments readable, and no others."""
+    def show_all(self, segments: Sequence[Segment], *, top: int | None = None) -> None:
+        """Make the batches of these segments readable, and no others.
+
+        Args:
+            segments: The segments, in the order of their ids.
+            top: The newest id covered; None: the id of the last row, or the present value if it is newer.
+        """
         self.segments = list(segments)
         locations = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
         locations = locations._replace(maps=tuple(segment.addresses for segment in segments))
         for segment in segments:
             locations = self._put(locations, segment, segment.headers, segment.offsets)
         self._locations = locations
-        self.top = max(self.top, *(segment.last for segment in segments), 0)
+        # Other threads find the ids of a ring's slots by `top`, so it must never have a value in between.
+        self.top = max(self.top, *(segment.last for segment in segments), 0) if top is None else top
 
     def replace(self, first: int, count: int, by: Sequence[Segment]) -> None:
         """Replace the batches of some segments by those of others. No row may be read meanwhile.
