@@ -478,7 +478,7 @@ def test_rows_that_were_refused_while_others_wrote_stay_pending() -> None:
         assert int(lane["observation"][0, 0]) % 100 == 0
 
 
-def test_ctrl_c_while_others_write_leaves_no_gap() -> None:
+def test_ctrl_c_while_others_write_leaves_out_no_step() -> None:
     rb = FakeBuffer()
     errors = iter([KeyboardInterrupt()])
 

@@ -34,8 +34,9 @@ class World:
             copy_all_but=lambda keeps: note(f"archive all but {keeps}"),
         )
         self.engine = SimpleNamespace(
-            archive=archive, path=Path("run.exp"), disk=None, write_values=lambda: note("write values")
-        )
+            archive=archive, path=Path("run.exp"), disk=None, write_values=lambda: note("write values"),
+            block_sums=lambda: None,
+        )  # fmt: skip
         state = SimpleNamespace(
             columns=SimpleNamespace(ready=40),
             write_keys=SimpleNamespace(waiting=waiting),
@@ -56,7 +57,7 @@ class World:
             store_snapshots, "Arrival", SimpleNamespace(of=lambda content, store: f"arrival of {content}")
         )
         monkeypatch.setattr(
-            store_snapshots, "read_resized", lambda store, capacity, progress: f"to {capacity}"
+            store_snapshots, "read_resized", lambda store, capacity, sums, progress: f"to {capacity}"
         )
         self.snapshots = StoreSnapshots(self.store, check=lambda: None, updates=updates, reopen=self.reopen)
 
