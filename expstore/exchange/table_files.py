@@ -88,7 +88,9 @@ class ParquetPart(Part):
     def first_id(self) -> int | None:
         """Return the smallest id, if the statistics of the first row group contain it."""
         names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
-        if "_id" not in names or not self._file.metadata.num_row_groups:
+        if "_id" not in names or not pa.types.is_integer(self.schema.field("_id").type):
+            return None
+        if not self._file.metadata.num_row_groups:
             return None
         found = self._file.metadata.row_group(0).column(names.index("_id")).statistics
         return int(found.min) if found is not None and found.has_min_max else None

@@ -69,8 +69,9 @@ def import_parquet(
     From other Parquet files, columns of numbers, and lists of numbers that all have the same length, become
     fields of fixed size; structs become nested fields. Other lists of numbers become tensors of any length.
     Text, all other lists, and columns with missing values become variable-length fields, with None for
-    missing values. Episodes follow from flags and trajectory ids, as in `extend`. The store is complete, or
-    does not exist.
+    missing values. Episodes follow from flags and trajectory ids, as in `extend`, unless there are columns
+    `_episode` and `_step`; then the steps of an episode must be in order. The store is complete, or does not
+    exist.
 
     Args:
         source: A folder made by `export_parquet`, a folder of Parquet files, or a Parquet file.
@@ -84,7 +85,8 @@ def import_parquet(
     Raises:
         NotFoundError: The source, or the parent folder of the store, does not exist.
         StorageError: A file cannot be read; or the disk failed or is full. Nothing is left behind.
-        SchemaError: A column cannot be a field of this storage, or files have different columns.
+        SchemaError: A column cannot be a field of this storage; or files have different columns; or the steps
+            of an episode are not in order.
         StateError: The target exists, or would be inside a store.
         LockedError: Another process creates the store at the same time.
 
@@ -124,7 +126,7 @@ def import_arrow(
     Raises:
         NotFoundError: The source, or the parent folder of the store, does not exist.
         StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
-        SchemaError: A column cannot be a field of this storage.
+        SchemaError: A column cannot be a field of this storage, or the steps of an episode are not in order.
         StateError: The target exists, or would be inside a store.
         LockedError: Another process creates the store at the same time.
 
@@ -352,6 +354,7 @@ def _fill(
         ends = _Ends(parts, layout) if numbered and facts is None else None
         for columns, own in reading:
             if numbered:
+                _check_order(own["_episode"], own["_step"])
                 filler.put(
                     columns,
                     own["_episode"],
@@ -366,6 +369,19 @@ def _fill(
             done += len(columns[0])
             progress(done, max(done, total))
         return filler.result(target, layout.notes)
+
+
+def _check_order(episodes: IntArray, steps: IntArray) -> None:
+    """Raise SchemaError if a step of an episode comes after a later one; episodes may interleave."""
+    order = np.argsort(episodes, kind="stable")
+    same = episodes[order[1:]] == episodes[order[:-1]]
+    wrong = np.flatnonzero(same & (steps[order[1:]] < steps[order[:-1]]))
+    if wrong.size:
+        before, after = order[wrong[0]], order[wrong[0] + 1]
+        raise SchemaError(
+            f"step {steps[after]} of episode {episodes[after]} comes after step {steps[before]}",
+            hint="sort the rows by _episode and _step, or leave the column _step out",
+        )
 
 
 def _find_layout(parts: Sequence[Part]) -> Layout:

@@ -260,7 +260,10 @@ class Table:
                 wanted = column.cast(OWN[name])
                 wanted = wanted.cast(pa.int64()) if name == "_time" else wanted
             except pa.ArrowException as exc:
-                raise SchemaError(f"column {name!r} is of type {column.type}, not {OWN[name]}") from exc
+                raise SchemaError(
+                    f"column {name!r} is of type {column.type}, not {OWN[name]}",
+                    hint="rename it if it is a field: exports of expstore have their own column of this name",
+                ) from exc
             found[name] = _to_numpy((name,), wanted)
         return found
 

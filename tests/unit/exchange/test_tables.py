@@ -215,6 +215,24 @@ def test_settings_of_a_store_come_back(tmp_path: Path, form: str) -> None:
                 assert getattr(manifests[0], name) == getattr(manifests[1], name)
 
 
+@pytest.mark.parametrize("steps", [[2, 1, 0, 0], [0, 2, 1, 0], [1, 0, 3, 0]])
+def test_steps_out_of_order_are_refused(tmp_path: Path, steps: list[int]) -> None:
+    table = pa.table({"_episode": [7, 7, 7, 3], "_step": steps, "x": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"step \d of episode 7 comes after step \d; sort the rows by"):
+        import_parquet(tmp_path / "x.parquet", tmp_path / "x.exp")
+    assert sorted(os.listdir(tmp_path)) == ["x.parquet"]
+    pq.write_table(table.sort_by([("_episode", "ascending"), ("_step", "ascending")]), tmp_path / "x.parquet")
+    assert import_parquet(tmp_path / "x.parquet", tmp_path / "x.exp").rows == 4
+
+
+@pytest.mark.parametrize("ids", [["a", "b"], [1.5, 2.5]])
+def test_an_id_of_another_program_is_refused(tmp_path: Path, ids: list[Any]) -> None:
+    pq.write_table(pa.table({"_id": ids, "x": [1, 2]}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match="column '_id' is of type (string|double), not int64; rename it"):
+        import_parquet(tmp_path / "x.parquet", tmp_path / "x.exp")
+
+
 def test_fields_that_describe_episodes_may_be_left_out(tmp_path: Path, form: str) -> None:
     keys = expstore.EpisodeKeys(traj="robot", done=[("next", "fell")], reward=("next", "score"))
     with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
