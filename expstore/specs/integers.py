@@ -136,7 +136,9 @@ def draw_integers(
     share = torch.rand(size, dtype=exact, device=low.device, generator=generator)
     span = high - low
     drawn = torch.minimum(low + (share * (span.to(exact) + 1)).long(), high.expand(size))
-    wide = ((span < 0) | (span > 2**52)).expand(size)
+    # Wider ranges of uint32 and uint64 need more than the 24 bits of a float32.
+    widest = 2**52 if exact == torch.float64 else 2**16
+    wide = ((span < 0) | (span > widest)).expand(size)
     if wide.any():
         # A float has too few bits for these ranges. span < 0: the difference of the bounds overflows.
         low, high, span = (bound.expand(size)[wide] for bound in (low, high, span))

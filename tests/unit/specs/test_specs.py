@@ -586,6 +586,16 @@ def test_bounds_keep_to_smaller_dtypes() -> None:
     assert expstore.Bounded(0, 1, shape=(), dtype=torch.bool).project(torch.tensor(3.0)).item() is True
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("high", [2**17, 2**31 - 1])
+def test_low_bits_of_wide_ranges_are_drawn(dtype: torch.dtype, high: int) -> None:
+    spec = expstore.Bounded(0, high, shape=(), dtype=dtype)
+    drawn = spec.rand((10_000,), generator=torch.Generator().manual_seed(0)).long()
+    counts = torch.bincount(drawn % 256, minlength=256)
+    assert counts.min() > 10  # 39 are expected
+    assert drawn.double().mean().item() == pytest.approx(high / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
     largest = torch.iinfo(dtype).max
