@@ -1205,7 +1205,8 @@ class ReplayBuffer:
         made before `share` only read.
 
         Args:
-            shared: False: let no other process write any more.
+            shared: False: let no other process write any more, once calls in progress are done; calls that
+                wait for the rate limiter are then allowed.
 
         Returns:
             The buffer.

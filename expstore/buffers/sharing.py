@@ -6,6 +6,7 @@ and in a pickled copy it gives the store handle a `WritingProxy`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class Sharing(StorePart):
     """
 
     def __init__(self, store: StoreHandle, sampling: Sampling, ingest: Ingest, updates: RowUpdates) -> None:
-        self._store = store
+        self._store, self._sampling = store, sampling
         self._owner = _Owner(store, sampling, ingest, updates)
         self._server: WritingServer | None = None
         self._starting = threading.Lock()
@@ -74,10 +75,15 @@ class Sharing(StorePart):
             self._server = WritingServer(self._owner)
 
     def stop(self) -> None:
-        """Let no other process write any more; open episodes of the others are cut."""
+        """Let no other process write any more; open episodes of the others are cut.
+
+        Calls in progress are done first, also calls that wait for the rate limiter.
+        """
         server, self._server = self._server, None
+        limiter = self._sampling.limiter
         if server is not None:
-            server.close()
+            with contextlib.nullcontext() if limiter is None else limiter.allow_inserts():
+                server.close()
 
     def leave_parent(self) -> None:
         """Write through the parent from now on: this is a forked child."""
@@ -93,11 +99,16 @@ class Sharing(StorePart):
         address = None if proxy is None else proxy.address
         if self._server is not None:
             address = self._server.address
-        return {"store": self._store, "owner": self._owner, "address": address}
+        return {
+            "store": self._store,
+            "sampling": self._sampling,
+            "owner": self._owner,
+            "address": address,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned; the copy writes through the process that shares the store."""
-        self._store, self._owner = state["store"], state["owner"]
+        self._store, self._sampling, self._owner = state["store"], state["sampling"], state["owner"]
         self._server, self._starting = None, threading.Lock()
         if state["address"] is not None:
             self._store.use_proxy(WritingProxy(state["address"]))

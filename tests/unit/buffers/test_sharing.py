@@ -523,6 +523,21 @@ def test_a_worker_that_waits_for_the_limiter_holds_up_nobody(store_path: Path) -
             assert len(rb) == 25
 
 
+def test_sharing_ends_although_a_worker_waits_for_the_limiter(store_path: Path) -> None:
+    limiter = SampleToInsertRatio(1.0, min_size_to_sample=10, error_buffer=(-20.0, 20.0), timeout=None)
+    with expstore.open(store_path, batches={"rate_limiter": limiter}).share() as rb, copy_of(rb) as worker:
+        worker.extend(numbered_rows(10))
+        waiting = threading.Thread(target=worker.extend, args=(numbered_rows(15, 10),))
+        waiting.start()
+        wait_until(lambda: limiter._newest[0] == 15)
+        ending = threading.Thread(target=rb.share, args=(False,), daemon=True)
+        ending.start()
+        wait_until(lambda: not ending.is_alive())
+        waiting.join()
+        assert len(rb) == 25
+        assert not limiter.can_insert()
+
+
 def test_a_worker_that_dies_while_it_waits_writes_nothing(store_path: Path) -> None:
     limiter = SampleToInsertRatio(1.0, min_size_to_sample=10, error_buffer=(-20.0, 20.0), timeout=None)
     with expstore.open(store_path, batches={"rate_limiter": limiter}, batch_size=10).share() as rb:
