@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["HERReplayBuffer", "HindsightStrategy"]
+__all__ = ["HERReplayBuffer", "HindsightGoals", "HindsightStrategy", "relabel"]
 
 _DONE: Key = ("next", "done")
 
@@ -137,7 +137,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         goals.set_strategy(strategy)
         self._goals = goals
         super().__init__(sampler=sampler, **keywords)
-        self._sampling.relabel_by(goals)
+        relabel(self, goals)
 
     reward_fn = _setting("reward_fn", "Function that returns the rewards of rows with new goals.")
     goal_key = _setting("goal_key", "The field with the goal.")
@@ -184,6 +184,11 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self._goals.settings().items())
         return f"{type(self).__name__}({settings}, storage={self.storage!r})"
+
+
+def relabel(rb: TensorDictReplayBuffer, goals: HindsightGoals) -> None:
+    """Replace goals in all batches of a buffer from now on, as a `HERReplayBuffer` does."""
+    rb._sampling.relabel_by(goals)
 
 
 class HindsightGoals:

@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 
 from expstore._open import check_options
 from expstore._open import open as open_store
-from expstore.buffers.hindsight import HERReplayBuffer, HindsightStrategy
+from expstore.buffers.hindsight import HindsightGoals, relabel
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.collectors.space_fields import SpaceField, check_spaces, describe_rows
 from expstore.core.geometry import round_up
@@ -430,7 +430,8 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
     Of n rows, the first `int(her_ratio * n)` get the goal that another step of their episode achieved, and
     the reward that the environment's `compute_reward` gives for it. Unlike stable-baselines3's buffer, rows
     of an episode that has not ended are sampled, too, with goals from its steps so far; and goals follow from
-    the store's seed. Methods of a subclass that choose goals, such as `_sample_goals`, are not called.
+    the store's seed. Methods of a subclass that choose goals, such as `_sample_goals`, are not called. With
+    `prefetch`, `compute_reward` is called in another thread.
 
     Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
 
@@ -848,16 +849,18 @@ class _Goals:
         self._ratio, self._strategy = ratio, strategy
 
     def draw_from(self, opened: TensorDictReplayBuffer) -> TensorDictReplayBuffer:
-        """Return a buffer over an open store whose batches get new goals."""
-        return HERReplayBuffer(
+        """Give the batches of an open store new goals; return its buffer."""
+        goals = HindsightGoals(
             self._rewards,
-            storage=opened.storage,
-            with_ids=True,
-            her_ratio=self._ratio,
-            strategy=HindsightStrategy[self._strategy.name],
             goal_key=("observation", "desired_goal"),
             achieved_goal_key=("next", "observation", "achieved_goal"),
+            reward_key=("next", "reward"),
+            end_key=("next", "done"),
         )
+        goals.set_ratio(self._ratio)
+        goals.set_strategy(self._strategy.name.lower())
+        relabel(opened, goals)
+        return opened
 
     def _rewards(self, rows: TensorDictBase) -> torch.Tensor:
         """Return the rewards of rows that have new goals. Shape `(n,)`, float32."""

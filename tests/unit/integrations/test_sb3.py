@@ -26,6 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 import expstore
 from expstore import sb3
 from expstore.cli.app import run as cli
+from expstore.core.rate_limiters import SampleToInsertRatio
 
 spaces = gym.spaces
 IMAGE = spaces.Box(0, 255, (4, 8, 8), np.uint8)
@@ -623,6 +624,21 @@ def test_new_goals_were_achieved_in_the_same_episode(store_path: Path, strategy:
             np.array([goal]), [{}], indices=[0],
         )[0]  # fmt: skip
         assert drawn["next"]["reward"][number] == reward
+    ours.close()
+
+
+def test_options_of_the_store_count_for_batches_with_new_goals(store_path: Path) -> None:
+    ours, env = her_buffer(
+        store_path,
+        sampler=expstore.RecencySampler(newest=5),
+        batches={"rate_limiter": SampleToInsertRatio(1.0, 8, 1000, timeout=0)},
+    )
+    fill(ours, env, 6)
+    with pytest.raises(expstore.NotReadyError, match="6 of min_size_to_sample = 8"):
+        ours.sample(4)
+    fill(ours, env, 34)
+    numbers = ours.rb.sql("SELECT _id FROM transitions ORDER BY _id").fetchall()
+    assert {*ours._draw(64)["id"].tolist()} == {id for (id,) in numbers[-5:]}
     ours.close()
 
 
