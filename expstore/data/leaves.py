@@ -92,6 +92,8 @@ def to_numpy(tensor: torch.Tensor) -> Array:
         tensor = tensor.cpu()
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)
+    # NumPy has no lazy conjugates and negatives, such as `z.conj()` and `z.conj().imag`.
+    tensor = tensor.resolve_conj().resolve_neg()
     array: Array = tensor.numpy() if tensor.dtype in NAMES else np.zeros(tensor.shape)
     return array
 
