@@ -45,8 +45,8 @@ def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value."""
-    typer.echo(json.dumps(value, indent=1))
+    """Print one JSON value; NaN and infinities become text."""
+    typer.echo(json.dumps(_plain(value), indent=1))
 
 
 def print_rows(result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_the_facts_and_the_first_and_last_rows(cli: Cli, store: Path) -> None:
 def test_short_episodes_are_listed_whole(cli: Cli, store: Path) -> None:
     lines = cli("episode", store, 3).out.splitlines()
     assert [line.split()[0] for line in lines[9:]] == ["0", "1", "2"]
+
+
+def test_infinite_returns_are_valid_json(cli: Cli, tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend({"x": [1, 2], "next": {"reward": np.array([np.inf, 1.0]), "terminated": [False, True]}})
+    done = cli("episode", tmp_path / "run.exp", 1, "--json")
+    assert done.code == 0
+    assert json.loads(done.out, parse_constant=pytest.fail)["return"] == "Infinity"
 
 
 def test_of_an_episode_that_has_left_the_facts_remain(cli: Cli, store: Path) -> None:
