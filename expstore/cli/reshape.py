@@ -89,7 +89,8 @@ def merge(
         print_json({"path": str(out), "rows": made.rows, "given_up": made.given_up, "runs": runs})
         return 0
     for run in made.runs:
-        typer.echo(f"{run.path}: {run.rows:,} rows, {run.episodes:,} episodes; sources {run.name}/...")
+        told = f"{run.rows:,} rows, {run.episodes:,} episodes (with those that have no rows left)"
+        typer.echo(f"{run.path}: {told}; sources {run.name}/...")
     told = f", {made.given_up:,} older rows did not fit" if made.given_up else ""
     typer.echo(f"{out} holds {made.rows:,} rows{told}")
     return 0

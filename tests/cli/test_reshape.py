@@ -87,7 +87,8 @@ def test_merge(tmp_path: Path, cli: Cli) -> None:
     code, said, err = cli("merge", a, b, "--out", out)
     assert (code, err) == (0, "")
     assert said == (
-        f"{a}: 5 rows, 1 episodes; sources a/...\n{b}: 6 rows, 1 episodes; sources b/...\n"
+        f"{a}: 5 rows, 1 episodes (with those that have no rows left); sources a/...\n"
+        f"{b}: 6 rows, 1 episodes (with those that have no rows left); sources b/...\n"
         f"{out} holds 11 rows\n"
     )
     code, said, _ = cli("merge", a, b, "--out", tmp_path / "d.exp", "--capacity", 4, "--json")
