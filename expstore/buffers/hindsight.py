@@ -24,7 +24,7 @@ from expstore.samplers.names import SamplerName
 from expstore.transforms import StepTransform, StepView
 
 if TYPE_CHECKING:
-    from expstore.schema.schema import Schema
+    from expstore.schema.schema import Field, Schema
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
@@ -292,7 +292,7 @@ class HindsightGoals:
             )
 
     def _check_fields(self, storage: ReadView) -> None:
-        """Raise an error if the rows lack a required field, or goals have different shapes or dtypes."""
+        """Raise an error if the rows lack a field, or a goal cannot have the values of achieved goals."""
         schema = storage.require_schema()
         if schema is self._checked:
             return
@@ -307,7 +307,7 @@ class HindsightGoals:
                 + "\nEnsure they are stored in every transition before sampling."
             )
         goal, achieved = schema[roles["goal_key"]], schema[roles["achieved_goal_key"]]
-        if goal.shape != achieved.shape:
+        if goal.shape != achieved.shape or not np.can_cast(_numbers(achieved), _numbers(goal), "same_kind"):
             raise SchemaError(
                 f"{key_name(roles['goal_key'])!r} is {goal}, but the field that replaces it, "
                 f"{key_name(roles['achieved_goal_key'])!r}, is {achieved}",
@@ -327,6 +327,13 @@ class HindsightGoals:
                 "boundaries are stored under one of these keys."
             )
         return self._trajectories.of(storage)
+
+
+def _numbers(entry: Field) -> np.dtype[Any]:
+    """Return NumPy's dtype of the values of a field; float32 for bfloat16, of which NumPy has the bits."""
+    if entry.variable:
+        return np.dtype(object)
+    return np.dtype(np.float32) if entry.dtype == "bfloat16" else entry.numpy_dtype
 
 
 @dataclass(frozen=True)

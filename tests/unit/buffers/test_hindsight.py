@@ -514,15 +514,14 @@ def test_names_of_trajectories_alone_are_episodes_too() -> None:
     assert torch.equal(sample["desired_goal"], sample["achieved_goal"] // 1000 * 1000 + 4)
 
 
-def test_goals_and_rewards_of_another_shape_are_refused() -> None:
-    rb = buffer()
-    data = steps(0, 5)
-    data["achieved_goal"] = torch.zeros(5, 2)
-    rb.extend(data)
-    with pytest.raises(
-        SchemaError, match=r"'desired_goal' is .*'achieved_goal', is .*with the dtype and shape of goals"
-    ):
-        rb.sample()
+def test_goals_and_rewards_of_another_kind_are_refused() -> None:
+    for name, values in (("achieved_goal", torch.zeros(5, 2)), ("desired_goal", torch.zeros(5, 1).long())):
+        rb = buffer()
+        rb.extend(steps(0, 5).set(name, values))
+        with pytest.raises(
+            SchemaError, match=r"'desired_goal' is .*'achieved_goal', is .*with the dtype and shape of goals"
+        ):
+            rb.sample()
     rb = buffer(reward_fn=lambda rows: torch.zeros(3))
     rb.extend(steps(0, 5))
     with pytest.raises(SchemaError, match=r"shape \[3\] for 10 rows.*\[10, 1\]"):
