@@ -336,6 +336,8 @@ def _plan(storage: ReadView, transform: Compose, predicate: Callable[[Any], Any]
         writes = getattr(part, "out_keys", None)
         if not writes:  # it is unknown which fields it writes
             return everything
+        mask = getattr(part, "mask_key", None)
+        writes = [*writes, *([] if mask is None else [mask])]
         if any(_meet(to_key(key), known) for key in writes for known in wanted):
             parts.insert(0, part)
             wanted |= {to_key(key) for key in getattr(part, "in_keys", None) or ()}

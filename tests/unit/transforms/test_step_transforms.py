@@ -468,6 +468,14 @@ def test_frames_that_have_left_are_not_there() -> None:
     }
 
 
+def test_conditions_find_the_mask_of_padded_frames() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(10), transform=CatFrames(2, -1, ["x"], mask_key="padded")
+    )
+    rb.extend(counted(4))
+    assert len(rb.query(traj.padded.any())) == 1
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "inverse": (lambda: CatFrames(2, -1, as_inverse=True), "every frame would be stored N times"),
     "reset": (lambda: CatFrames(2, -1, reset_key="_reset"), "no environment is reset"),
