@@ -110,7 +110,7 @@ class WritingProxy:
 
         Raises:
             RemoteError: The owner does not answer.
-            SchemaError: A field holds objects; or as `extend` raises it.
+            SchemaError: A field holds objects, or has no values; or as `extend` raises it.
         """
         key = NO_KEY
         if options.key is not None:

@@ -248,7 +248,7 @@ def columns_of(batch: Batch) -> tuple[list[Key], list[str], list[Array], list[An
     Columns of a fixed size come first.
 
     Raises:
-        SchemaError: A field holds objects.
+        SchemaError: A field holds objects, or has no values.
     """
     schema = batch.arranged
     keys = list(schema.keys) if schema is not None else batch.keys
@@ -259,6 +259,9 @@ def columns_of(batch: Batch) -> tuple[list[Key], list[str], list[Array], list[An
             hint="store tensors, or values of Python in a store with layout='arrow'",
         )
     fixed = [isinstance(array, np.ndarray) for array in batch.arrays]
+    for key, array in zip(keys, batch.arrays, strict=True):
+        if isinstance(array, np.ndarray) and 0 in array.shape[1:]:
+            raise SchemaError(f"field {key_name(key)!r} has no values", hint="leave the field out")
     if all(fixed):
         return keys, dtypes, batch.arrays, []
     order = [*np.flatnonzero(fixed).tolist(), *np.flatnonzero(~np.array(fixed)).tolist()]

@@ -523,6 +523,16 @@ def test_a_worker_that_waits_for_the_limiter_holds_up_nobody(store_path: Path) -
             assert len(rb) == 25
 
 
+def test_fields_without_values_are_refused_as_by_the_owner(store_path: Path) -> None:
+    with expstore.open(store_path).share() as rb, copy_of(rb) as worker:
+        rows = numbered_rows(3, empty=torch.zeros(3, 0))
+        for one in (rb, worker):
+            with pytest.raises(SchemaError, match="field 'empty' has no values.*leave the field out"):
+                one.extend(rows)
+        worker.extend(numbered_rows(3))
+        assert len(rb) == 3
+
+
 def test_sharing_ends_although_a_worker_waits_for_the_limiter(store_path: Path) -> None:
     limiter = SampleToInsertRatio(1.0, min_size_to_sample=10, error_buffer=(-20.0, 20.0), timeout=None)
     with expstore.open(store_path, batches={"rate_limiter": limiter}).share() as rb, copy_of(rb) as worker:
