@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,12 @@ def reading_arrow(path: Path) -> Iterator[None]:
 
 
 class Part(ABC):
-    """A file of rows, read batch by batch.
+    """A file of rows, read batch by batch. It is open only while it is read: an import may have thousands.
 
     Threads, processes: one.
 
     Args:
         path: The file.
-        opened: Closes the file when it ends.
     """
 
     #: Number of rows; 0 if unknown.
@@ -46,14 +45,13 @@ class Part(ABC):
     #: Its schema.
     schema: Any
 
-    def __init__(self, path: Path, opened: ExitStack) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        file = opened.enter_context(open_to_read(path))
-        with reading_arrow(path):
-            self._open(file)
+        with open_to_read(path) as file, reading_arrow(path):
+            self._read_metadata(file)
 
     @abstractmethod
-    def _open(self, file: DiskFile) -> None:
+    def _read_metadata(self, file: DiskFile) -> None:
         """Read the file's metadata."""
 
     @abstractmethod
@@ -76,23 +74,25 @@ class Part(ABC):
 class ParquetPart(Part):
     """A Parquet file."""
 
-    def _open(self, file: DiskFile) -> None:
-        self._file = pq.ParquetFile(file)
-        self.schema, self.rows = self._file.schema_arrow, self._file.metadata.num_rows
+    def _read_metadata(self, file: DiskFile) -> None:
+        found = pq.ParquetFile(file)
+        self.schema, self._metadata = found.schema_arrow, found.metadata
+        self.rows = self._metadata.num_rows
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part.batches`."""
-        with reading_arrow(self.path):
-            yield from self._file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+        with open_to_read(self.path) as raw, reading_arrow(self.path):
+            file = pq.ParquetFile(raw, metadata=self._metadata)
+            yield from file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
     def first_id(self) -> int | None:
         """Return the smallest id, if the statistics of the first row group contain it."""
-        names = [self._file.schema.column(n).path for n in range(len(self._file.schema.names))]
+        names = [leaf.path for leaf in self._leaves()]
         if "_id" not in names or not pa.types.is_integer(self.schema.field("_id").type):
             return None
-        if not self._file.metadata.num_row_groups:
+        if not self._metadata.num_row_groups:
             return None
-        found = self._file.metadata.row_group(0).column(names.index("_id")).statistics
+        found = self._metadata.row_group(0).column(names.index("_id")).statistics
         return int(found.min) if found is not None and found.has_min_max else None
 
     def row_bytes(self) -> int:
@@ -102,29 +102,34 @@ class ParquetPart(Part):
 
     def is_full(self, name: str) -> bool:
         """Return whether a column has no lists, and no missing values according to the statistics."""
-        leaves = [self._file.schema.column(n) for n in range(len(self._file.schema.names))]
+        leaves = self._leaves()
         wanted = [n for n, leaf in enumerate(leaves) if leaf.path == name or leaf.path.startswith(name + ".")]
         if any(leaves[n].max_repetition_level for n in wanted):
             return False
         told = [group.column(n).statistics for group in self._groups() for n in wanted]
         return all(found is not None and found.has_null_count and not found.null_count for found in told)
 
+    def _leaves(self) -> list[Any]:
+        schema = self._metadata.schema
+        return [schema.column(number) for number in range(len(schema.names))]
+
     def _groups(self) -> list[Any]:
-        facts = self._file.metadata
-        return [facts.row_group(number) for number in range(facts.num_row_groups)]
+        return [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
 
 
 class ArrowPart(Part):
     """An Arrow IPC file; its number of rows is unknown before the whole file is read."""
 
-    def _open(self, file: DiskFile) -> None:
-        self._file = pa.ipc.open_file(file)
-        self.schema = self._file.schema
+    def _read_metadata(self, file: DiskFile) -> None:
+        self.schema = pa.ipc.open_file(file).schema
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part.batches`."""
-        for number in range(self._file.num_record_batches):
+        with open_to_read(self.path) as raw:
             with reading_arrow(self.path):
-                batch = self._file.get_batch(number)
-            for start in range(0, batch.num_rows, rows):
-                yield batch.slice(start, rows)
+                file = pa.ipc.open_file(raw)
+            for number in range(file.num_record_batches):
+                with reading_arrow(self.path):
+                    batch = file.get_batch(number)
+                for start in range(0, batch.num_rows, rows):
+                    yield batch.slice(start, rows)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,10 +95,9 @@ def import_parquet(
     """
     source, target = local_path(source), local_path(target)
     files = _parquet_files(source)
-    with ExitStack() as opened:
-        parts = [ParquetPart(path, opened) for path in files]
-        facts = _read_facts(source / "episodes.parquet", pq.read_table)
-        return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
+    parts = [ParquetPart(path) for path in files]
+    facts = _read_facts(source / "episodes.parquet", pq.read_table)
+    return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -136,10 +134,9 @@ def import_arrow(
     """
     source, target = local_path(source), local_path(target)
     path = source / "rows.arrow" if _is_folder(source) else source
-    with ExitStack() as opened:
-        part = ArrowPart(path, opened)
-        facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-        return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
+    part = ArrowPart(path)
+    facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+    return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:

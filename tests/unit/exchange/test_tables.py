@@ -30,7 +30,8 @@ from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
+from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet, table_files
+from expstore.exchange.base import open_to_read
 from tests.support.buffer_bytes import held
 from tests.support.case_selection import in_full, share
 from tests.support.typed_rows import typed_buffer, typed_rows
@@ -224,6 +225,29 @@ def test_steps_out_of_order_are_refused(tmp_path: Path, steps: list[int]) -> Non
     assert sorted(os.listdir(tmp_path)) == ["x.parquet"]
     pq.write_table(table.sort_by([("_episode", "ascending"), ("_step", "ascending")]), tmp_path / "x.parquet")
     assert import_parquet(tmp_path / "x.parquet", tmp_path / "x.exp").rows == 4
+
+
+@pytest.mark.parametrize("ids", [[], ["_id"]])
+def test_files_are_open_only_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        table = pa.table({"_id": [number], "x": [number]}).select([*ids, "x"])
+        pq.write_table(table, tmp_path / f"in/{number:02}.parquet")
+    files: list[Any] = []
+    counts: list[int] = []
+
+    def open_and_note(path: Path) -> Any:
+        files.append(open_to_read(path))
+        return files[-1]
+
+    def count_open(*_: int) -> None:
+        counts.append(sum(not file.closed for file in files))
+
+    monkeypatch.setattr(table_files, "open_to_read", open_and_note)
+    assert import_parquet(tmp_path / "in", tmp_path / "x.exp", progress=count_open).rows == 30
+    assert max(counts) <= 2
 
 
 @pytest.mark.parametrize("ids", [["a", "b"], [1.5, 2.5]])
