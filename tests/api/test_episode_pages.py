@@ -131,12 +131,13 @@ def test_pages_stay_right_while_episodes_are_added(tmp_path: Path) -> None:
     """By a writer of another process, which the read-only server follows."""
     with expstore.open(tmp_path / "run.exp") as rb:
         fill(rb)
+        rb.flush()  # small batches become readable a moment later otherwise
         settings = replace(Settings(path=tmp_path), read_only=True)
         with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
             first, headers = ask(client, order="-episode_id", limit=10)
             assert first == list(range(30, 20, -1))
             fill(rb, 30, 5)
-            rb.flush()  # small batches become readable a moment later otherwise
+            rb.flush()
             second, headers = ask(client, order="-episode_id", limit=10, page=headers["X-Next"])
             assert second == list(range(20, 10, -1))
             assert headers["X-Total"] == "35"
