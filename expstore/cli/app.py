@@ -27,6 +27,7 @@ from expstore.cli.datasets import datasets
 from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
+from expstore.cli.interrupt import end_at_once, record_interrupts
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
 from expstore.cli.paths import to_local
 from expstore.errors import (
@@ -56,7 +57,7 @@ app = typer.Typer(
     name="expstore",
     help="Collect reinforcement-learning experience into stores on disk, inspect it and query it in SQL.",
     epilog="Exit codes: 0 success, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
-    "4 the store is damaged.",
+    "4 the store is damaged, 130 interrupted.",
     pretty_exceptions_enable=False,
 )
 
@@ -90,7 +91,11 @@ class Autoreset(StrEnum):
 
 def main() -> None:
     """Run the command given by this process's arguments, and exit."""
-    code = run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+        end_at_once()
+    except KeyboardInterrupt:  # while the error of the command was printed
+        code = INTERRUPTED
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does; closing keeps Python quiet
@@ -116,15 +121,16 @@ def run(arguments: Sequence[str]) -> int:
         run(["--help"])
         return USAGE
     command = typer.main.get_command(app)
-    try:
-        return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
-    except (KeyboardInterrupt, typer.Abort):
-        trouble = _Trouble(INTERRUPTED, "interrupted", "interrupted")
-    except Exception as exc:
-        known = _trouble(exc, _command_name(command, arguments))
-        if known is None:
-            raise
-        trouble = known
+    with record_interrupts() as signals:
+        try:
+            return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
+        except (KeyboardInterrupt, typer.Abort):
+            trouble = _INTERRUPTED
+        except Exception as exc:
+            known = _INTERRUPTED if signals else _trouble(exc, _command_name(command, arguments))
+            if known is None:
+                raise
+            trouble = known
     if "--json" in arguments:
         print_json({"error": trouble.body()})
     else:
@@ -160,6 +166,9 @@ class _Trouble:
     def body(self) -> dict[str, str]:
         """Return the error for `--json`."""
         return {"kind": self.kind, "message": self.message, "hint": self.hint}
+
+
+_INTERRUPTED = _Trouble(INTERRUPTED, "interrupted", "interrupted")
 
 
 def _trouble(exc: Exception, program: str) -> _Trouble | None:

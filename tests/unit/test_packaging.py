@@ -78,7 +78,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
-        assert "expstore = expstore.cli.app:main" in archive.read(scripts).decode()
+        assert "expstore = expstore.__main__:main" in archive.read(scripts).decode()
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
 
