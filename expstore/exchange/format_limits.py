@@ -6,18 +6,16 @@ Used by the formats, which report it with every export, and by the command's hel
 __all__ = ["LOSSES", "LOST_BY_ALL", "describe_losses"]
 
 #: What no format stores, and what each format does not store in addition.
-LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, snapshots"
+LOST_BY_ALL = "row ids, how often rows were sampled, the number of the next draw, layouts, versions"
+_VARIABLE = "fields of variable length, which it refuses"
+_OF_FLAT_FORMATS = f"the order of rows of different episodes; {_VARIABLE}"
 LOSSES = {
     "arrow": "",
-    "hdf5": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave; "
-    "variable-length fields, which are rejected",
-    "minari": "priorities, times, sources, trajectory ids, specs except spaces; which rows interleave; "
-    "variable-length fields, which are rejected",
-    "npz": "priorities, times, sources, trajectory ids, infos of episodes, specs; which rows interleave; "
-    "variable-length fields, which are rejected",
+    "hdf5": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
+    "minari": f"priorities, times, sources, trajectory ids, specs except spaces; {_OF_FLAT_FORMATS}",
+    "npz": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
     "parquet": "",
-    "zarr": "sources, trajectory ids, statuses and infos of episodes, specs; variable-length fields, "
-    "which are rejected",
+    "zarr": f"sources, trajectory ids, status and facts of episodes, specs; {_VARIABLE}",
 }
 
 

@@ -313,7 +313,7 @@ def test_names_can_be_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         assert words in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["x.exp", f"x.{form}"]
     assert run(["export", store, str(tmp_path / f"z.{form}"), f"--{form}"]) == 0
-    assert "which rows interleave" in capsys.readouterr().err
+    assert "the order of rows of different episodes" in capsys.readouterr().err
 
 
 def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> None:

@@ -210,7 +210,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
         rb.extend(typed_rows(30, 90))
         code, out, err = cli("export", store, tmp_path / "all.zarr", "--zarr")
         assert (code, err.count("\n")) == (0, 1)
-        assert "statuses and infos of episodes" in err
+        assert "status and facts of episodes" in err
         assert "all.zarr holds 120 rows" in out
         check_same(arrays_of(tmp_path / "all.zarr"), held(rb))
     asked = ("--zarr", "--fields", "number, next.frame", "--json")
@@ -270,7 +270,7 @@ def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> 
     arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.zarr"), "--zarr"]
     done = subprocess.run([sys.executable, "-c", STOPPED, *arguments], capture_output=True, text=True)
     assert done.returncode == 130
-    assert done.stderr.startswith("note: the export will not contain ids")
+    assert done.stderr.startswith("note: the export will not contain row ids")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["run.exp"]
 
