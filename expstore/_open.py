@@ -168,6 +168,7 @@ def open(
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
     capacity = None if capacity is None else check_whole("capacity", capacity)
+    seed = None if seed is None else check_whole("seed", seed)
     sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
     check_drawing(
         batch_size, out.prefetch, out.pin_memory,
