@@ -7,7 +7,9 @@ that an algorithm takes them as `replay_buffer_class`.
 from __future__ import annotations
 
 import gc
+import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,6 +158,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         LockedError: Another buffer or process has the store open for writing.
         StateError: The store has another capacity, or rows of another environment; nothing was changed.
 
+    Warns:
+        UserWarning: A model that has made steps was loaded, and there are no rows at its path.
+
     Example:
         >>> kwargs = {"path": "run.exp"}
         >>> model = DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs)
@@ -210,23 +215,43 @@ class ReplayBuffer(buffers.ReplayBuffer):
             self._store.close()
             raise
         self.buffer_size = max(self._store.capacity // n_envs, 1)
+        self._warn_if_rows_are_missing()
+
+    def _warn_if_rows_are_missing(self) -> None:
+        """Warn if the store has no rows, although the model has made steps: it may be at another place.
+
+        Loading a model makes its buffer anew from the saved arguments. It tells the buffer nothing else, so
+        the model is looked for in the frames of the callers.
+        """
+        if self.rb.write_count:
+            return
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name != "_setup_model":
+            frame = frame.f_back
+        steps = 0 if frame is None else getattr(frame.f_locals.get("self"), "num_timesteps", 0)
+        if steps:
+            warnings.warn(
+                f"the model has made {steps} steps, and its store {self.path} has no rows; if they are in "
+                'another folder, load the model with replay_buffer_kwargs={"path": ...}',
+                stacklevel=2,
+            )
 
     def _check_arguments(
         self, observation_space: spaces.Space[Any], path: str | Path | None, options: dict[str, Any]
     ) -> Path:
         """Return the absolute path of the store; refuse arguments that the class does not take."""
         name = type(self).__name__
-        if path is None:
-            raise ArgumentError(
-                f"{name}() got no path, the folder of its store",
-                hint='pass replay_buffer_kwargs={"path": "my.exp"} to the model, or path= to the class',
-            )
         if "capacity" in options:
             raise ArgumentError(
                 f"{name}() got capacity=, but the capacity of its store is the buffer_size of the model",
                 hint=f"use buffer_size={options['capacity']!r}",
             )
-        check_options(name, options, self._own_options)
+        check_options(name, options, self._own_options)  # before the path, which may be misspelt
+        if path is None:
+            raise ArgumentError(
+                f"{name}() got no path, the folder of its store",
+                hint='pass replay_buffer_kwargs={"path": "my.exp"} to the model, or path= to the class',
+            )
         if isinstance(observation_space, spaces.Dict) and not self._takes_dicts:
             raise ArgumentError(
                 f"{name} is for observations that are arrays, got {observation_space}; use "
@@ -470,7 +495,9 @@ class HerReplayBuffer(DictReplayBuffer, SB3HerReplayBuffer):
                 "copy_info_dict=True passes infos to compute_reward, and infos are not stored; leave it out"
             )
         if options.get("n_steps", 1) != 1:
-            raise ArgumentError("HerReplayBuffer has no n-step samples, got n_steps=; leave it out")
+            raise ArgumentError(
+                f"HerReplayBuffer has no n-step samples, got n_steps={options['n_steps']!r}; leave it out"
+            )
         strategy = goal_selection_strategy
         if isinstance(strategy, str):
             known = KEY_TO_GOAL_STRATEGY
@@ -741,6 +768,8 @@ class _Store:
         if stored is not None and stored // self._n_envs * self._n_envs == asked:
             self.capacity = stored
         elif stored is None or stored != round_up(asked, math.prod(manifest.dims)):
+            with open_store(self.path, mode="r") as reader:
+                self._fields.check(reader, self.path)  # no capacity helps where the rows do not fit either
             resize = f"run `expstore resize {self.path} --capacity {asked}`"
             raise StateError(
                 f"{self.path} has {'no capacity' if stored is None else f'capacity {stored}'}, and "

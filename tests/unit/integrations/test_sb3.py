@@ -432,6 +432,26 @@ def test_a_loaded_model_continues_in_the_store(store_path: Path, tmp_path: Path)
     loaded.replay_buffer.close()
 
 
+def test_a_model_that_was_loaded_in_another_folder_warns_of_its_empty_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = model_of(Path("here.exp"))
+    model.learn(40)
+    model.save("model.zip")
+    model.replay_buffer.close()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.warns(UserWarning, match=r"made 40 steps, and its store .*other/here.exp has no rows; if"):
+        loaded = DQN.load("../model.zip")
+    loaded.replay_buffer.close()
+    found = DQN.load("../model.zip", replay_buffer_kwargs={"path": tmp_path / "here.exp"})
+    assert found.replay_buffer.size() == 40
+    # A buffer of its own warns of nothing, wherever it is made.
+    sb3.ReplayBuffer(9, VECTOR, ACTIONS["discrete"], "cpu", path="new.exp").close()
+    found.replay_buffer.close()
+
+
 def test_sac_learns_with_several_environments(store_path: Path) -> None:
     env = DummyVecEnv([lambda: gym.make("Pendulum-v1")] * 3)
     options = {"path": store_path, "flush_steps": 4}
@@ -794,12 +814,22 @@ def with_path(make: Callable[..., Any], *given: Any, **options: Any) -> Callable
         (
             with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_steps=3),
             ValueError,
-            "no n-step samples",
+            "no n-step samples, got n_steps=3; leave it out",
         ),
         (
             with_path(sb3.HerReplayBuffer, 9, GOALS, VECTOR, None, n_sampled_goals=3),
             expstore.ArgumentError,
             "use n_sampled_goal=3",
+        ),
+        (
+            lambda path: sb3.ReplayBuffer(9, VECTOR, ACTIONS["discrete"], pth=str(path)),
+            expstore.ArgumentError,
+            "ReplayBuffer() got an unexpected keyword argument 'pth'; use path=",
+        ),
+        (
+            with_path(sb3.ReplayBuffer, 9, VECTOR, ACTIONS["discrete"], seed="one"),
+            expstore.ArgumentError,
+            "seed must be an integer, got 'one'",
         ),
         (
             lambda _: sb3.ReplayBuffer(9, VECTOR, ACTIONS["discrete"]),
@@ -835,6 +865,14 @@ def test_another_capacity_is_refused(store_path: Path) -> None:
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path)
     assert cli(["resize", str(store_path), "--capacity", "50"]) == 0
     sb3.ReplayBuffer(50, VECTOR, ACTIONS["discrete"], "cpu", path=store_path).close()
+
+
+def test_other_rows_are_named_before_another_capacity(store_path: Path) -> None:
+    ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
+    ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
+    ours.close()
+    with pytest.raises(expstore.StateError, match=r"do not fit the environment: observation is float32"):
+        sb3.ReplayBuffer(50, IMAGE, ACTIONS["discrete"], "cpu", path=store_path)
 
 
 @pytest.mark.parametrize(
