@@ -128,7 +128,7 @@ def _check_ragged(column: pa.Array, found: Ragged) -> None:
     data, shapes = valid.flatten()
     if data.null_count or shapes.null_count:
         raise ValueError("a tensor has no values, or no shape")
-    sizes = shapes.flatten().to_numpy().reshape(len(valid), -1)
+    sizes = shapes.flatten().to_numpy().reshape(len(valid), len(found.shape))
     if (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
         raise ValueError("a tensor's shape does not match its number of values")
     for place, size in enumerate(found.shape):

@@ -277,7 +277,7 @@ def even_chances(count: int) -> Floats:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("shape", ["lanes", "with_gaps"])
+@pytest.mark.parametrize("shape", ["lanes", "with_deleted_rows"])
 @pytest.mark.parametrize(("length", "strict"), [(2, True), (3, False)])
 def test_every_trajectory_once_per_pass(shape: str, length: int, strict: bool) -> None:
     """In any order, and any of its slices.

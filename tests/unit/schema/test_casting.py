@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from expstore.errors import SchemaError
-from expstore.schema.arrow_types import Ragged, ragged_text, type_text
+from expstore.schema.arrow_types import Ragged, ragged_text, to_type, type_text
 from expstore.schema.casting import fit_arrow
 from expstore.schema.schema import arrow_dtype
 from expstore.schema.variable_tensors import join
@@ -109,6 +109,12 @@ def test_values_that_do_not_fit_are_refused(values: list[Any], kind: pa.DataType
     text = ragged_text("int64", (None,)) if kind is None else type_text(kind)
     with pytest.raises(SchemaError, match=r"next\.field'?: expected .*got"):
         fit_arrow(KEY, text, pa.array(values))
+
+
+def test_a_column_may_have_no_tensor_at_all() -> None:
+    text = ragged_text("bfloat16", (None, None))
+    column = pa.nulls(2, to_type(text))
+    assert fit_arrow(KEY, text, column).to_pylist() == [None, None]
 
 
 def test_rows_of_one_shape_are_copied() -> None:
