@@ -28,7 +28,7 @@ from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
 from expstore.cli.interrupt import end_at_once, record_interrupts
-from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
+from expstore.cli.output import print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
 from expstore.errors import (
     CorruptionError,
@@ -523,7 +523,7 @@ def sql(
     elif as_csv:
         print_csv(result)
     else:
-        print_table(result.columns, result.fetchall())
+        print_table(result.columns, list(rows_of(result)))
         if more and limit is None:
             typer.echo(f"there are more than {most} rows; --limit N shows more, --csv shows all", err=True)
     return 0

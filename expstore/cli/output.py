@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from expstore.core.tables import size_text
+from expstore.errors import QueryError
 
 if TYPE_CHECKING:
     from expstore.sql.result import Result
@@ -29,6 +30,7 @@ __all__ = [
     "print_rows",
     "print_table",
     "print_versions",
+    "rows_of",
     "show_notes",
     "size_text",
 ]
@@ -38,10 +40,18 @@ LIST_ITEMS = 3
 BATCH_ROWS = 10_000
 
 
-def _rows(result: Result) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows as Python values, converted batch by batch."""
+def rows_of(result: Result) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows as Python values, converted batch by batch.
+
+    Raises:
+        QueryError: Python cannot represent a date, such as 'infinity'.
+    """
     for start in range(0, len(result), BATCH_ROWS):
-        yield from type(result)(result.arrow().slice(start, BATCH_ROWS)).fetchall()
+        try:
+            rows = type(result)(result.arrow().slice(start, BATCH_ROWS)).fetchall()
+        except (OverflowError, ValueError) as exc:
+            raise QueryError(f"the result cannot be printed: {exc}", hint="cast dates to VARCHAR") from exc
+        yield from rows
 
 
 def print_json(value: object) -> None:
@@ -57,7 +67,7 @@ def print_rows(result: Result) -> None:
             name += "_"
         names.append(name)
     before = "["
-    for row in _rows(result):
+    for row in rows_of(result):
         values = dict(zip(names, map(_plain, row), strict=True))
         typer.echo(f"{before}\n{json.dumps(values)}", nl=False)
         before = ","
@@ -67,7 +77,7 @@ def print_rows(result: Result) -> None:
 def print_csv(result: Result) -> None:
     """Print rows as CSV with a header."""
     typer.echo(",".join(map(_csv_cell, result.columns)))
-    for row in _rows(result):
+    for row in rows_of(result):
         typer.echo(",".join(map(_csv_cell, row)))
 
 

@@ -484,6 +484,18 @@ def test_a_table_shortens_what_is_wide(cli: Cli, wide: Path) -> None:
     assert "--limit" in done.err
 
 
+@pytest.mark.parametrize("form", [(), ("--csv",), ("--json",)])
+@pytest.mark.parametrize("date", ["'infinity'::TIMESTAMP", "'44-03-15 (BC)'::DATE"])
+def test_dates_that_python_cannot_represent_are_an_error(
+    cli: Cli, store: Path, date: str, form: tuple[str, ...]
+) -> None:
+    done = cli("sql", store, f"SELECT {date} AS date", *form)
+    assert done.code == 2
+    assert "cast dates to VARCHAR" in done.out + done.err
+    if form == ("--json",):
+        assert done.json["error"]["kind"] == "query"
+
+
 def test_a_terminal_gets_what_fits(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
