@@ -16,7 +16,7 @@ import typer
 
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
-from expstore.core.tables import cell_text, elide
+from expstore.core.tables import cell_text, elide, printable
 from expstore.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
         "length": f"{facts['length']:,} steps{kept}",
         "return": "none" if facts["return"] is None else f"{facts['return']:.6g}",
         "written": f"{facts['start_time']:%Y-%m-%d %H:%M:%S} to {facts['end_time']:%Y-%m-%d %H:%M:%S} (UTC)",
-        "facts": "none" if facts["info"] is None else elide(facts["info"], _WIDTH),
+        "facts": "none" if facts["info"] is None else elide(printable(facts["info"]), _WIDTH),
     }
     for name, text in lines.items():
         typer.echo(f"{name:8} {text}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from expstore.core.tables import size_text
+from expstore.core.tables import printable, size_text
 from expstore.errors import QueryError
 
 if TYPE_CHECKING:
@@ -122,10 +122,12 @@ def _cell(value: Any) -> str:
         return _elide(f"[{text}]")
     if isinstance(value, dict):
         return _elide("{" + ", ".join(f"{name}: {_cell(item)}" for name, item in value.items()) + "}")
-    return "NULL" if value is None else _elide(" ".join(str(value).split("\n")))
+    return "NULL" if value is None else _elide(str(value))
 
 
 def _elide(text: str) -> str:
+    """Cut a text to the width of a cell, without the control characters that a terminal would obey."""
+    text = printable(text[: CELL + 1])
     return text if len(text) <= CELL else text[: CELL - 3] + "..."
 
 

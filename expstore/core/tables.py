@@ -19,6 +19,7 @@ __all__ = [
     "build_table",
     "cell_text",
     "elide",
+    "printable",
     "render_card",
     "size_text",
 ]
@@ -97,14 +98,14 @@ def build_table(
         what: What a row is, in the plural.
     """
     listed = [list(row) for row in rows]
-    heads = [elide(_printable(name)) for name in names]
+    heads = [elide(printable(name)) for name in names]
     cells = [[cell_text(value) for value in row] for row in listed]
     widths = _widths(heads, cells)
     fitting = max(1, sum(sum(widths[: k + 1]) + 2 * k <= _WIDTH for k in range(len(widths))))
     heads = heads[:fitting]
     more = [f"{total} {what}"] if total > len(listed) else []
     if fitting < len(names):
-        others = ", ".join(_printable(name) for name in names[fitting:])
+        others = ", ".join(printable(name) for name in names[fitting:])
         more.append(f"{len(names) - fitting} more columns: {elide(others, _WIDTH)}")
     return Table(
         names=heads,
@@ -123,10 +124,10 @@ def render_card(title: str, facts: Sequence[str], tables: Sequence[Table] = (), 
         tables: Tables below them.
         note: A text below the tables.
     """
-    line = " · ".join(f"<bdi>{escape(_printable(fact))}</bdi>" for fact in facts)
+    line = " · ".join(f"<bdi>{escape(printable(fact))}</bdi>" for fact in facts)
     parts = [f"<div><b>{escape(title)}</b> {line}</div>", *(table.render_html() for table in tables)]
     if note:
-        parts.append(f'<div class="more">{escape(_printable(note))}</div>')
+        parts.append(f'<div class="more">{escape(printable(note))}</div>')
     return f'<div class="expstore"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
@@ -164,15 +165,15 @@ def _short(value: Any) -> str:
         return f"[{inside}, ... {value.length}]" if value.length > ITEMS else f"[{inside}]"
     if isinstance(value, dict):
         items = list(value.items())[:ITEMS]
-        return "{" + ", ".join(f"{_printable(str(name))}: {_short(item)}" for name, item in items) + "}"
+        return "{" + ", ".join(f"{printable(str(name))}: {_short(item)}" for name, item in items) + "}"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str | bytes):
         value = value[: 2 * _CELL]  # the rest is cut off, so nothing is done with it
-    return _printable(str(value))
+    return printable(str(value))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text without control characters, which terminals obey, and without lone surrogates."""
     if text.isprintable():
         return text

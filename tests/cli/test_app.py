@@ -484,6 +484,12 @@ def test_a_table_shortens_what_is_wide(cli: Cli, wide: Path) -> None:
     assert "--limit" in done.err
 
 
+def test_a_table_has_no_control_characters(cli: Cli, store: Path) -> None:
+    query = "SELECT concat('a', chr(27), '[31m', chr(13), chr(7), 'b') AS text, [chr(155), chr(27)] AS texts"
+    done = cli("sql", store, query)
+    assert done.out.splitlines()[-1].split() == ["a\ufffd[31m", "\ufffdb", "[\ufffd,", "\ufffd]"]
+
+
 @pytest.mark.parametrize("form", [(), ("--csv",), ("--json",)])
 @pytest.mark.parametrize("date", ["'infinity'::TIMESTAMP", "'44-03-15 (BC)'::DATE"])
 def test_dates_that_python_cannot_represent_are_an_error(
