@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -204,12 +205,21 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
             return None  # an index may lag behind
         for name, rows in held.items():
             told = catalog.query(f"SELECT {COMPARED[name]} FROM {name} ORDER BY ALL", None).fetchall()
-            if told != rows and not (name == "fragments" and _have_same_rows(told, rows)):
+            are_same = _have_same_rows if name == "fragments" else _are_equal
+            if told != rows and not are_same(told, rows):
                 return f"the relation {name} does not match the columns and {LOG}"
     finally:
         catalog.drop()
         follower.close()
     return None
+
+
+def _are_equal(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether two lists have the same rows; unlike in Python, NaN equals NaN, as in returns."""
+    first, second = (
+        [["NaN" if value != value else value for value in row] for row in rows] for rows in (one, other)
+    )
+    return first == second
 
 
 def _have_same_rows(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:

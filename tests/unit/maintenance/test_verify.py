@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import expstore
@@ -48,6 +49,14 @@ def test_nothing_is_found_in_a_store_without_rows(store_path: Path) -> None:
     with expstore.open(store_path, schema=None) as rb:
         rb.extend(batch(3, 0))
         rb.empty()
+    assert verify(store_path) == []
+
+
+def test_nothing_is_found_in_a_store_with_a_return_that_is_nan(store_path: Path) -> None:
+    rewards, ends = np.array([1.0, np.nan, 2.0], np.float32), np.array([False, True, True])
+    with expstore.open(store_path) as rb:
+        rb.extend({"n": np.arange(3), "next": {"reward": rewards, "done": ends}})
+        assert np.isnan(rb.sql('SELECT "return" FROM episodes').fetchall()[0][0])  # makes the index
     assert verify(store_path) == []
 
 
