@@ -109,3 +109,9 @@ def test_every_extra_is_described() -> None:
     page = (ROOT / "docs" / "installing.md").read_text()
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in extras if f"`{name}`" not in rows] == []
+
+
+def test_pydantic_has_what_the_server_imports() -> None:
+    """FastAPI accepts older versions, which have no FailFast; it came with 2.8."""
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert "pydantic>=2.8" in required
