@@ -375,7 +375,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _parts(self, rows: dict[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any, Any, Any, Any]:
         """Return observations, actions, next observations, dones, rewards and discounts, on the device."""
-        following = rows["next"]
+        following, actions = rows["next"], rows["action"]
         ended = following["terminated" if self.handle_timeout_termination else "done"]
         if self._n_steps is None:
             rewards, discounts = self._normalize_reward(following["reward"].reshape(-1, 1), env), None
@@ -384,7 +384,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             rewards, discounts = self._n_steps.sum_rewards(each, rows["steps_to_next_obs"])
         return (
             self._to_device(self._normalize_obs(rows["observation"], env)),
-            self._to_device(rows["action"]),
+            self._to_device(actions.astype(self._maybe_cast_dtype(actions.dtype), copy=False)),
             self._to_device(self._normalize_obs(following["observation"], env)),
             self._to_device(ended.reshape(-1, 1).astype(np.float32)),
             self._to_device(rewards),

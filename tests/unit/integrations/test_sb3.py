@@ -67,8 +67,6 @@ def steps_of(
             {"TimeLimit.truncated": bool(end and number // (3 + lane) % 2)} for lane, end in enumerate(done)
         ]
         actions = np.stack([action.sample() for _ in range(n_envs)])
-        if actions.dtype == np.float64:
-            actions = actions.astype(np.float32)  # as the policies return them
         yield seen, after, actions, np.full(n_envs, float(number), np.float32), done, infos
         seen = after
 
