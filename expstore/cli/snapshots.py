@@ -85,19 +85,24 @@ def loads(
     as_json: Json = False,
 ) -> int:
     """Replace the rows of a store by those of a snapshot, or create a store from a snapshot."""
+    from expstore.cold.download import restore
     from expstore.disk.files import Disk
-    from expstore.storages.format.manifest import MANIFEST, Manifest
+    from expstore.maintenance import survey
+    from expstore.storages.format.manifest import MANIFEST
     from expstore.storages.snapshots.catalog import find_version
 
     disk = Disk()
     folder = find_version(disk, path, version)
-    new = not disk.exists(store / MANIFEST)
-    kept = _open(store, Manifest.load(disk, folder).capacity if new else None)
-    try:
-        kept.snapshots.restore(folder)
-        rows = len(kept)
-    finally:
-        kept.close()
+    if disk.exists(store / MANIFEST):
+        kept = _open(store)
+        try:
+            kept.snapshots.restore(folder)
+            rows = len(kept)
+        finally:
+            kept.close()
+    else:
+        restore(folder, store)
+        rows = survey(store).rows
     if as_json:
         print_json({"path": str(store), "rows": rows, "version": str(folder)})
     else:
@@ -128,10 +133,10 @@ def versions(
     return 0
 
 
-def _open(path: Path, capacity: int | None = None) -> Storage:
+def _open(path: Path) -> Storage:
     from expstore.storages.factory import open_storage
 
-    kept = open_storage(path, capacity)
+    kept = open_storage(path)
     if kept.counters.recovered:
         typer.echo(f"note: {kept.counters.recovered}", err=True)
     return kept

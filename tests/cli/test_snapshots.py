@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from tensordict import TensorDict
 
@@ -53,6 +54,24 @@ def test_a_folder_of_versions_means_its_newest(cli: Cli, store: Path, tmp_path: 
     assert json.loads(cli("info", place, "--json")[1])["stores"][0]["path"] == str(place / "v0002")
     assert json.loads(cli("sql", place, "SELECT count(*) AS n FROM transitions", "--json")[1]) == [{"n": 30}]
     assert cli("verify", place)[:2] == (0, f"{place / 'v0002'}: nothing found\n")
+
+
+def test_a_new_store_is_of_the_kind_of_the_version(cli: Cli, tmp_path: Path) -> None:
+    place, new = tmp_path / "backup", tmp_path / "new.exp"
+    with expstore.open(tmp_path / "texts.exp", layout="arrow") as rb:
+        rb.extend(pa.table({"text": ["a", "longer"], "done": [False, True]}))
+        rb.dumps(place)
+    assert cli("loads", new, place).out == f"{new} holds the 2 rows of {place / 'v0001'}\n"
+    with expstore.open(new) as rb:
+        assert rb.sql("SELECT text FROM transitions").fetchall() == [("a",), ("longer",)]
+
+
+def test_a_version_that_cannot_be_loaded_makes_no_store(cli: Cli, store: Path, tmp_path: Path) -> None:
+    place, new = tmp_path / "backup", tmp_path / "new.exp"
+    cli("dumps", store, place)
+    (place / "v0001/columns/action/c.0").unlink()
+    assert cli("loads", new, place).code == 4
+    assert not new.exists()
 
 
 def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
