@@ -198,6 +198,9 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
         return _Trouble(
             USAGE, "usage", "a picture needs matplotlib, which is missing", "pip install 'expstore[plot]'"
         )
+    if isinstance(exc, ModuleNotFoundError) and "pip install" in str(exc):
+        message, _, hint = str(exc).partition("; ")  # of a format, which names its extra
+        return _Trouble(USAGE, "usage", message, hint)
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, OSError):

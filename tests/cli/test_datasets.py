@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,16 @@ def test_errors_are_printed(
 ) -> None:
     assert run(["datasets", *arguments]) == code
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_the_library_of_a_format_it_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sklearn", "sklearn.preprocessing"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "shuttle.csv").write_text("a,class\n1,2\n")
+    arguments = [str(tmp_path / "shuttle.csv"), str(tmp_path / "shuttle.exp"), "--format", "openml"]
+    assert run(["import", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert "sklearn.preprocessing, which is not installed; pip install 'expstore[openml]'" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["shuttle.csv"]
