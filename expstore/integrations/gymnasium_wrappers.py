@@ -221,8 +221,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
             "Disabled", or gymnasium's enum.
 
     Raises:
-        ArgumentError: As `Record`; or the autoreset mode is unknown; as `Record`; or `env` is not a vector
-            environment.
+        ArgumentError: As `Record`; or the autoreset mode is unknown.
 
     Example:
         >>> envs = RecordVector(gymnasium.make_vec("CartPole-v1", num_envs=4), "run.exp", source="envs")

@@ -49,7 +49,6 @@ class ReplayBufferTrainer:
         iterate: Whether to iterate over the buffer batch by batch, with the buffer's `batch_size`. At the end
             of an iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts
             again.
-            iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts again.
 
     Raises:
         ArgumentError: `replay_buffer` is not a buffer of expstore, or `max_dims` are not sizes; the sampler
@@ -94,7 +93,7 @@ class ReplayBufferTrainer:
             )
         if iterate and batch_size not in (None, replay_buffer.batch_size):
             raise ArgumentError(
-                f"iterate=True uses the buffer's own batch_size, {replay_buffer.batch_size}, not by "
+                f"iterate=True uses the buffer's own batch_size, {replay_buffer.batch_size}, not "
                 f"batch_size={batch_size}: give it to the buffer"
             )
         self.replay_buffer = replay_buffer
