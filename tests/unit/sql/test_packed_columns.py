@@ -271,8 +271,8 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
     assert read == [1, 1, 1, 1]
 
 
-#: How many processes the long tests start, 8 at a time.
-ENDINGS = 500
+#: How many processes each part of the long tests starts, 8 at a time, and the number of parts.
+ENDINGS, PARTS = 100, 5
 #: A process that takes so long hangs: eight that load torch at once take minutes on a busy machine.
 HANG_SECONDS = 900
 
@@ -314,7 +314,8 @@ def packed_images(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.torture
 @pytest.mark.timeout(6 * 3600)
-def test_many_processes_end_after_a_query_with_a_limit(packed_images: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_processes_end_after_a_query_with_a_limit(packed_images: Path, part: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in pool.map(run_sql, [packed_images] * ENDINGS):
             assert (done.returncode, done.stderr, len(json.loads(done.stdout))) == (0, "", 2)
@@ -322,7 +323,8 @@ def test_many_processes_end_after_a_query_with_a_limit(packed_images: Path) -> N
 
 @pytest.mark.torture
 @pytest.mark.timeout(6 * 3600)
-def test_many_programs_end_after_a_query_without_a_close(packed_images: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_programs_end_after_a_query_without_a_close(packed_images: Path, part: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in pool.map(run_script, [packed_images] * ENDINGS):
             assert (done.returncode, done.stderr, done.stdout) == (0, "", "2\n")
