@@ -70,7 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(connected: None, folder: Path) -> Iterator[Cluster]:
-    cluster = expstore.cluster.ray.start(folder / "run-{shard}.exp", shards=2, capacity=2_000_000, name="tests")
+    cluster = expstore.cluster.ray.start(
+        folder / "run-{shard}.exp", shards=2, capacity=2_000_000, name="tests"
+    )
     yield cluster
     cluster.stop()
 
