@@ -501,7 +501,8 @@ def start(
         places = _find_stores(spec, known, allow_lost)
     actors: list[Any] = []
     try:
-        actors += [_start_shard(shard, node) for shard, node in places]
+        for shard, node in places:
+            actors.append(_start_shard(shard, node))  # one by one: if the next fails, this one is ended
         running = {
             shard.number: one
             for actor, (shard, _) in zip(actors, places, strict=True)

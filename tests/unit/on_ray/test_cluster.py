@@ -461,3 +461,27 @@ def test_without_a_connection_to_ray_nothing_is_started(tmp_path: Path) -> None:
     )
     assert "this process is not connected to Ray; call ray.init() first" in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_ends_the_shards_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from expstore.on_ray import cluster as module
+
+    node, ended = module._Node("id", "127.0.0.1"), []
+
+    def start_shard(shard: Any, _: object) -> str:
+        if shard.number == 2:
+            raise StateError("an actor of this name runs already", kind="exists")
+        return f"actor {shard.number}"
+
+    for name, replacement in {
+        "check_initialized": lambda: None, "_has_actor": lambda _: False, "_find_head": lambda: node,
+        "_run_on": lambda *_: None, "_choose_nodes": lambda _: [node], "_start_shard": start_shard,
+        "_submit": lambda *_: module.Found(None, 1), "wait_for": lambda answer: answer,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(module, name, replacement)
+    monkeypatch.setattr(ray, "kill", lambda actor, *, no_restart: ended.append(actor))
+    with pytest.raises(StateError, match="runs already"):
+        module.start(tmp_path / "run-{shard}.exp", shards=3)
+    assert ended == ["actor 0", "actor 1"]
