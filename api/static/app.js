@@ -1,7 +1,7 @@
 // @ts-check
 /** The frame around every page: addresses, navigation, the connection to the server, the token. */
 
-import { getJson, hasToken, isAlive, onConnection, setConnection, setToken, takeTokenFromAddress } from "./client.js";
+import { decodeSafely, getJson, hasToken, isAlive, onConnection, setConnection, setToken, takeTokenFromAddress } from "./client.js";
 import { emptyState, errorState, h, replace } from "./dom.js";
 
 /**
@@ -108,15 +108,6 @@ async function show() {
     replace(root, errorState(error), error?.status === 404 ? h("p", null, h("a", { href: "#/" }, "All stores")) : null);
   }
   if (!here.signal.aborted) document.body.dataset.ready = path;
-}
-
-/** @param {string} text */
-function decodeSafely(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
 }
 
 /** @param {string | null} store @param {string} path */

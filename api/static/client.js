@@ -38,11 +38,20 @@ export function isHandled(error) {
   return error instanceof OfflineError || (error instanceof ApiError && error.status === 401);
 }
 
+/** @param {string} text Part of an address; returned as it is if it is not encoded. */
+export function decodeSafely(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 /** Take the token out of an address that ends with #token=..., so that it does not stay in the address bar. */
 export function takeTokenFromAddress() {
   const found = /^#token=([^&]+)(?:&(.*))?$/.exec(location.hash);
   if (!found) return;
-  setToken(decodeURIComponent(found[1]));
+  setToken(decodeSafely(found[1]));
   history.replaceState(null, "", `${location.pathname}#${found[2] ?? "/"}`);
 }
 
@@ -97,7 +106,8 @@ export async function request(path, { method = "GET", query = {}, body, accept =
   /** @type {Record<string, string>} */
   const headers = { Accept: accept };
   const token = sessionStorage.getItem(TOKEN);
-  if (token !== null) headers.Authorization = `Bearer ${token}`;
+  // A header cannot have other characters, and neither has a server's token; the server refuses the replaced one.
+  if (token !== null) headers.Authorization = `Bearer ${token.replace(/[^\x21-\x7e]/g, "?")}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {

@@ -54,6 +54,21 @@ def test_a_token_in_the_address_opens_the_page(
     assert tab.errors == []
 
 
+def test_a_token_that_cannot_be_sent_is_refused(visit: Callable[..., Visit], guarded: Serving) -> None:
+    tab = visit(url=guarded.url, token="%zz")  # not what an address encodes
+    page = tab.open("/stores/run")
+    page.wait_for_selector("text=The server does not know this token.")
+    page.fill("#token", "pasted\u2026")
+    with page.expect_response("**/v1/stores") as found:
+        page.keyboard.press("Enter")
+    assert found.value.status == 401
+    page.wait_for_selector("#token:focus")
+    assert page.input_value("#token") == ""
+    page.fill("#token", "reads")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('run')")
+
+
 def test_the_page_goes_on_when_the_server_is_back(visit: Callable[..., Visit], server: Serving) -> None:
     is_there = [True]
     with Proxy(server.port, lambda number: "" if is_there[0] else "refuse") as proxy:
