@@ -3,6 +3,8 @@
 
 const ROOT = new URL("..", document.baseURI);
 const TOKEN = "expstore-token";
+/** Digits that may be an integer of more than 53 bits. */
+const LONG_INTEGER = /(?<![\d.])\d{16,}(?![\d.eE])/;
 
 /** @typedef {"online" | "offline" | "unauthorized"} State */
 /** @type {Set<(state: State) => void>} */
@@ -143,7 +145,30 @@ async function readError(response) {
  * @returns {Promise<any>}
  */
 export async function getJson(path, options) {
-  return (await request(path, options)).json();
+  return readJson(await request(path, options));
+}
+
+/** @param {Response} response @returns {Promise<any>} The JSON of an answer, as `parseJson` reads it. */
+export async function readJson(response) {
+  return parseJson(await response.text());
+}
+
+/**
+ * Parse JSON. Integers that numbers of JavaScript would round, such as seeds, become texts with all their digits.
+ *
+ * @param {string} text
+ * @returns {any}
+ */
+export function parseJson(text) {
+  if (!LONG_INTEGER.test(text)) return JSON.parse(text);  // a function for each value takes several times as long
+  const keep = (/** @type {string} */ _, /** @type {any} */ value, /** @type {any} */ found) =>
+    (Number.isInteger(value) && !Number.isSafeInteger(value) && /^-?\d+$/.test(found?.source) ? found.source : value);
+  return JSON.parse(text, keep);
+}
+
+/** @param {any} value Whether it is an integer that `parseJson` has made a text. */
+export function isLongInteger(value) {
+  return typeof value === "string" && /^-?\d{16,}$/.test(value) && !Number.isSafeInteger(Number(value));
 }
 
 /** Return whether the server answers. */

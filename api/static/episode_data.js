@@ -1,7 +1,7 @@
 // @ts-check
 /** Episodes as the server lists them: filters, their SQL conditions, and facts. */
 
-import { getJson, request, storePath } from "./client.js";
+import { getJson, parseJson, readJson, request, storePath } from "./client.js";
 
 /** Episodes that are looked through for the one before. */
 const NEAR = 200;
@@ -87,7 +87,7 @@ export function episodesOf({ columns, rows }) {
   return rows.map((values) => {
     const episode = Object.fromEntries(columns.map((name, number) => [name, values[number]]));
     const { info } = episode;
-    episode.info = typeof info === "string" ? JSON.parse(info) : info ?? {};
+    episode.info = typeof info === "string" ? parseJson(info) : info ?? {};
     return episode;
   });
 }
@@ -158,7 +158,7 @@ export async function neighbourOf(store, episode, filter, direction, sql, signal
  */
 export async function changeFacts(store, id, changes, signal) {
   const response = await request(storePath(store, `/episodes/${id}`), { method: "PATCH", body: { info: changes }, signal });
-  return (await response.json()).info ?? {};
+  return (await readJson(response)).info ?? {};
 }
 
 /**

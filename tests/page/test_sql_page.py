@@ -102,6 +102,23 @@ def test_results_are_saved_as_they_are(visit: Open) -> None:
     assert tab.errors == []
 
 
+def test_integers_have_all_their_digits(visit: Open) -> None:
+    values = [2**53 + 1, -(2**62) - 1, 2**63 - 1]
+    query = f"SELECT unnest([{', '.join(map(str, values))}]) AS seed, [{values[0]}] AS seeds, 1e300 AS large"
+    tab = visit()
+    page = tab.open("/stores/run/sql?q=" + quote(query))
+    cells = page.locator(f"{RESULT} td").all_inner_texts()
+    assert cells[::3] == [str(value) for value in values]
+    assert (cells[1], cells[2]) == (f'["{values[0]}"]', "1e+300")
+    assert "number" in (page.locator(f"{RESULT} th").first.get_attribute("class") or "")
+    with download(page, "Download CSV").open(newline="", encoding="utf-8") as file:
+        assert [row[0] for row in csv.reader(file)][1:] == cells[::3]
+    page.select_option("label:has-text('Plot') select", label="seed")
+    page.select_option("label:has-text('against') select", label="large")
+    page.wait_for_selector("figure[aria-label='large against seed'] canvas")
+    assert tab.errors == []
+
+
 def test_two_columns_are_plotted(visit: Open) -> None:
     tab = visit()
     query = 'SELECT episode_id, "return" AS r, source, start_time FROM episodes ORDER BY 1'

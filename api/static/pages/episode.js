@@ -2,7 +2,7 @@
 /** One episode: its frames, values, texts and facts. */
 
 import { storeHref } from "../app.js";
-import { getJson, request, storePath } from "../client.js";
+import { getJson, isLongInteger, readJson, request, storePath } from "../client.js";
 import { colourOf, lineChart, thin } from "../chart.js";
 import { announce, debounce, emptyState, errorState, h, replace } from "../dom.js";
 import {
@@ -284,7 +284,7 @@ async function loadColumns(store, id, names, start, count, signal) {
   if (names.length === 0) return { missing: 0, columns: {} };
   const response = await request(storePath(store, `/episodes/${id}`), { query: { fields: names.join(","), start, count }, signal });
   const first = Number(response.headers.get("X-First-Step") ?? start + count);
-  return { missing: first - start, columns: (await response.json()).rows };
+  return { missing: first - start, columns: (await readJson(response)).rows };
 }
 
 /** @param {any} value A value of shape [] or [1] as a number or text. */
@@ -295,7 +295,7 @@ function plain(value) {
 /** @param {any} value */
 function toNumber(value) {
   const found = plain(value);
-  return typeof found === "boolean" ? Number(found) : typeof found === "number" ? found : null;
+  return typeof found === "boolean" || isLongInteger(found) ? Number(found) : typeof found === "number" ? found : null;
 }
 
 /** Values of the step that is shown. */

@@ -2,7 +2,7 @@
 /** Episodes of a store: filtered, sorted, and read page by page. */
 
 import { storeHref } from "../app.js";
-import { request, storePath, getJson } from "../client.js";
+import { getJson, readJson, request, storePath } from "../client.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
 import { changeFacts, episodesOf, formatFact, hasFilter, readFilter, requestQuery, writeFilter } from "../episode_data.js";
 import { integer, number, time } from "../format.js";
@@ -121,7 +121,7 @@ export async function render(root, context) {
         query: server.sql ? { ...requestQuery(filter), order: filter.order || ORDER, limit: PAGE, page } : { source: filter.source, status: filter.status, limit: PAGE, page },
         signal: both,
       });
-      const episodes = episodesOf(await response.json());
+      const episodes = episodesOf(await readJson(response));
       cursors.previous = response.headers.get("X-Previous");
       cursors.next = response.headers.get("X-Next");
       const total = response.headers.get("X-Total");

@@ -2,7 +2,7 @@
 /** Ask a store in SQL: an editor with completion, the result as a table and a plot, and downloads. */
 
 import { storeHref } from "../app.js";
-import { download, getJson, request, storePath } from "../client.js";
+import { download, getJson, isLongInteger, readJson, request, storePath } from "../client.js";
 import { lineChart, paletteColour } from "../chart.js";
 import { complete } from "../completion.js";
 import { announce, emptyState, errorState, h, replace } from "../dom.js";
@@ -88,7 +88,7 @@ export async function render(root, context) {
     try {
       const response = await request(storePath(store, "/sql"), { method: "POST", body: { query: text, limit: MOST_ROWS }, signal: AbortSignal.any([signal, mine.signal]) });
       const truncated = response.headers.get("X-Truncated") === "true";
-      const found = /** @type {Table} */ (await response.json());
+      const found = /** @type {Table} */ (await readJson(response));
       const seconds = (performance.now() - began) / 1000;
       state.textContent = `${integer(found.rows.length)} ${found.rows.length === 1 ? "row" : "rows"}${truncated ? ", cut" : ""} in ${duration(seconds)}`;
       drawResult(result, context, text, found, truncated);
@@ -145,7 +145,7 @@ function drawResult(place, context, text, found, truncated) {
   const ask = (/** @type {string} */ accept) => request(storePath(params.store, "/sql"), { method: "POST", body: { query: text }, accept, signal });
   const saveCsv = () => save(async () => {
     // The page has only the first rows of a long result.
-    const all = truncated ? await (await ask("application/json")).json() : found;
+    const all = truncated ? await readJson(await ask("application/json")) : found;
     download(`${params.store}.csv`, toCsv(all), "text/csv;charset=utf-8");
   });
   const saveArrow = () => save(async () => download(`${params.store}.arrows`, await (await ask(ARROW)).arrayBuffer(), ARROW));
@@ -176,7 +176,7 @@ function drawTable(store, { columns, rows }) {
 
 /** @param {any[][]} rows @param {number} at */
 function isNumeric(rows, at) {
-  return rows.some((row) => row[at] !== null) && rows.every((row) => row[at] === null || typeof row[at] === "number");
+  return rows.some((row) => row[at] !== null) && rows.every((row) => row[at] === null || typeof row[at] === "number" || isLongInteger(row[at]));
 }
 
 /** @param {any[][]} rows @param {number} at */
@@ -216,8 +216,9 @@ function drawPlot(/** @type {import("../app.js").Context} */ { query, setQuery, 
     if (x.list.value === "" || y.list.value === "") return;
     const at = { x: Number(x.list.value), y: Number(y.list.value), colour: colour.list.value === "" ? null : Number(colour.list.value) };
     const timed = !numbers.includes(at.x);
+    const value = (/** @type {any[]} */ row, /** @type {number} */ place) => (numbers.includes(place) && row[place] !== null ? Number(row[place]) : row[place]);
     const points = rows.filter((row) => row[at.x] !== null && row[at.y] !== null)
-      .map((row) => ({ x: timed ? toMilliseconds(row[at.x]) : row[at.x], y: row[at.y], group: at.colour === null ? null : row[at.colour] }))
+      .map((row) => ({ x: timed ? toMilliseconds(row[at.x]) : value(row, at.x), y: value(row, at.y), group: at.colour === null ? null : value(row, at.colour) }))
       .sort((a, b) => a.x - b.x);
     const groups = groupsOf(points, columns[at.y]);
     // Lines connect values of one place each; several at one place are points.
