@@ -59,7 +59,12 @@ export function identifier(name) {
 /** @param {string} name @param {string} value */
 function factCondition(name, value) {
   // A JSON pointer (RFC 6901) takes names of any letters.
-  return `json_extract_string(info, ${literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`)}) = ${literal(value)}`;
+  const path = literal(`/${name.replaceAll("~", "~0").replaceAll("/", "~1")}`);
+  const text = `json_extract_string(info, ${path})`;
+  if (!/^-?\d+(\.\d+)?([eE][+-]?\d+)?$/.test(value)) return `${text} = ${literal(value)}`;
+  // One float has several texts: what Python writes as 1.0 and 1e+16 is here 1 and 10000000000000000.
+  const isSameFloat = `json_type(info, ${path}) = 'DOUBLE' AND TRY_CAST(${text} AS DOUBLE) = TRY_CAST('${value}' AS DOUBLE)`;
+  return `(${text} = '${value}' OR (${isSameFloat}))`;
 }
 
 /** A condition that ends with a comment is on lines of its own.

@@ -119,6 +119,26 @@ def test_hostile_facts_select_their_episodes(visit: Open) -> None:
     assert tab.errors == []
 
 
+def test_facts_that_are_numbers_select_their_episodes(visit: Open, tmp_path: Path) -> None:
+    facts = {"seed": 2**53 + 1, "gamma": 1.0, "rate": 1e-05, "large": 1e16, "level": 3}
+    with expstore.open(tmp_path / "run.exp") as rb:
+        rb.extend(game_rows(3, 1.0).set("big", torch.tensor([2**60 + 1] * 3)), episode_info=facts)
+        rb.extend(game_rows(3, 1.0).set("big", torch.zeros(3, dtype=torch.int64)))
+    with Serving(Settings(path=tmp_path)) as server:
+        tab = visit(url=server.url)
+        page = tab.open("/stores/run/episodes")
+        assert page.locator("td .chip").first.inner_text() == f"seed: {2**53 + 1}"
+        for name in facts:
+            page.click(f"td .chip:has-text('{name}:')")
+            page.wait_for_selector("text=1 episode match")
+            page.click("text=Remove all filters")
+            page.wait_for_selector("text='2 episodes'")
+        page = tab.open("/stores/run/episodes/1")
+        page.wait_for_selector(f"dd >> text='{2**60 + 1}'")
+        assert page.input_value("#fact-0") == str(2**53 + 1)
+        assert tab.errors == []
+
+
 def test_episodes_are_sorted_and_read_in_pages(visit: Open) -> None:
     page = visit().open("/stores/run/episodes")
     assert column(page, 1)[:2] == ["61", "60"]
