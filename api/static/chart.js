@@ -151,6 +151,16 @@ function dataOf(/** @type {number[]} */ x, /** @type {Series[]} */ series) {
   return [x, ...series.flatMap((one) => (one.low && one.high ? [one.values, one.low, one.high] : [one.values]))];
 }
 
+/**
+ * A range around one value, which is wider than what the value is rounded to: uPlot finds no ticks in an empty one.
+ *
+ * @param {number} value
+ */
+function around(value) {
+  const margin = Math.max(1, Math.abs(value) / 1e6);
+  return [value - margin, value + margin];
+}
+
 function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @type {Series[]} */ series,
   /** @type {HTMLElement} */ place, /** @type {() => void} */ placeCursor, /** @type {() => [number, number] | null} */ range) {
   const ink = css("--ink-soft");
@@ -175,9 +185,9 @@ function settings(/** @type {any} */ options, /** @type {number[]} */ x, /** @ty
   return {
     width: Math.max(place.clientWidth, 200), height: options.height ?? 220, ms: 1, bands,
     scales: {
-      x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: [x[0] - 1, x[0] + 1] } : {}) },
+      x: { time: options.isTime ?? false, distr: options.isLog ? 3 : 1, ...(x.length === 1 && !options.isTime ? { range: around(x[0]) } : {}) },
       // A line of equal values is in the middle of its plot.
-      y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high && low !== null ? [low - 1, high + 1] : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) },
+      y: { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high && low !== null ? around(low) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true)) },
     },
     legend: { show: series.length > 1 || !options.bars, live: true },
     cursor: {

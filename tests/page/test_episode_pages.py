@@ -136,6 +136,8 @@ def test_facts_that_are_numbers_select_their_episodes(visit: Open, tmp_path: Pat
         page = tab.open("/stores/run/episodes/1")
         page.wait_for_selector(f"dd >> text='{2**60 + 1}'")
         assert page.input_value("#fact-0") == str(2**53 + 1)
+        page.wait_for_selector("figure[aria-label='big over the steps of the episode'] canvas")
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         assert tab.errors == []
 
 
