@@ -9,13 +9,14 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command given by this process's arguments, and exit."""
-    former = signal.getsignal(signal.SIGINT)
-    if former is signal.default_int_handler:  # otherwise the process ignores Ctrl-C, as with nohup
-        # Nothing has begun: Ctrl-C ends the process without the traceback of an import.
+    # A shell lets its background jobs ignore Ctrl-C: they go on doing so.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:  # nothing has begun: Ctrl-C ends the process without the traceback of an import
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from expstore.cli.app import main as run
 
-    signal.signal(signal.SIGINT, former)
+    if is_default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 

@@ -434,9 +434,8 @@ def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch
     assert len(blocks) == 4
     monkeypatch.setattr(ray, "init", lambda: None)  # this process is connected already
     names: dict[str, Any] = {"batch": batch_of}
-    with (
-        contextlib.ExitStack() as stack
-    ):  # the second block is another program, which has a buffer of its own
+    # The second block is another program, which has a buffer of its own.
+    with contextlib.ExitStack() as stack:
         for block in blocks:
             exec(compile(block.replace("/data", str(tmp_path)), "docs/ray.md", "exec"), names)
             stack.callback(names["rb"].close)
