@@ -248,7 +248,7 @@ def test_meaningless_arguments_are_refused_with_a_reason(store_path: Path) -> No
         ReplayBufferTrainer(rb, memmap=True)
     with pytest.raises(ValueError, match="nothing to pad"):
         ReplayBufferTrainer(rb, flatten_tensordicts=True, max_dims=[5])
-    with pytest.raises(ValueError, match="buffer's own batch_size, 2, not by batch_size=3"):
+    with pytest.raises(ValueError, match="buffer's own batch_size, 2, not batch_size=3"):
         ReplayBufferTrainer(rb, batch_size=3, iterate=True)
     ReplayBufferTrainer(rb, batch_size=2, iterate=True)
     with (
