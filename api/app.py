@@ -6,12 +6,13 @@ Used by `expstore serve`, and by programs that mount it into their own applicati
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, FastAPI
+from starlette.routing import NoMatchFound
 
 import expstore
 from expstore.api import docs_page, errors, page
@@ -93,6 +94,10 @@ def create_app(settings: Settings) -> FastAPI:
     routers = _READING if settings.read_only else _READING + _CHANGING
     for prefix, router in routers:
         app.include_router(router, prefix=prefix)
+    # Recent FastAPI builds included routes when they are first searched, and changes the filters of warnings
+    # of the whole process meanwhile. Searched here, they are built before there are requests.
+    with suppress(NoMatchFound):
+        app.url_path_for("")
     open_folder = page.PATH if settings.ui else None
     table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
     app.add_middleware(Watch, routes=table, metrics=metrics)

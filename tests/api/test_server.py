@@ -15,11 +15,12 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.api import Settings
 from expstore.cli.app import run
 from expstore.wire.stream import END
 from tests.support.arrow_bodies import ACCEPT_ARROW
 from tests.support.batches import numbered_rows
-from tests.support.servers import process, serving
+from tests.support.servers import Serving, process, serving
 from tests.support.stores import build_store
 
 pytestmark = pytest.mark.index
@@ -40,6 +41,21 @@ def listens(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_first_request_changes_no_filters_of_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
+) -> None:
+    """They belong to the whole process, in which other threads warn or rely on them."""
+    with Serving(Settings(path=tmp_path, read_only=read_only)) as served:
+
+        def change_filters(*_: object, **__: object) -> None:
+            raise AssertionError("the filters are changed")
+
+        with monkeypatch.context() as patched, httpx.Client(base_url=served.url) as client:
+            patched.setattr("warnings.catch_warnings", change_filters)
+            assert client.get("/v1/stores").status_code == 200
 
 
 def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
