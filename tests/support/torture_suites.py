@@ -134,6 +134,19 @@ GROUPS = {
     "crash/test_protocol_model.py::test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something": Group(
         "model"
     ),
+    # Cases of seconds, which is less than their processes take to start.
+    "crash/test_resume.py::test_killed_at_any_moment": Group("long", 11),
+    "unit/buffers/test_idempotency.py::test_a_failed_write_is_repeated_under_its_key": Group("long", 19),
+    "unit/storages/columns/packed/test_capture.py::test_versions_are_restored_between_all_layouts": Group(
+        "long", 8
+    ),
+    "unit/storages/engine/test_archive.py::test_every_row_is_found_once": Group("long", 4),
+    "unit/storages/engine/test_archive.py::test_every_row_is_found_once_in_long_lives": Group("long", 4),
+    "unit/storages/test_arrow.py::test_returned_rows_survive_without_close": Group("long", 20),
+    "unit/storages/test_follower_files.py::test_a_hundred_loads_leave_no_file_open": Group("long", 3),
+    "unit/storages/test_follower_files.py::test_a_thousand_openings_leave_no_file_open": Group("long", 3),
+    "unit/storages/test_other_readers.py::test_zarr_and_tensorstore_read_packed_shards": Group("long", 7),
+    "unit/storages/test_variable_fields.py::test_rows_come_back_as_they_were_in_full": Group("long", 10),
 }
 _PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
 #: Environment of units that look for examples of properties.
@@ -212,6 +225,8 @@ def _tests(seed: int, scale: float) -> list[Unit]:
     by_test: dict[str, list[str]] = {}
     for case in _marked("torture and not rest", "mark.torture"):
         by_test.setdefault(case.partition("[")[0], []).append(case)
+    if renamed := {f"tests/{test}" for test in GROUPS} - by_test.keys():
+        raise RuntimeError(f"no tests with these names are marked torture: {sorted(renamed)}")
     units: list[Unit] = []
     for test, cases in by_test.items():
         units += _units_of(test, cases, seed, scale)
@@ -233,11 +248,14 @@ def _marked(marks: str, *texts: str) -> list[str]:
 
 
 def _rest(seed: int, scale: float) -> list[Unit]:
-    """Return one unit per file of the cases that `make test` leaves out."""
-    units = []
+    """Return one unit per folder of the cases that `make test` leaves out."""
+    folders: dict[str, list[str]] = {}
     for path in dict.fromkeys(case.partition("::")[0] for case in _marked("rest", "mark.some", "mark.rest")):
-        name = f"rest/{_place(path)}"
-        units.append(Unit(name, [*_PYTEST, "-m", "rest", path], _own_seed(seed, name)))
+        folders.setdefault(path.rpartition("/")[0], []).append(path)
+    units = []
+    for folder, paths in folders.items():
+        name = f"rest/{folder.removeprefix('tests/')}"
+        units.append(Unit(name, [*_PYTEST, "-m", "rest", *paths], _own_seed(seed, name)))
     return _share(units, scale)
 
 
