@@ -222,6 +222,17 @@ class _InProcess:
         self.beginning = threading.Lock()
         self.downloads: weakref.WeakSet[Download] = weakref.WeakSet()
 
+    def send(self, request: httpx.Request) -> tuple[httpx.Response, bytearray]:
+        """Send a request, and return its answer and the body."""
+        answer, body = self.client.send(request, stream=True), bytearray()
+        with contextlib.closing(answer):
+            for part in answer.iter_raw():
+                body += part
+        if self.ended.is_set():
+            # A socket that was being connected while httpx closed all others is not known to it.
+            answer.extensions["network_stream"].close()
+        return answer, body
+
 
 class Connection:
     """A connection to a served store.
@@ -341,11 +352,7 @@ class Connection:
                 timeout=timeout,
             )  # fmt: skip
             try:
-                answer = mine.client.send(sent, stream=True)
-                with contextlib.closing(answer):
-                    found = bytearray()
-                    for part in answer.iter_raw():
-                        found += part
+                answer, found = mine.send(sent)
             except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException) as exc:
                 reached = not isinstance(exc, (httpx.ConnectError, httpx.ConnectTimeout))
                 raise _Lost(str(exc) or type(exc).__name__, final=once and reached) from exc
@@ -430,7 +437,9 @@ class Connection:
     def _tell(self, route: str, timeout: float) -> None:
         mine = self._get_in_process()
         headers = self._headers(JSON, None) | {"X-Session": mine.session}
-        mine.client.post(self.address.url(route), headers=headers, timeout=timeout)
+        mine.send(
+            mine.client.build_request("POST", self.address.url(route), headers=headers, timeout=timeout)
+        )
 
     def pauses(self) -> Iterator[float]:
         """Yield the pauses between attempts in seconds, each about twice as long as the one before."""

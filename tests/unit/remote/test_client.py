@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.index
 
 SOON = Retries(seconds=20, first=0.01, longest=0.05, seed=3)
 ONCE = Retries(seconds=0)
+PATIENCE = 60.0
 OWN = ("index", "id", "priority_weight")
 
 
@@ -811,6 +813,31 @@ def test_requests_without_a_key_are_not_repeated(server: Serving, name: str) -> 
             with pytest.raises(RemoteError):
                 rb.dumps()
             assert len(rb.snapshots.list()) == 1
+
+
+def test_a_socket_that_is_being_connected_is_closed_with_the_others(
+    server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat, or another thread, may begin a request while the connection is closed."""
+    asked, closed, sockets = threading.Event(), threading.Event(), list[socket.socket]()
+    create = socket.create_connection
+
+    def create_later(*arguments: Any, **options: Any) -> socket.socket:
+        asked.set()
+        assert closed.wait(PATIENCE)
+        sockets.append(create(*arguments, **options))
+        return sockets[-1]
+
+    link = Connection(Address.of(f"{server.url}/{name}"), None, timeout=PATIENCE)
+    beat = threading.Thread(target=link.beat)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "create_connection", create_later)
+        beat.start()
+        assert asked.wait(PATIENCE)
+        link.close()
+        closed.set()
+        beat.join(PATIENCE)
+    assert [each.fileno() for each in sockets] == [-1]
 
 
 def test_tokens(tmp_path: Path) -> None:
