@@ -133,7 +133,7 @@ def _to_ragged(column: Array, wanted: Ragged, dtype: str) -> pa.Array:
     shape = column.shape[1:]
     if not shape:
         raise ValueError("a row is one number, not a tensor with dims")
-    found = Ragged(dtype, (None, *shape[1:]))
+    found = Ragged(dtype, (None, *(size or None for size in shape[1:])))
     shapes = np.tile(np.array(shape, np.int64), (len(column), 1))
     flat = np.array(column, order="C").reshape(-1)  # the user may change the array later
     return convert(join(found, flat, shapes), found, wanted)
@@ -155,7 +155,7 @@ def _check_ragged(column: pa.Array, found: Ragged) -> None:
     if data.null_count or shapes.null_count:
         raise ValueError("a tensor has no values, or no shape")
     sizes = shapes.flatten().to_numpy().reshape(len(valid), len(found.shape))
-    if (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
+    if (sizes < 0).any() or (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
         raise ValueError("a tensor's shape does not match its number of values")
     for place, size in enumerate(found.shape):
         if size is not None and (sizes[:, place] != size).any():

@@ -149,3 +149,8 @@ def test_rows_of_one_shape_are_copied() -> None:
     fitted = fit_arrow(KEY, type_text(pa.float64()), numbers, "float64")
     numbers += 1
     assert fitted.to_pylist() == [0.0, 1.0]
+
+
+def test_rows_of_one_shape_may_have_no_values() -> None:
+    fitted = fit_arrow(KEY, ragged_text("int32", (None, None)), np.zeros((2, 3, 0), np.int32), "int32")
+    assert fitted.to_pylist() == [{"data": [], "shape": [3, 0]}] * 2
