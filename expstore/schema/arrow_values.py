@@ -113,6 +113,7 @@ def _find_mix(values: Iterable[Any], kind: pa.DataType) -> str:
         mixed = any(isinstance(value, str) for value in values)
         return "text in some rows, bytes in others" if mixed else ""
     if is_a.is_date(kind):
+        # Also pandas' missing value, of which pyarrow makes the year 1.
         mixed = any(isinstance(value, datetime) for value in values)
         return "dates in some rows, datetimes in others" if mixed else ""
     if is_a.is_timestamp(kind):

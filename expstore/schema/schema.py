@@ -503,11 +503,11 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
                 f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}, which may lose values",
                 hint=f"convert it to {entry.dtype} yourself",
             )
-    fitted = np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)
-    if dtype != entry.dtype and (lost := find_lost(column, fitted)) is not None:
+    cast: Array = np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)
+    if dtype != entry.dtype and (lost := find_lost(column, cast)) is not None:
         raise SchemaError(
             f"field {key_name(entry.key)!r}: expected {entry}, got {dtype} with {lost}, which {entry.dtype} "
             "would round",
             hint=f"convert it to {entry.dtype} yourself, or store it in a field of integers",
         )
-    return fitted
+    return cast

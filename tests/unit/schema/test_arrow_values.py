@@ -144,6 +144,13 @@ def test_moments_are_kept_whatever_their_zones() -> None:
     assert column_of(("a",), rows).to_pylist() == rows
 
 
+def test_missing_values_of_pandas_are_refused() -> None:
+    missing = pytest.importorskip("pandas").NaT
+    for value in (datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1)):
+        with pytest.raises(SchemaError, match="cannot be kept"):
+            column_of(("a",), [value, missing])
+
+
 def test_tuples_missing_members_and_numbers_are_converted() -> None:
     assert column_of(("a",), [(1, 2), None]).to_pylist() == [[1, 2], None]
     assert column_of(("a",), [{"x": 1}, {"y": "b"}]).to_pylist() == [
