@@ -752,7 +752,11 @@ def _convert(entry: Field, value: Any, shape: tuple[int, ...]) -> Any:
     """
     is_bfloat16 = entry.dtype == "bfloat16"
     cast = _cast(_as_array(value, is_bfloat16), entry.numpy_dtype)
-    if cast is None or cast.size != math.prod(shape):
+    if cast is None:
         raise SchemaError(f"{key_name(entry.key)!r} is {entry}, and a step has {_name(value)} for it")
+    if cast.size != math.prod(shape):
+        raise SchemaError(
+            f"{key_name(entry.key)!r} has shape {[*shape]}, and a step has {_name(value)} for it"
+        )
     cast = cast.reshape(shape)
     return torch.from_numpy(cast).view(torch.bfloat16) if is_bfloat16 else cast

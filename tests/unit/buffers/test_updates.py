@@ -151,7 +151,9 @@ def test_refused_calls_change_nothing(
         ("half", 1e39, 1e39),
     ],
 )
-def test_numbers_that_a_field_cannot_represent_are_refused(make: Make, key: str, value: Any, lost: Any) -> None:
+def test_numbers_that_a_field_cannot_represent_are_refused(
+    make: Make, key: str, value: Any, lost: Any
+) -> None:
     rb = make()
     dtypes = {"wide": torch.float64, "value": torch.float32, "small": torch.float16, "half": torch.bfloat16}
     rb.extend(TensorDict({name: torch.ones(2, dtype=dtype) for name, dtype in dtypes.items()}, [2]))

@@ -194,7 +194,9 @@ def test_keys_of_the_same_text_are_refused() -> None:
         (spaces.Box(-1, 1, (1,), np.float32), np.array([0.1]), True),
     ],
 )
-def test_values_that_the_dtype_of_a_space_cannot_represent_are_refused(space: Any, value: Any, fits: bool) -> None:
+def test_values_that_the_dtype_of_a_space_cannot_represent_are_refused(
+    space: Any, value: Any, fits: bool
+) -> None:
     fields = fields_of(space, ("observation",))
     columns = {("observation",): np.zeros((2, 1), space.dtype)}
     final = np.array([None, value], object)
