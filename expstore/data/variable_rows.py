@@ -120,7 +120,8 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
     """
     if isinstance(leaf, torch.Tensor):
         return _name_type(*from_nested(key, leaf))
-    check_unmasked(key, leaf)
+    if typed:  # objects keep their masks
+        check_unmasked(key, leaf)
     tensors = [isinstance(value, torch.Tensor) for value in leaf]
     if leaf and (all(tensors) or (typed and all(_is_tensor(value) for value in leaf))):
         return _of_tensors(key, [as_tensor(value) for value in leaf])
