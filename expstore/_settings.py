@@ -166,7 +166,7 @@ class EpisodeKeys:
     value; a new store finds the field by TorchRL's names.
 
     Args:
-        traj: Field with the collector's trajectory ids.
+        traj: Field with the collector's trajectory ids, one integer per row.
         done: List of the fields that end an episode. The last part of a name says how the episode ends:
             `terminated`, `truncated`, or any other name. If rows have `terminated`, an episode that ends
             without it counts as truncated.

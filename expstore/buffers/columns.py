@@ -17,6 +17,7 @@ from expstore.buffers.field_stats import FieldStats, StatsKeeper
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.updates import as_field
+from expstore.core.casts import cast_floats, find_lost
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.containers import form_of
 from expstore.errors import ArgumentError, QueryError, SchemaError, StateError
@@ -372,10 +373,15 @@ class _ByFormula(_Values):
     def cast(self, entry: Field, values: Any) -> Array:
         if entry.dtype == "bfloat16":
             return as_field(entry, torch.from_numpy(np.array(values)).to(torch.bfloat16))
-        found: Array = values.astype(entry.numpy_dtype)
-        if entry.numpy_dtype.kind in "iub" and not np.array_equal(found.astype(values.dtype), values):
+        found = cast_floats(values, entry.numpy_dtype)
+        lost = find_lost(values, found)
+        if lost is not None or (
+            entry.numpy_dtype.kind in "iub" and not np.array_equal(found.astype(values.dtype), values)
+        ):
+            example = "" if lost is None else f": {lost}"
             raise QueryError(
-                f"{self._text!r} has values that {entry.dtype} cannot represent", hint="give another dtype="
+                f"{self._text!r} has values that {entry.dtype} cannot represent{example}",
+                hint="give another dtype=",
             )
         return found.reshape(len(found), *entry.shape) if found[:1].size == entry.row_items else found
 

@@ -433,6 +433,11 @@ class Ingest(StorePart):
             changed = self._to_batch(storage, rows, single=False)
             if changed is None:
                 return
+            if batch.lanes is not None and changed.count not in (0, batch.count):
+                raise SchemaError(
+                    f"transforms made {changed.count} rows of {batch.count} steps, whose lanes are lost",
+                    hint="transforms of steps of several lanes must keep their number, or drop all of them",
+                )
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
         takes_priorities = self._style.takes_priorities(None)

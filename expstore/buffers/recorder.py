@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
@@ -409,7 +410,12 @@ class _Column:
 
 
 def _as_array(value: Any, is_bfloat16: bool) -> Array:
-    """Return a value as an array: for bfloat16 its bits, and an array of objects if it is not a number."""
+    """Return a value as an array: for bfloat16 its bits, and an array of objects if it is no number.
+
+    Numbers that become infinite as bfloat16, and masked ones, are no numbers of the field.
+    """
+    if np.ma.is_masked(value):
+        return np.empty((), object)
     if not isinstance(value, torch.Tensor):
         try:
             array = np.asarray(value)
@@ -417,10 +423,12 @@ def _as_array(value: Any, is_bfloat16: bool) -> Array:
             return np.empty((), object)
         if not is_bfloat16 or array.dtype.kind not in "biuf":
             return array
-        value = torch.from_numpy(array.astype(np.float32))
+        value = torch.from_numpy(array.astype(np.float64))
     value = value.detach().cpu()
     if is_bfloat16:
-        value = value.to(torch.bfloat16).view(torch.uint16)
+        bits: Array = value.to(torch.bfloat16).view(torch.uint16).numpy()
+        kept = np.isfinite(widen_bfloat16(bits)) == value.isfinite().numpy()
+        return bits if kept.all() else np.empty((), object)
     elif value.dtype is torch.bfloat16:
         value = value.float()
     found: Array = value.numpy()
@@ -441,6 +449,8 @@ def _cast(array: Array, wanted: np.dtype[Any]) -> Array | None:
 
 def _name(value: Any) -> str:
     """Describe a value in a message."""
+    if np.ma.is_masked(value):
+        return "an array with masked elements"
     if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         return f"{value.dtype} of shape {[*value.shape]}"
     return f"{value!r:.60}"
@@ -696,7 +706,7 @@ class _VariableBlock:
         """
         observation, action, reward, following, terminated, truncated = values
         ends = np.asarray(terminated, np.bool_) | np.asarray(truncated, np.bool_)
-        flags = {"terminated": terminated, "truncated": truncated, "done": ends}
+        flags = {"terminated": _to_flags(terminated), "truncated": _to_flags(truncated), "done": ends}
         numbers: dict[Key, Any] = {
             (_NEXT, name): value for name, value in (flags | {"reward": reward}).items()
         }
@@ -706,9 +716,7 @@ class _VariableBlock:
             if key in self.schema:
                 entry = self.schema[key]
                 lead = () if self._lanes is None else (self._lanes,)
-                row[key_name(key)] = _reshape(
-                    np.asarray(value, entry.numpy_dtype), (*lead, *entry.shape), key
-                )
+                row[key_name(key)] = _convert(entry, value, (*lead, *entry.shape))
         batch = self._read(row, single=self._lanes is None)
         columns = batch.columns(self.schema)
         if batch.count != (self._lanes or 1):
@@ -730,12 +738,25 @@ class _VariableBlock:
         return self.mask.batch_of(self.schema, columns, steps, lane)
 
 
-def _reshape(array: Array, shape: tuple[int, ...], key: Key) -> Array:
-    """Return an array in another shape of the same size.
+def _to_flags(value: Any) -> Any:
+    """Convert the integers 0 and 1 to flags; other values are returned as they are."""
+    array = np.asarray(value)
+    return array != 0 if array.dtype.kind in "iu" and ((array == 0) | (array == 1)).all() else value
+
+
+def _convert(entry: Field, value: Any, shape: tuple[int, ...]) -> Any:
+    """Convert a number, or one for each lane, to the dtype of a field, as `_Column` does.
 
     Raises:
-        SchemaError: It has another size.
+        SchemaError: It does not fit.
     """
-    if array.size != math.prod(shape):
-        raise SchemaError(f"{key_name(key)!r} has shape {[*shape]}, and a step has {_name(array)} for it")
-    return array.reshape(shape)
+    is_bfloat16 = entry.dtype == "bfloat16"
+    cast = _cast(_as_array(value, is_bfloat16), entry.numpy_dtype)
+    if cast is None:
+        raise SchemaError(f"{key_name(entry.key)!r} is {entry}, and a step has {_name(value)} for it")
+    if cast.size != math.prod(shape):
+        raise SchemaError(
+            f"{key_name(entry.key)!r} has shape {[*shape]}, and a step has {_name(value)} for it"
+        )
+    cast = cast.reshape(shape)
+    return torch.from_numpy(cast).view(torch.bfloat16) if is_bfloat16 else cast

@@ -20,7 +20,10 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
+from expstore.core.bfloat16 import widen_bfloat16
+from expstore.core.casts import cast_floats, find_lost, find_rounded
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
+from expstore.data.leaves import as_tensor, check_unmasked
 from expstore.data.to_arrays import to_array
 from expstore.data.variable_rows import fit_values
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
@@ -338,29 +341,59 @@ def as_field(entry: Field, value: Any) -> Array:
     """Convert values to a field's dtype.
 
     Raises:
-        SchemaError: The conversion could lose information. A Python number has no width, and may be rounded.
+        SchemaError: The conversion could lose information. A Python number has no width: a float is rounded,
+            but does not become infinite. Elements of a NumPy array are masked.
     """
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
-        tensor = torch.as_tensor(value).detach().cpu()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        bits = tensor.dtype is torch.bfloat16
-        array = tensor.view(torch.uint16).numpy() if bits else tensor.numpy()
-        fits = dtype == entry.dtype or (
-            "bfloat16" not in (dtype, entry.dtype) and np.can_cast(array.dtype, entry.numpy_dtype, "safe")
-        )
-    else:
-        array = np.asarray(value)
-        dtype, kind = str(array.dtype), entry.numpy_dtype.kind
-        if entry.dtype == "bfloat16" and array.dtype.kind in "bif":
-            array = torch.as_tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
-        same = array.dtype.kind in "biuf" and np.array_equal(array.astype(entry.numpy_dtype), array)
-        fits = same or (array.dtype.kind == "f" and kind in "fc")
-    if not fits:
+    name = key_name(entry.key)
+    check_unmasked(entry.key, value)
+    from_tensor = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+    dtype, cast, lost = _cast_tensor(entry, value) if from_tensor else _cast_numbers(entry, value)
+    if cast is None:
         raise SchemaError(
-            f"dtype mismatch for {key_name(entry.key)!r}: got {dtype}, the storage holds {entry.dtype}",
+            f"dtype mismatch for {name!r}: got {dtype}, the storage holds {entry.dtype}",
             hint=f"convert it to {entry.dtype} yourself",
         )
-    return array.astype(entry.numpy_dtype, copy=False)
+    if lost is not None:
+        raise SchemaError(
+            f"{name!r} is {entry}, which cannot hold {lost}", hint=f"give numbers that {entry.dtype} can hold"
+        )
+    return cast
+
+
+#: The dtype of values, the values in the dtype of a field (None: they are of another kind), and a number that
+#: was lost (None: there is none).
+_Cast = tuple[str, Array | None, Any]
+
+
+def _cast_tensor(entry: Field, value: Any) -> _Cast:
+    tensor = as_tensor(value).detach().cpu()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    if dtype == entry.dtype:
+        return dtype, array, None
+    if "bfloat16" in (dtype, entry.dtype) or not np.can_cast(array.dtype, entry.numpy_dtype, "safe"):
+        return dtype, None, None
+    cast = cast_floats(array, entry.numpy_dtype)
+    return dtype, cast, find_lost(array, cast)
+
+
+def _cast_numbers(entry: Field, value: Any) -> _Cast:
+    array = np.asarray(value)
+    given, kind = array.dtype.kind, entry.numpy_dtype.kind
+    if given not in "biuf":
+        return str(array.dtype), None, None
+    if entry.dtype == "bfloat16":
+        rounded = torch.from_numpy(cast_floats(array, np.float32)).to(torch.bfloat16)
+        cast: Array = rounded.view(torch.uint16).numpy()
+        lost = find_lost(array, widen_bfloat16(cast))
+    else:
+        cast = cast_floats(array, entry.numpy_dtype)
+        if kind not in "fc" and not np.array_equal(cast, array):
+            return str(array.dtype), None, None
+        lost = find_lost(array, cast)
+    if lost is None and (kind in "fc" or entry.dtype == "bfloat16"):
+        lost = find_rounded(value, array, entry.dtype)
+    return str(array.dtype), cast, lost
 
 
 def _narrow(shape: tuple[int, ...]) -> list[int]:

@@ -16,6 +16,7 @@ import torch
 
 from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.core.casts import cast_floats
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, SchemaError, StateError
@@ -80,19 +81,27 @@ class SpaceField:
 
     def read(self, value: Any, lanes: int | None, whose: str) -> Array:
         """Return the part of a nested value as an array; see `read_values`."""
-        shape = self.shape if lanes is None else (lanes, *self.shape)
         try:
             part = self.pick(value)
+        except (KeyError, IndexError, TypeError, ValueError) as exc:
+            raise self._refuse(value, lanes, whose, exc) from exc
+        return self.convert(part, lanes, whose)
+
+    def convert(self, part: Any, lanes: int | None, whose: str) -> Array:
+        """Return a value as an array of the space's shape and dtype.
+
+        Raises:
+            SchemaError: It has another shape or kind, or its dtype cannot hold a number.
+        """
+        shape = self.shape if lanes is None else (lanes, *self.shape)
+        try:
             if type(part) is np.ndarray and part.dtype == self.dtype and part.shape == shape:
                 return part
             if isinstance(part, torch.Tensor):
                 part = to_array(part)
             array = np.asarray(part, object) if self.is_text else np.asarray(part)
-        except (KeyError, IndexError, TypeError, ValueError) as exc:
-            raise SchemaError(
-                f"{whose} returned no array for {key_name(self.key)!r}, but a {type(value).__name__}: {exc}",
-                hint=f"return {_describe_wanted(lanes)}, nested like the space",
-            ) from exc
+        except (TypeError, ValueError) as exc:
+            raise self._refuse(part, lanes, whose, exc) from exc
         if array.shape != shape or not (
             all(isinstance(text, str) for text in array.flat)
             if self.is_text
@@ -104,7 +113,24 @@ class SpaceField:
                 f"its space says {dtype} {shape}",
                 hint=f"return {_describe_wanted(lanes)}, as the space says",
             )
-        return array.astype(self.dtype, copy=False)
+        if self.is_text or array.dtype == self.dtype:
+            return array.astype(self.dtype, copy=False)
+        cast = cast_floats(array, self.dtype)
+        # Floats are rounded; no number becomes infinite or another integer.
+        kept = cast == array if self.dtype.kind in "iu" else np.isfinite(cast) == np.isfinite(array)
+        if not np.all(kept):
+            raise SchemaError(
+                f"{whose} returned {key_name(self.key)!r} as {array.dtype}, with values that its space's "
+                f"{self.dtype} cannot hold",
+                hint="return values of the space",
+            )
+        return cast
+
+    def _refuse(self, value: Any, lanes: int | None, whose: str, error: Exception) -> SchemaError:
+        return SchemaError(
+            f"{whose} returned no array for {key_name(self.key)!r}, but a {type(value).__name__}: {error}",
+            hint=f"return {_describe_wanted(lanes)}, nested like the space",
+        )
 
 
 def _describe_wanted(lanes: int | None) -> str:
@@ -141,6 +167,12 @@ def fields_of(
         )
     else:
         return [SpaceField(path, key, space, tuple(space.shape), np.dtype(space.dtype))]
+    names = [str(name) for name, _ in parts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ArgumentError(
+            f"the space of {key_name(key)!r} has two parts that would have the name {twice!r}; rename a key"
+        )
     return [
         field
         for name, part in parts
@@ -189,7 +221,9 @@ def put_final(
     for field in fields:
         merged[field.key] = columns[field.key].copy()
         for lane in np.flatnonzero(ended):
-            merged[field.key][lane] = field.pick(final[lane]) if per_lane else field.pick(final)[lane]
+            part = field.pick(final[lane]) if per_lane else field.pick(final)[lane]
+            last = field.convert(part, None, "in info['final_obs'] the environment")
+            merged[field.key][lane] = last[()] if field.is_text else last
     return merged
 
 

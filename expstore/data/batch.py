@@ -29,7 +29,7 @@ from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.to_arrays import to_ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
-from expstore.episodes.segmentation import RowFacts
+from expstore.episodes.segmentation import RowFacts, to_trajectory_ids
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
@@ -409,6 +409,7 @@ class StepReader:
 
         self._facts, self._start = RowFacts(schema, keys), place(keys.start)
         self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
+        self._trajectory_key = keys.trajectory
         self._counts_steps = keys.start == ("step_count",)
         #: Whether rows can be marked as not being transitions.
         self.skips_rows = self._trajectory is not None or self._mask is not None
@@ -421,12 +422,14 @@ class StepReader:
         if self._start is not None:
             starts = columns[self._start].reshape(-1)
             starts = starts == 0 if self._counts_steps else starts.astype(np.bool_, copy=False)
-        trajectories = None if self._trajectory is None else columns[self._trajectory].reshape(-1)
+        trajectories = None
+        if self._trajectory is not None and self._trajectory_key is not None:
+            trajectories = to_trajectory_ids(self._trajectory_key, columns[self._trajectory])
         return Steps(
             count=batch.count,
             lanes=batch.lanes,
             lane_count=batch.lane_count,
-            trajectories=None if trajectories is None else trajectories.astype(np.int64, copy=False),
+            trajectories=trajectories,
             terminated=terminated,
             truncated=truncated,
             starts=starts,

@@ -26,6 +26,7 @@ from tensordict import (
     lazy_stack,
 )
 
+from expstore.core.casts import find_lost
 from expstore.core.values import Array, Key
 from expstore.data.batch import (
     Batch,
@@ -33,7 +34,7 @@ from expstore.data.batch import (
     check_dims,
     flatten,
 )
-from expstore.data.leaves import to_columns, to_objects
+from expstore.data.leaves import as_tensor, check_unmasked, to_columns, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_arrays
 from expstore.data.variable_rows import columns_of, is_loose
@@ -197,8 +198,7 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bo
         wrong = [key for key in data if not isinstance(key, (str, int)) or isinstance(key, bool)]
         if wrong:
             raise SchemaError(f"a tree has the key {wrong[0]!r}", hint="use text or integers")
-        named = {k: str(k) for k in data if is_name(str(k)) and (isinstance(k, str) or str(k) not in data)}
-        names = {k: named.get(k, f"key{place}") for place, k in enumerate(data)}
+        names = _name_parts(data)
         parts = [
             [k, _walk(value, (*path, names[k]), keys, leaves, typed=typed, single=single)]
             for k, value in data.items()
@@ -219,9 +219,24 @@ def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bo
             f"got {type(data).__name__}{where}",
             hint="a column of values is a list" if typed else "a ListStorage stores other kinds of objects",
         )
+    check_unmasked(path or DATA, data)
     keys.append(path or DATA)
-    leaves.append(torch.as_tensor(data) if leaf is None else leaf)
+    leaves.append(as_tensor(data) if leaf is None else leaf)
     return {"field": list(path or DATA)}
+
+
+def _name_parts(data: Any) -> dict[Any, str]:
+    """Return a different name, which can be a part of a path, for each key of a dict."""
+    names = {k: str(k) for k in data if is_name(str(k)) and (isinstance(k, str) or str(k) not in data)}
+    taken = set(names.values())
+    for place, k in enumerate(data):
+        if k not in names:
+            name = f"key{place}"
+            while name in taken:
+                name += "_"
+            names[k] = name
+            taken.add(name)
+    return names
 
 
 def _loose_leaf(data: Any, single: bool) -> Any:
@@ -257,19 +272,53 @@ def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
     if typed and not isinstance(first, (dict, tuple)) and not _are_alike(items):
         return list(items)
     if isinstance(first, torch.Tensor):
-        return torch.stack(list(items))
+        return _stack_tensors(items)
     if isinstance(first, dict):
-        other = next((item for item in items if typed and set(item) != set(first)), None)
+        other = next((item for item in items if set(item) != set(first)), None)
         if other is not None:
             raise KeyError(f"not all rows have {sorted(map(str, set(other) ^ set(first)))}")
         return {key: stack([item[key] for item in items], typed=typed) for key in first}
+    if isinstance(first, (list, tuple)) and any(len(item) != len(first) for item in items):
+        sizes = sorted({len(item) for item in items})
+        raise ValueError(f"some rows have {sizes[0]} parts, others {sizes[-1]}")
     if type(first) in (list, tuple):
         return type(first)(stack([item[i] for item in items], typed=typed) for i in range(len(first)))
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(stack([item[i] for item in items], typed=typed) for i in range(len(first))))
     if isinstance(first, (np.ndarray, np.generic, bool, int, float)):
-        return torch.as_tensor(np.stack([np.asarray(item) for item in items]))
+        check_unmasked((), list(items))
+        return _stack_arrays([np.asarray(item) for item in items])
     return list(items)
+
+
+def _stack_tensors(items: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack tensors; of different dtypes in a dtype for all of them.
+
+    Raises:
+        ValueError: An integer would be rounded.
+    """
+    stacked = torch.stack(list(items))
+    if stacked.is_floating_point() and any(item.dtype != stacked.dtype for item in items):
+        for item, part in zip(items, stacked, strict=True):
+            floats = part.float() if part.dtype is torch.bfloat16 else part
+            if not item.is_floating_point():
+                _check_kept(item.detach().cpu().numpy(), floats.detach().cpu().numpy())
+    return stacked
+
+
+def _stack_arrays(items: Sequence[Array]) -> torch.Tensor:
+    """Stack arrays as `_stack_tensors` stacks tensors."""
+    stacked = np.stack(items)
+    for item, part in zip(items, stacked, strict=True):
+        if item.dtype != stacked.dtype:
+            _check_kept(item, np.asarray(part))
+    return as_tensor(stacked)
+
+
+def _check_kept(values: Array, cast: Array) -> None:
+    lost = find_lost(values, cast)
+    if lost is not None:
+        raise ValueError(f"rows have different dtypes, and {cast.dtype} would round {lost}")
 
 
 def _are_alike(items: Sequence[Any]) -> bool:

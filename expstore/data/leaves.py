@@ -17,7 +17,15 @@ from expstore.core.values import Array, Key, key_name
 from expstore.data.nested_tensors import NAMES
 from expstore.errors import SchemaError
 
-__all__ = ["check_alike", "leaves_of", "to_columns", "to_numpy", "to_objects"]
+__all__ = [
+    "as_tensor",
+    "check_alike",
+    "check_unmasked",
+    "leaves_of",
+    "to_columns",
+    "to_numpy",
+    "to_objects",
+]
 
 
 def leaves_of(
@@ -63,6 +71,26 @@ def check_alike(rows: Sequence[TensorDictBase], path: Key) -> None:
                 f"{key_name((*path, name))!r}, row 0 has {'none' if name in found else 'one'}",
                 hint="rows must have the same fields; a LazyStackStorage stores others",
             )
+
+
+def check_unmasked(key: Key, value: Any) -> None:
+    """Raise SchemaError if elements of a NumPy array, or of arrays in nested lists, are masked."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_unmasked(key, item)
+    elif isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        where = f"field {key_name(key)!r}" if key else "the data"
+        raise SchemaError(
+            f"{where} has a NumPy array with masked elements, and a store keeps no masks",
+            hint="fill them, array.filled(value), or store the mask, array.mask, as a field of its own",
+        )
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return numbers as a tensor; an array that torch cannot view is copied."""
+    if isinstance(value, np.ndarray) and (min(value.strides, default=0) < 0 or not value.dtype.isnative):
+        value = value.astype(value.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(value)
 
 
 def to_objects(items: Sequence[Any]) -> Array:

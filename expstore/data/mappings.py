@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, is_non_tensor
 
+from expstore.core.casts import find_rounded
 from expstore.core.values import Array, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.containers import Layout
-from expstore.data.leaves import to_columns
+from expstore.data.leaves import check_unmasked, to_columns
 from expstore.data.variable_rows import column_of_rows
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, Schema
@@ -141,6 +142,7 @@ def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
         if isinstance(values[0], Mapping):
             columns[name] = _stack(values, (*path, name))
         else:
+            check_unmasked((*path, name), values)
             columns[name] = np.stack(values) if _are_alike(values) else values
     return columns
 
@@ -155,6 +157,9 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
     """Return a leaf as an array and the name of its dtype, or as a list of one value per row."""
+    check_unmasked(key, leaf)
+    if isinstance(leaf, (np.datetime64, np.timedelta64)):
+        leaf = _read_times(key, np.asarray(leaf))
     field = schema[key] if schema is not None and key in schema else None
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested:
@@ -171,8 +176,25 @@ def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
         array = np.asarray(leaf)
         if array.dtype.kind in "biufc":
             return _to_native_order(key, array)
-        leaf = array.tolist()
+        leaf = _read_times(key, array) if array.dtype.kind in "mM" else array.tolist()
     return [leaf] if single else _values(key, leaf)
+
+
+def _read_times(key: Key, array: Array) -> Any:
+    """Return datetime64 or timedelta64 values, one by one, as values that Arrow keeps.
+
+    Raises:
+        SchemaError: They are integers in Python: finer than nanoseconds, or too far away.
+    """
+    if np.datetime_data(array.dtype)[0] == "ns":  # Python's times have microseconds
+        return list(array) if array.ndim else array[()]
+    values = array.tolist()
+    if any(type(value) is int for value in np.asarray(values, object).reshape(-1)):
+        raise SchemaError(
+            f"field {key_name(key)!r} has values of dtype {array.dtype} that Python has no times for",
+            hint="convert them to datetime64[ns] or timedelta64[ns], or to integers",
+        )
+    return values
 
 
 def _values(key: Key, leaf: Any) -> list[Any]:
@@ -199,7 +221,13 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
     if kind not in "biufc":
         return None
     if kind not in _PLAIN or not _is_plain(leaf):
+        _check_rounded(key, leaf, array, array.dtype.name)
         return _to_native_order(key, array)
+    if kind == "f" and (np.abs(array) >= 2.0**63).any() and _is_plain(leaf, int):
+        raise SchemaError(
+            f"field {key_name(key)!r} has integers that have no common dtype: {leaf!r:.80}",
+            hint="the largest int64 is 2**63 - 1; uint64 has no negative numbers",
+        )
     # bfloat16 is left out, as NumPy only has its bits.
     fits = wanted in DTYPES and wanted != "bfloat16" and DTYPES[wanted].kind in _TAKEN_BY[kind]
     dtype = wanted if fits and wanted is not None else _PLAIN[kind]
@@ -213,14 +241,27 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
             kept = np.isfinite(cast) == np.isfinite(array)
     if not np.all(kept):
         raise SchemaError(f"field {key_name(key)!r} is {dtype}, and {leaf!r:.80} does not fit into it")
+    _check_rounded(key, leaf, array, dtype)
     return cast, dtype
 
 
-def _is_plain(leaf: Any) -> bool:
-    """Return whether a number, or each number in nested lists, is a Python number."""
+def _check_rounded(key: Key, leaf: Any, array: Array, dtype: str) -> None:
+    """Raise SchemaError if NumPy has made floats of integers that a float type cannot hold."""
+    if array.dtype.kind not in "fc":
+        return
+    lost = find_rounded(leaf, array, dtype)
+    if lost is not None:
+        raise SchemaError(
+            f"field {key_name(key)!r} is {dtype}, and {lost}, among floats, does not fit into it",
+            hint="give only integers, or convert them to floats yourself",
+        )
+
+
+def _is_plain(leaf: Any, kinds: type | tuple[type, ...] = (bool, int, float)) -> bool:
+    """Return whether a number, or each number in nested lists, is a Python number of these kinds."""
     if isinstance(leaf, (list, tuple)):
-        return all(map(_is_plain, leaf))
-    return isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
+        return all(_is_plain(part, kinds) for part in leaf)
+    return isinstance(leaf, kinds) and not isinstance(leaf, np.generic)
 
 
 def _to_native_order(key: Key, array: Array) -> tuple[Array, str]:

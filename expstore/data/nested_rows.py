@@ -30,9 +30,17 @@ def split_rows(batch: _Batch, lengths: Sequence[int]) -> list[_Batch]:
     Args:
         batch: A TensorDict with one batch dim.
         lengths: Number of rows of each run; their sum is the number of rows.
+
+    Raises:
+        SchemaError: Their sum differs from the number of rows, or one is negative; a RuntimeError of torch
+            if there are no nested tensors.
     """
     if not _find_nested(batch):
         return list(batch.split(list(lengths)))
+    if sum(lengths) != batch.batch_size[0] or min(lengths, default=0) < 0:  # as `split` of tensors does
+        raise SchemaError(
+            f"{batch.batch_size[0]} rows cannot be split into runs of {list(lengths)[:20]} rows"
+        )
     stops = itertools.accumulate(lengths)
     return [take_rows(batch, slice(stop - rows, stop)) for rows, stop in zip(lengths, stops, strict=True)]
 

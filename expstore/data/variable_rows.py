@@ -23,7 +23,7 @@ from tensordict import (
 )
 
 from expstore.core.values import Key, key_name
-from expstore.data.leaves import check_alike, to_columns, to_objects
+from expstore.data.leaves import as_tensor, check_alike, check_unmasked, to_columns, to_objects
 from expstore.data.nested_tensors import from_nested, from_tensors
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_text, type_text
@@ -120,9 +120,11 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
     """
     if isinstance(leaf, torch.Tensor):
         return _name_type(*from_nested(key, leaf))
+    if typed:  # objects keep their masks
+        check_unmasked(key, leaf)
     tensors = [isinstance(value, torch.Tensor) for value in leaf]
     if leaf and (all(tensors) or (typed and all(_is_tensor(value) for value in leaf))):
-        return _of_tensors(key, [torch.as_tensor(value) for value in leaf])
+        return _of_tensors(key, [as_tensor(value) for value in leaf])
     if not typed:
         return to_objects(leaf), OBJECT
     if any(map(_is_tensor, leaf)):

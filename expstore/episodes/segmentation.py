@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.values import Array, IntArray, Key
+from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.episodes.fragments import cut_uneven
 from expstore.episodes.sessions import SessionKey
+from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Schema
 
@@ -34,6 +35,7 @@ __all__ = [
     "cut_batch",
     "cut_lane",
     "find_ends",
+    "to_trajectory_ids",
 ]
 
 #: Status of an episode after a row.
@@ -252,6 +254,32 @@ class RowFacts:
         return *ends, getattr(several, self._keys.reward_reduce or "sum")(axis=1)
 
 
+def to_trajectory_ids(key: Key, column: Array) -> IntArray:
+    """Return the trajectory ids of rows as int64. Shape `(n,)`.
+
+    Args:
+        key: The field, for messages.
+        column: Its values, one per row. Shape `(n, ...)`.
+
+    Raises:
+        SchemaError: An id is not an integer, or larger than an int64: two trajectories could become one.
+    """
+    values = column.reshape(-1)
+    if values.dtype.kind in "fc" or values.dtype == np.uint64:
+        with np.errstate(invalid="ignore"):
+            ids = values.real.astype(np.int64)
+        # A cast wraps large unsigned integers, and is undefined for floats that are too large.
+        wrong = ids < 0 if values.dtype.kind == "u" else (ids != values) | (values.real >= 2.0**63)
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise SchemaError(
+                f"row {row}: the trajectory id in {key_name(key)!r} is {values[row]}, which is no int64",
+                hint="give trajectory ids as integers, or name another field in EpisodeKeys(traj=...)",
+            )
+        return ids
+    return values.astype(np.int64, copy=False)
+
+
 class RunReader:
     """Cut rows of one lane into runs; the same columns are refilled for each batch.
 
@@ -275,7 +303,7 @@ class RunReader:
         self._says_why = keys.terminated is not None
         rewards = of(keys.reward)
         self._rewards: Array = np.zeros(self._count) if rewards is None else rewards
-        self._trajectory = of(keys.trajectory)
+        self._trajectory, self._trajectory_key = of(keys.trajectory), keys.trajectory
 
     def read(self) -> list[Run]:
         """Return the runs of the rows in the columns; all but the last end their episode."""
@@ -283,7 +311,9 @@ class RunReader:
             stopped, done = self._truncated.item(0), self._done.item(0)
             over = self._terminated.item(0) if self._says_why else done and not stopped
             status = TERMINATED if over else TRUNCATED if stopped or done else OPEN
-            trajectory = None if self._trajectory is None else self._trajectory.astype(np.int64).item(0)
+            trajectory = None
+            if self._trajectory is not None and self._trajectory_key is not None:
+                trajectory = to_trajectory_ids(self._trajectory_key, self._trajectory).item(0)
             return [(0, 1, float(self._rewards.item(0)), status, trajectory)]
         terminated, truncated = find_ends(*self._ends)
         rewards, runs, start = self._rewards.tolist(), list[Run](), 0

@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, time
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["column_of"]
 
+#: Names of the types in which pyarrow mixes values of different kinds.
+_MIXED = ("binary", "date", "time")
 #: Deepest nesting of lists and dicts that is accepted.
 _DEPTH = 32
 _LISTS: tuple[type, ...] = (list, tuple, np.ndarray)
@@ -54,8 +57,8 @@ def column_of(key: Key, values: Sequence[Any]) -> pa.Array:
         raise SchemaError(
             f"field {key_name(key)!r} has more than 2 GiB in one batch", hint="extend by fewer rows at a time"
         )
-    if _mixes(values, found.type):
-        raise _refuse(key, "text in some rows, bytes in others")
+    if reason := _find_mix(values, found.type):
+        raise _refuse(key, reason)
     return found
 
 
@@ -75,6 +78,10 @@ def _check_kinds(key: Key, values: Iterable[Any]) -> None:
         dicts = [value for value in level if isinstance(value, Mapping)]
         if any(not value for value in dicts):
             raise _refuse(key, "an empty dict does not say what it would hold")
+        if any(not isinstance(name, str) for value in dicts for name in value):
+            raise _refuse(key, "the names in a dict must be text")
+        if any(isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value) for value in level):
+            raise _refuse(key, "an array with masked elements; use None for a missing value")
         inside: list[Any] = [value for value in level if isinstance(value, _LISTS) and not _is_plain(value)]
         level = list(chain.from_iterable([*inside, *(value.values() for value in dicts)]))
     raise _refuse(key, f"lists or dicts more than {_DEPTH} deep")
@@ -84,22 +91,41 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
 
 
-def _mixes(values: Iterable[Any], kind: pa.DataType) -> bool:
-    """Return whether text was converted to bytes because other rows have bytes."""
+def _find_mix(values: Iterable[Any], kind: pa.DataType) -> str:
+    """Return why values would not come back from a type as they were; "" if they would.
+
+    pyarrow makes bytes of text, dates of datetimes, and UTC of times without a zone, if the first values are
+    of that kind.
+    """
     import pyarrow as pa
 
     is_a = pa.types
-    if is_a.is_binary(kind) or is_a.is_large_binary(kind):
-        return any(isinstance(value, str) for value in values)
     if is_a.is_list(kind):
-        return _has(kind, "binary") and _mixes(
-            chain.from_iterable(value for value in values if value is not None), kind.value_type
-        )
-    if is_a.is_struct(kind) and _has(kind, "binary"):
-        rows = [value for value in values if value is not None]
-        return any(_mixes((row.get(part.name) for row in rows), part.type) for part in kind)
-    return False
+        if not _has(kind, _MIXED):
+            return ""
+        lists = (value for value in values if value is not None)
+        return _find_mix(chain.from_iterable(lists), kind.value_type)
+    if is_a.is_struct(kind):
+        rows = [value for value in values if value is not None] if _has(kind, _MIXED) else []
+        found = (_find_mix((row.get(part.name) for row in rows), part.type) for part in kind if rows)
+        return next((reason for reason in found if reason), "")
+    if is_a.is_binary(kind) or is_a.is_large_binary(kind):
+        mixed = any(isinstance(value, str) for value in values)
+        return "text in some rows, bytes in others" if mixed else ""
+    if is_a.is_date(kind):
+        # Also pandas' missing value, of which pyarrow makes the year 1.
+        mixed = any(isinstance(value, datetime) for value in values)
+        return "dates in some rows, datetimes in others" if mixed else ""
+    if is_a.is_timestamp(kind):
+        moments = [value for value in values if isinstance(value, datetime)]
+        mixed = any((value.utcoffset() is None) != (kind.tz is None) for value in moments)
+        return "datetimes with a time zone and without one" if mixed else ""
+    if is_a.is_time(kind):
+        zoned = any(isinstance(value, time) and value.tzinfo is not None for value in values)
+        return "a time of day with a time zone; use datetimes" if zoned else ""
+    return ""
 
 
-def _has(kind: pa.DataType, word: str) -> bool:
-    return word in str(kind)
+def _has(kind: pa.DataType, words: Sequence[str]) -> bool:
+    text = str(kind)
+    return any(word in text for word in words)

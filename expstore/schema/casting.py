@@ -1,7 +1,7 @@
 """Convert columns of a batch to the types of variable-length fields if no value is lost.
 
 Used by schemas. Tensors are widened by the rules for dtypes, as in fixed-size fields. Python values have no
-width: they fit if each value does. pyarrow is imported with the first column.
+width: they fit if each value does, and floats are rounded. pyarrow is imported with the first column.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.casts import find_lost
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, describe, ragged_of, to_type
@@ -79,10 +80,35 @@ def _cast(column: pa.Array, found: Ragged | None, kind: pa.DataType, wanted: Rag
     if not column.type.equals(kind):
         if not fits(column.type, kind):
             raise ValueError(f"{column.type} is neither {kind} nor a type that can be widened to it")
-        column = column.cast(kind)
+        cast = column.cast(kind)
+        if (lost := _find_lost(column, cast)) is not None:
+            raise ValueError(f"{kind} cannot hold {lost}")
+        column = cast
     if wanted is not None:
         _check_ragged(column, wanted)
     return column
+
+
+def _find_lost(column: pa.Array, cast: pa.Array) -> Any:
+    """Return a number that a cast has lost and pyarrow has not found; None: there is none.
+
+    pyarrow makes infinities of floats that are too large, and rounds integers in float16.
+    """
+    import pyarrow as pa
+
+    if column.type == cast.type or pa.types.is_null(column.type):
+        return None
+    if pa.types.is_struct(cast.type):
+        parts = {part.name: values for part, values in zip(cast.type, cast.flatten(), strict=True)}
+        named = zip(column.type, column.flatten(), strict=True)
+        found = (_find_lost(values, parts[part.name]) for part, values in named)
+        return next((lost for lost in found if lost is not None), None)
+    if isinstance(cast, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
+        return _find_lost(column.flatten(), cast.flatten())
+    if not pa.types.is_floating(cast.type):
+        return None
+    before, after = (part.drop_null().to_numpy(zero_copy_only=False) for part in (column, cast))
+    return find_lost(before, after)
 
 
 def _from_numpy(column: Array, found: Ragged | None, dtype: str) -> pa.Array:
@@ -107,7 +133,7 @@ def _to_ragged(column: Array, wanted: Ragged, dtype: str) -> pa.Array:
     shape = column.shape[1:]
     if not shape:
         raise ValueError("a row is one number, not a tensor with dims")
-    found = Ragged(dtype, (None, *shape[1:]))
+    found = Ragged(dtype, (None, *(size or None for size in shape[1:])))
     shapes = np.tile(np.array(shape, np.int64), (len(column), 1))
     flat = np.array(column, order="C").reshape(-1)  # the user may change the array later
     return convert(join(found, flat, shapes), found, wanted)
@@ -129,7 +155,7 @@ def _check_ragged(column: pa.Array, found: Ragged) -> None:
     if data.null_count or shapes.null_count:
         raise ValueError("a tensor has no values, or no shape")
     sizes = shapes.flatten().to_numpy().reshape(len(valid), len(found.shape))
-    if (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
+    if (sizes < 0).any() or (sizes.prod(axis=1) != data.value_lengths().to_numpy()).any():
         raise ValueError("a tensor's shape does not match its number of values")
     for place, size in enumerate(found.shape):
         if size is not None and (sizes[:, place] != size).any():

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.casts import find_lost
 from expstore.core.tables import Table, build_table, render_card, size_text
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
@@ -502,4 +503,11 @@ def _fit(entry: Field, dtype: str, column: Array) -> Array:
                 f"field {key_name(entry.key)!r}: expected {entry}, got {dtype}, which may lose values",
                 hint=f"convert it to {entry.dtype} yourself",
             )
-    return np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)
+    cast: Array = np.ascontiguousarray(column, dtype=entry.numpy_dtype).reshape(column.shape)
+    if dtype != entry.dtype and (lost := find_lost(column, cast)) is not None:
+        raise SchemaError(
+            f"field {key_name(entry.key)!r}: expected {entry}, got {dtype} with {lost}, which {entry.dtype} "
+            "would round",
+            hint=f"convert it to {entry.dtype} yourself, or store it in a field of integers",
+        )
+    return cast

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.casts import find_lost
 from expstore.core.values import Array, IntArray
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged
@@ -122,5 +123,8 @@ def convert(column: pa.Array, found: Ragged, wanted: Ragged) -> pa.Array:
     if found.dtype == "complex64":
         values = values.view(np.complex64)
     elif found.dtype != wanted.dtype:
-        values = values.astype(wanted.dtype)
+        cast = values.astype(wanted.dtype)
+        if (lost := find_lost(values, cast)) is not None:
+            raise ValueError(f"{wanted.dtype} would round {lost}")
+        values = cast
     return join(wanted, values, shapes)

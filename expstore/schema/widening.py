@@ -36,10 +36,12 @@ def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
         return all(part.name in members and fits(part.type, members[part.name]) for part in found)
     if is_a.is_integer(found):
         return bool(is_a.is_integer(wanted) or is_a.is_floating(wanted))
+    if is_a.is_timestamp(found) and is_a.is_timestamp(wanted):
+        # A time without a zone is not a moment; moments do not depend on the zone.
+        return (found.tz is None) == (wanted.tz is None)
     pairs = (
         is_a.is_floating,
         is_a.is_decimal,
-        is_a.is_timestamp,
         is_a.is_time,
         is_a.is_duration,
         is_a.is_date,

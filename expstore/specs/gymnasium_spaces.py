@@ -37,7 +37,8 @@ def from_space(space: Any) -> Any:
         space: A space of one of these kinds, nested to any depth.
 
     Raises:
-        ValueError: The values have no fixed shape: Text, Graph, Sequence, OneOf.
+        ValueError: The values have no fixed shape: Text, Graph, Sequence, OneOf; or two keys of a Dict have
+            the same text.
         TypeError: `space` is not a supported space.
 
     Example:
@@ -47,7 +48,10 @@ def from_space(space: Any) -> Any:
     """
     names = [kind.__name__ for kind in type(space).__mro__]
     if "Dict" in names:
-        return specs.Composite({str(key): from_space(part) for key, part in space.spaces.items()})
+        parts = {str(key): from_space(part) for key, part in space.spaces.items()}
+        if len(parts) < len(space.spaces):
+            raise ValueError(f"two keys of a Dict space have the same text: {list(space.spaces)}; rename one")
+        return specs.Composite(parts)
     if "Tuple" in names:
         return specs.Composite({str(place): from_space(part) for place, part in enumerate(space.spaces)})
     for name, reason in WITHOUT_SPEC.items():

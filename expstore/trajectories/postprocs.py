@@ -281,7 +281,8 @@ def _to_go(reward: torch.Tensor, done: torch.Tensor, discount: float, dim: int) 
         # `total` has the sums over up to `ahead` steps, `factor` the discount of the rewards after them.
         rest, end = size - ahead, torch.zeros_like(total.narrow(dim, 0, ahead))
         later = torch.cat([total.narrow(dim, ahead, rest), end], dim)
-        total = total + factor * later
+        # Rewards beyond the end of a trajectory do not count, even if they are infinite or NaN.
+        total = total + torch.where(factor == 0, 0.0, factor * later)
         factor = factor * torch.cat([factor.narrow(dim, ahead, rest), end], dim)
         ahead *= 2
     return total

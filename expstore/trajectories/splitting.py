@@ -13,10 +13,13 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from expstore.core.values import Key, check_key, key_name, to_key
+from expstore.data.nested_tensors import make_strided
 from expstore.errors import ArgumentError, SchemaError
 
 __all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
 
+#: Signed dtypes of the same size as dtypes for which torch lacks functions.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 #: The last names of the flags that end an episode; any one of them does.
 DEFAULT_DONE_KEYS = ("done", "truncated", "terminated")
 
@@ -149,6 +152,9 @@ def _zero(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
 
     def fill(values: torch.Tensor) -> torch.Tensor:
         wide = where.reshape(*where.shape, *(1 for _ in values.shape[where.ndim :]))
+        signed = _SIGNED.get(values.dtype)
+        if signed is not None:
+            return values.view(signed).masked_fill(wide, 0).view(values.dtype)
         return values.masked_fill(wide, 0)
 
     return batch.apply(fill, filter_empty=False)
@@ -171,10 +177,21 @@ def _nest(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> Tens
             entries[name] = NonTensorData(values.data, batch_size=[len(sizes)])
         elif isinstance(values, TensorDictBase):
             entries[name] = _nest(values, sizes, layout)
+        elif values.dtype in _SIGNED and layout is torch.strided:
+            entries[name] = _make_nested(values, sizes)
         else:
             entries[name] = torch.nested.as_nested_tensor([*values.split(sizes)], layout=layout)
     # Do not check shapes: torch's jagged tensors have a symbol where the batch size has -1.
     return TensorDict._new_unsafe(entries, torch.Size([len(sizes), -1]), device=batch.device)
+
+
+def _make_nested(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return consecutive runs of steps as a strided nested tensor, also of dtypes that torch cannot nest."""
+    shape, items = list(values.shape[1:]), values.shape[1:].numel()
+    counts = np.array(sizes, np.int64)
+    starts = (np.cumsum(counts) - counts) * items
+    shapes = np.array([[size, *shape] for size in sizes], np.int64)
+    return make_strided(values.reshape(-1), shapes, starts)
 
 
 def find_start_stop_traj(

@@ -164,7 +164,9 @@ class CatFrames(StepTransform):
         for name, stack in zip(self.in_keys, seen.stacks, strict=True):
             frames = stack.frames
             if stack.own:
-                frames[:, 0 if self.future else -1] = _own(batch, to_key(name))
+                own = _own(batch, to_key(name))
+                frames = frames.to(torch.promote_types(frames.dtype, own.dtype))
+                frames[:, 0 if self.future else -1] = own
             if self.padding == "constant":
                 frames[torch.from_numpy(~stack.there)] = self.padding_value
             made.append(self._concatenate(frames, name))

@@ -91,7 +91,8 @@ class Reward2GoTransform(StepTransform):
         """Write the sums into the batch."""
         for key, out, sums in zip(self.in_keys, self.out_keys, seen, strict=True):
             dtype = batch.get(key).dtype
-            batch.set(out, torch.from_numpy(sums).to(dtype if dtype.is_floating_point else None))
+            dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+            batch.set(out, torch.from_numpy(sums).to(dtype))
         return batch
 
     def __repr__(self) -> str:

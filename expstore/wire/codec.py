@@ -266,7 +266,7 @@ class Codec:
             )
         for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
             got = arrow_schema.field(name).type
-            if _plain(got, entry) != _plain(kind, entry):
+            if _plain(got, entry) != _plain(kind, entry) or not _has_dims(got, kind, entry):
                 raise SchemaError(f"column {name!r} is {got}", hint=f"the field is {entry}: send {kind}")
 
     def build(
@@ -619,11 +619,17 @@ def _type_of(entry: Field) -> Any:
 
 
 def _field_of(name: str, kind: Any) -> Field:
-    """Infer a field from an Arrow column that expstore did not write."""
+    """Infer a field from an Arrow column that expstore did not write.
+
+    Raises:
+        SchemaError: A field cannot have the type.
+    """
     key: Key = tuple(name.split("."))
     shape: tuple[int, ...] = ()
     plain = kind
     if isinstance(plain, pa.FixedShapeTensorType):
+        if _is_permuted(plain):
+            raise SchemaError(f"column {name!r} is of type {kind}", hint="send its values in C order")
         plain, shape = plain.value_type, tuple(plain.shape)
     while pa.types.is_fixed_size_list(plain):
         plain, shape = plain.value_type, (*shape, plain.list_size)
@@ -644,6 +650,32 @@ def _plain(kind: Any, entry: Field) -> Any:
     while pa.types.is_fixed_size_list(kind):
         count, kind = count * kind.list_size, kind.value_type
     return kind, count
+
+
+def _has_dims(kind: Any, wanted: Any, entry: Field) -> bool:
+    """Return whether the values of a type are those of a field in C order; a flat list can be."""
+    if entry.variable:
+        return True
+    if isinstance(kind, pa.FixedShapeTensorType) and _is_permuted(kind):
+        return False
+    dims = _dims(kind)
+    return len(dims) < 2 or dims == _dims(wanted)
+
+
+def _is_permuted(kind: Any) -> bool:
+    """Return whether the dims of a tensor are stored in another order than C's."""
+    return kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation)
+
+
+def _dims(kind: Any) -> list[int]:
+    """Return the sizes of the dims of a row, without those of size 1."""
+    found: list[int] = []
+    if isinstance(kind, pa.FixedShapeTensorType):
+        found, kind = list(kind.shape), kind.value_type
+    while pa.types.is_fixed_size_list(kind):
+        found.append(kind.list_size)
+        kind = kind.value_type
+    return [size for size in found if size != 1]
 
 
 def _depth(kind: Any) -> int:

@@ -459,6 +459,18 @@ def test_invalid_columns_are_not_added(rb: TensorDictReplayBuffer) -> None:
             "values that int8 cannot represent",
             {"name": "x", "sql": "action * 1000", "dtype": "int8"},
         ),
+        (SchemaError, "cannot hold 1e\\+300", {"name": "x", "fill": 1e300}),
+        (SchemaError, "cannot hold 1e\\+300", {"name": "x", "fill": 0.0, "default": 1e300}),
+        (
+            QueryError,
+            "values that float32 cannot represent: 1e\\+300",
+            {"name": "x", "sql": "1e300", "dtype": "float32"},
+        ),
+        (
+            QueryError,
+            "values that float64 cannot represent: 9007199254740993",
+            {"name": "x", "sql": "9007199254740993", "dtype": "float64"},
+        ),
         (TypeError, "one of fill=, function= and sql=", {"name": "x"}),
         (TypeError, "one of fill=, function= and sql=", {"name": "x", "fill": 1, "sql": "1"}),
     ]

@@ -613,6 +613,21 @@ def test_transforms_see_the_rows(tmp_path: Path) -> None:
     assert torch.equal(rb[:]["observation"], batch_of(given)["observation"] / 2)
 
 
+def test_transforms_keep_the_steps_of_all_lanes() -> None:
+    class First:
+        def __call__(self, batch: TensorDict) -> TensorDict:
+            return batch
+
+        def inv(self, batch: TensorDict) -> TensorDict:
+            return batch[:1]
+
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), transform=First(), batch_size=2)
+    observation = np.zeros((2, 4), np.float32)
+    with rb.record(lanes=2) as episode, pytest.raises(SchemaError, match="made 1 rows of 2 steps"):
+        episode.step(observation, np.zeros(2), np.zeros(2), observation, np.zeros(2, bool), np.zeros(2, bool))
+    assert len(rb) == 0
+
+
 class Double:
     def __call__(self, batch: TensorDict) -> TensorDict:
         return batch
@@ -713,3 +728,48 @@ def test_steps_that_returned_survive_a_kill(tmp_path: Path, flush_steps: int) ->
         rest = [(count % 50, "cut")] if count % 50 else []
         assert [(length, status) for _, length, _, status in episodes(rb)] == whole + rest
     assert os.path.exists(path)
+
+
+NEXT = {"observation": ("float32", (4,)), "reward": "int64"} | dict.fromkeys(
+    ("terminated", "truncated", "done"), "bool"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reward", "fits"),
+    [
+        ("int64", 1.7, False),
+        ("int64", 2, True),
+        ("float32", 1e300, False),
+        ("float32", 0.1, True),
+        ("bfloat16", 1.5, True),
+        ("bfloat16", 3.38e38, True),
+        ("bfloat16", 3.4e39, False),
+        ("float32", np.ma.masked_array(1.0, True), False),
+    ],
+)
+@pytest.mark.parametrize("layout", [None, "arrow"])
+def test_rewards_are_not_changed(tmp_path: Path, dtype: str, reward: Any, fits: bool, layout: Any) -> None:
+    fields: dict[str, Any] = {"observation": ("float32", (4,)), "action": "int64"}
+    fields |= {"next": NEXT | {"reward": dtype}} | ({"text": str} if layout else {})
+    more = {"text": "a"} if layout else {}
+    with expstore.open(tmp_path / "a.exp", layout=layout, schema=fields) as rb:
+        with rb.record() as episode:
+            step = (OBSERVATION, 1, reward, OBSERVATION, False, False)
+            if fits:
+                episode.step(*step, **more)
+            else:
+                with pytest.raises(SchemaError, match="'next.reward' is .*, and a step has"):
+                    episode.step(*step, **more)
+        assert len(rb) == fits
+        if fits:
+            assert rb[0]["next", "reward"] == torch.tensor(reward).to(getattr(torch, dtype))
+
+
+def test_flags_of_rows_of_variable_length(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", layout="arrow") as rb:
+        with rb.record() as episode:
+            episode.step(OBSERVATION, 1, 0.0, OBSERVATION, 0, 1, text="a")
+            with pytest.raises(SchemaError, match="'next.terminated' is bool"):
+                episode.step(OBSERVATION, 1, 0.0, OBSERVATION, 0.5, 0, text="a")
+        assert rb[:]["next", "truncated"].flatten().tolist() == [True]

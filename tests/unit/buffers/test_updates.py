@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,33 @@ def test_refused_calls_change_nothing(
         rb.set_at_("n", 0, [0, 4])
     for name in ("n", "value", "half", ("next", "version")):
         assert torch.equal(rb[name], before[name])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "lost"),
+    [
+        ("wide", 2**53 + 1, 2**53 + 1),
+        ("wide", torch.tensor([1, 2**53 + 1]), 2**53 + 1),
+        ("wide", [0.5, 2**53 + 1], 2**53 + 1),
+        ("value", 1e300, 1e300),
+        ("value", [1.0, -1e39], -1e39),
+        ("small", 1e5, 1e5),
+        ("half", 257, 257),
+        ("half", 1e39, 1e39),
+    ],
+)
+def test_numbers_that_a_field_cannot_represent_are_refused(
+    make: Make, key: str, value: Any, lost: Any
+) -> None:
+    rb = make()
+    dtypes = {"wide": torch.float64, "value": torch.float32, "small": torch.float16, "half": torch.bfloat16}
+    rb.extend(TensorDict({name: torch.ones(2, dtype=dtype) for name, dtype in dtypes.items()}, [2]))
+    with pytest.raises(SchemaError, match=f"'{key}' is .*, which cannot hold {re.escape(str(lost))}"):
+        rb.set_(key, value)
+    assert rb[key].tolist() == [1, 1]
+    rb.set_(key, 0.1)
+    rb.set_(key, [float("inf"), 256])
+    assert rb[key].tolist() == [float("inf"), 256]
 
 
 def test_an_empty_store_has_no_fields_to_set() -> None:

@@ -391,3 +391,51 @@ def test_a_copy_in_another_process_sees_all_that_was_written(tmp_path: Path) -> 
         assert len(copy) == 3
         assert set(copy.sample()["a"].tolist()) <= {0, 1, 2}
         copy.close()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(1)}],
+        [(torch.zeros(2),), (torch.ones(2), torch.ones(1))],
+        [{"a": (torch.zeros(2),)}, {"a": (torch.ones(2), torch.ones(1))}],
+        [torch.tensor(2**53 + 1), torch.tensor(0.5)],
+        [np.int64(2**53 + 1), np.float64(0.5)],
+    ],
+)
+def test_rows_of_which_a_part_would_be_lost_are_refused(rows: Any) -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(StackError, match="Stacking the elements of the list"):
+        rb.extend(rows)
+    assert len(rb) == 0
+
+
+def test_rows_of_different_dtypes_are_stacked_if_nothing_is_lost() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    rb.extend([torch.tensor(2), torch.tensor(0.5)])
+    assert rb[:].tolist() == [2, 0.5]
+
+
+def test_keys_that_are_no_paths_have_names_of_their_own() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    tree = {
+        "a/b": torch.zeros(2),
+        "key0": torch.ones(2),
+        1: torch.full((2,), 2.0),
+        "1": torch.full((2,), 3.0),
+    }
+    rb.extend(tree)
+    found = rb[:]
+    assert {key: values.tolist() for key, values in found.items()} == {
+        key: values.tolist() for key, values in tree.items()
+    }
+
+
+def test_arrays_that_torch_cannot_view_are_stored() -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    rb.extend(np.arange(3)[::-1])
+    rb.extend(np.array([7], ">i8"))
+    rb.extend([np.array(8, ">i8"), np.int64(9)])
+    assert rb[:].tolist() == [2, 1, 0, 7, 8, 9]
+    with pytest.raises(SchemaError, match="masked elements"):
+        rb.extend(np.ma.masked_array([1, 2], [True, False]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from expstore.data.nested_rows import join_rows, take_rows
+from expstore.data.nested_rows import join_rows, split_rows, take_rows
 from expstore.errors import SchemaError
 from tests.support.variable_length import buffer, jagged, plain, rollouts
 
@@ -36,6 +36,16 @@ def test_rows_are_those_of_indexing(rows: Any) -> None:
     assert found["tokens"].size(0) == len(numbers)
     if numbers:
         assert found["tokens"].to_padded_tensor(0).shape[1] == max(n % 6 for n in numbers)
+
+
+def test_every_row_is_in_one_run() -> None:
+    batch = buffer()[:10]
+    parts = split_rows(batch, [3, 0, 7])
+    assert [part.batch_size[0] for part in parts] == [3, 0, 7]
+    assert plain(parts[0]) + plain(parts[2]) == plain(batch)
+    for lengths in ([3, 6], [3, 8], [11, -1], []):
+        with pytest.raises(SchemaError, match="10 rows cannot be split"):
+            split_rows(batch, lengths)
 
 
 def test_rows_without_nested_tensors_are_indexed_as_before() -> None:

@@ -41,6 +41,8 @@ def test_numbers_are_stored_as_numpy_does_it(dtype: str) -> None:
         ("float32", 1),
         ("float32", 1e39),
         ("float32", float("nan")),
+        ("float32", np.float32("nan")),
+        ("float32", np.array(0x7F800001, np.uint32).view(np.float32)),
         ("float32", np.float64(1)),
         ("float32", np.zeros(1, np.float32)),
         ("float32", "1"),

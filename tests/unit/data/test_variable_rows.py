@@ -21,6 +21,7 @@ from tensordict import (
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.data.variable_rows import column_of_rows
 from expstore.errors import SchemaError, StackError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, Field, Schema
@@ -460,3 +461,12 @@ def test_rows_in_two_dims() -> None:
     rb = typed()
     with pytest.raises(SchemaError, match="nested tensor, whose first dim is rows"):
         rb.add(TensorDict({"n": jagged([torch.ones(1)] * 2)}))
+
+
+def test_objects_keep_their_masks() -> None:
+    masked = np.ma.masked_array([1, 2], [False, True])
+    column, dtype = column_of_rows(("a",), [masked, "text"], typed=False)
+    assert dtype == "object"
+    assert column[0] is masked
+    with pytest.raises(SchemaError, match="masked elements"):
+        column_of_rows(("a",), [masked, masked], typed=True)

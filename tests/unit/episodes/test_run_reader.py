@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
-from expstore.episodes.segmentation import RowFacts, RunReader, Steps, cut_batch
+from expstore.episodes.segmentation import RowFacts, RunReader, Steps, cut_batch, to_trajectory_ids
+from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 
@@ -47,3 +49,37 @@ def test_a_row_may_have_a_trajectory_id(dtype: str, shape: tuple[int, ...]) -> N
     for number in (0, 7, np.iinfo(dtype).max if dtype != "uint64" else 2**63 - 1):
         columns[0][:] = number
         assert reader.read() == [(0, 1, 0.0, 0, number)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trajectory", "fits"),
+    [
+        ("float32", 3.0, True),
+        ("float64", -(2.0**62), True),
+        ("float32", 0.5, False),
+        ("float64", np.nan, False),
+        ("float64", np.inf, False),
+        ("float64", 2.0**63, False),
+        ("complex64", 1j, False),
+        ("uint64", 2**63 - 1, True),
+        ("uint64", 2**64 - 1, False),
+        ("bool", True, True),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_trajectory_ids_are_integers(dtype: str, trajectory: Any, fits: bool, count: int) -> None:
+    schema = Schema([Field(("agent", "run"), dtype, (1,))])
+    keys = find_keys(schema, trajectory=("agent", "run"))
+    columns = [np.full((count, 1), trajectory, dtype)]
+
+    def read() -> int:
+        if count == 1:
+            ((_, _, _, _, found),) = RunReader(schema, keys, columns).read()
+            return found
+        return to_trajectory_ids(("agent", "run"), columns[0]).tolist()[-1]
+
+    if fits:
+        assert read() == trajectory
+    else:
+        with pytest.raises(SchemaError, match="row 0: the trajectory id in 'agent.run' is .* no int64"):
+            read()

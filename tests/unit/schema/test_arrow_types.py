@@ -170,6 +170,8 @@ def struct(data: list[list[float]], shapes: list[list[int]]) -> pa.Array:
         (ragged_text("float32", (None, None)), struct([[1.0, 2.0]], [[1, 3]])),
         (ragged_text("float32", (None, 3)), struct([[1.0, 2.0]], [[1, 2]])),
         (ragged_text("float32", (3, None)), struct([[1.0, 2.0]], [[1, 2]])),
+        (ragged_text("float32", (None, None)), struct([[1.0, 2.0]], [[-1, -2]])),
+        (ragged_text("float32", (None, None)), struct([[]], [[-1, 0]])),
         (ragged_text("float32", (2, None)), np.zeros((2, 3, 4), np.float32)),
         ('"string"', ["a"]),
     ],

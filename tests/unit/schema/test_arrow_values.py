@@ -16,6 +16,7 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import to_type, type_text
 from expstore.schema.arrow_values import column_of
 
+UTC = datetime.UTC
 LEAVES = {
     "text": st.text(max_size=6),
     "bytes": st.binary(max_size=6),
@@ -90,6 +91,26 @@ def test_values_come_back_as_they_were(data: st.DataObject) -> None:
         (["\ud800"], "cannot be kept"),
         ([1j], "cannot be kept"),
         ([np.zeros((2, 2))], "cannot be kept"),
+        ([{b"n": 1}], "names in a dict must be text"),
+        ([[{"n": 1, b"n": 2}]], "names in a dict must be text"),
+        (
+            [datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1, 12)],
+            "dates in some rows, datetimes in others",
+        ),
+        (
+            [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1, tzinfo=UTC)],
+            "with a time zone and without",
+        ),
+        (
+            [datetime.datetime(2020, 1, 1, tzinfo=UTC), datetime.datetime(2020, 1, 1)],
+            "with a time zone and without",
+        ),
+        (
+            [{"n": [datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1, tzinfo=UTC)]}],
+            "with a time zone and without",
+        ),
+        ([datetime.time(12, tzinfo=UTC)], "a time of day with a time zone"),
+        ([{"n": np.ma.masked_array([1, 2], [0, 1])}], "masked elements"),
     ],
 )
 def test_lossy_values_are_refused(values: list[Any], words: str) -> None:
@@ -103,6 +124,31 @@ def test_lists_without_end_are_refused() -> None:
     endless.append(endless)
     with pytest.raises(SchemaError, match="deep"):
         column_of(("a",), [endless])
+
+
+def test_moments_are_kept_whatever_their_zones() -> None:
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    moments = [
+        datetime.datetime(2020, 1, 1, 12, tzinfo=UTC),
+        datetime.datetime(2020, 1, 1, 12, tzinfo=zone),
+        None,
+    ]
+    assert column_of(("a",), moments).to_pylist() == moments
+    rows = [
+        {
+            "a": datetime.datetime(2020, 1, 1),
+            "b": datetime.datetime(2020, 1, 1, tzinfo=UTC),
+            "c": datetime.date(2020, 1, 1),
+        }
+    ]
+    assert column_of(("a",), rows).to_pylist() == rows
+
+
+def test_missing_values_of_pandas_are_refused() -> None:
+    missing = pytest.importorskip("pandas").NaT
+    for value in (datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1)):
+        with pytest.raises(SchemaError, match="cannot be kept"):
+            column_of(("a",), [value, missing])
 
 
 def test_tuples_missing_members_and_numbers_are_converted() -> None:

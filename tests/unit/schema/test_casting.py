@@ -66,6 +66,19 @@ def test_tensors_that_may_lose_something_are_refused(given: tuple[Any, str], wan
         fit_arrow(KEY, ragged_text(*wanted), column, dtype)
 
 
+def test_integers_that_floats_would_round_are_refused() -> None:
+    shapes = np.array([[2], [1]])
+    for last, fits in ((2**60, True), (2**53 + 1, False)):
+        column = join(Ragged("int64", (None,)), np.array([1, 2, last]), shapes)
+        given = arrow_dtype(ragged_text("int64", (None,)))
+        if fits:
+            fitted = fit_arrow(KEY, ragged_text("float64", (None,)), column, given)
+            assert fitted.to_pylist() == [[1.0, 2.0], [2.0**60]]
+        else:
+            with pytest.raises(SchemaError, match="float64 would round 9007199254740993"):
+                fit_arrow(KEY, ragged_text("float64", (None,)), column, given)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_tensor_types_unknown_to_arrow_are_not_lists_of_numbers(dtype: str) -> None:
     column, name = tensors(dtype, (None,), [(2,), (1,)])
@@ -78,6 +91,9 @@ def test_tensor_types_unknown_to_arrow_are_not_lists_of_numbers(dtype: str) -> N
     [
         ([1, None], pa.float32(), [1.0, None]),
         ([1, 2], pa.int8(), [1, 2]),
+        ([0.1, None], pa.float32(), [float(np.float32(0.1)), None]),
+        ([float("inf"), 1e-300], pa.float32(), [float("inf"), 0.0]),
+        ([2048, None], pa.float16(), [2048.0, None]),
         (["a", None], pa.large_string(), ["a", None]),
         ([{"b": 1}, None], pa.struct([("a", pa.string()), ("b", pa.int64())]), [{"a": None, "b": 1}, None]),
         ([[], [None]], pa.list_(pa.binary()), [[], [None]]),
@@ -96,6 +112,13 @@ def test_values_fit_where_each_does(values: list[Any], kind: pa.DataType, expect
     [
         ([300], pa.int8()),
         ([2**24 + 1], pa.float32()),
+        ([2049], pa.float16()),
+        ([70000], pa.float16()),
+        ([1e300], pa.float32()),
+        ([0.5, -1e5], pa.float16()),
+        ([None, [1.0, 1e300]], pa.list_(pa.float32())),
+        ([[1e300, 1.0]], pa.list_(pa.float32(), 2)),
+        ([{"a": [{"b": 1e300}]}], pa.struct([("a", pa.list_(pa.struct([("b", pa.float32())])))])),
         ([1], pa.string()),
         (["1"], pa.int64()),
         (["a"], pa.binary()),
@@ -126,3 +149,8 @@ def test_rows_of_one_shape_are_copied() -> None:
     fitted = fit_arrow(KEY, type_text(pa.float64()), numbers, "float64")
     numbers += 1
     assert fitted.to_pylist() == [0.0, 1.0]
+
+
+def test_rows_of_one_shape_may_have_no_values() -> None:
+    fitted = fit_arrow(KEY, ragged_text("int32", (None, None)), np.zeros((2, 3, 0), np.int32), "int32")
+    assert fitted.to_pylist() == [{"data": [], "shape": [3, 0]}] * 2

@@ -207,3 +207,12 @@ def test_arrange_widens_without_loss() -> None:
     given["action",] = ("bfloat16", np.zeros(2, np.uint16))
     with pytest.raises(SchemaError, match="got bfloat16"):
         arrange(given)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_that_floats_would_round_are_refused(dtype: str) -> None:
+    schema = Schema([Field(("x",), "float64", ())])
+    exact = np.array([2**53, 2**60, 3], dtype)
+    assert schema.arrange([("x",)], [dtype], [exact])[0].tolist() == [2.0**53, 2.0**60, 3.0]
+    with pytest.raises(SchemaError, match=rf"'x': expected float64\[\], got {dtype} with 9007199254740993"):
+        schema.arrange([("x",)], [dtype], [np.array([1, 2**53 + 1], dtype)])

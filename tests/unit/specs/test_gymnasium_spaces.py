@@ -33,6 +33,8 @@ from expstore import (
     Unbounded,
 )
 from expstore.collectors.lanes import LaneCollector as Collector
+from expstore.collectors.space_fields import fields_of, put_final, read_values
+from expstore.errors import ArgumentError, SchemaError
 from expstore.specs.gymnasium_spaces import from_space, to_space
 from tests.support.flat_storages import flatten_dims
 
@@ -173,6 +175,40 @@ def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
 def test_invalid_spaces_are_refused() -> None:
     with pytest.raises(TypeError, match="not a supported gymnasium space"):
         from_space(3)
+
+
+def test_keys_of_the_same_text_are_refused() -> None:
+    space = spaces.Dict({1: spaces.Discrete(2), "1": spaces.Discrete(3)})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="two keys of a Dict space have the same text"):
+        from_space(space)
+    with pytest.raises(ArgumentError, match="two parts that would have the name '1'"):
+        fields_of(space, ("observation",))
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "fits"),
+    [
+        (spaces.Box(0, 9, (1,), np.int8), np.array([300]), False),
+        (spaces.Box(0, 9, (1,), np.int8), np.array([3]), True),
+        (spaces.Box(-1, 1, (1,), np.float32), np.array([1e300]), False),
+        (spaces.Box(-1, 1, (1,), np.float32), np.array([0.1]), True),
+    ],
+)
+def test_values_that_the_dtype_of_a_space_cannot_represent_are_refused(
+    space: Any, value: Any, fits: bool
+) -> None:
+    fields = fields_of(space, ("observation",))
+    columns = {("observation",): np.zeros((2, 1), space.dtype)}
+    final = np.array([None, value], object)
+    if fits:
+        assert read_values(value, fields, None, "the environment")["observation",] == space.dtype.type(value)
+        merged = put_final(columns, fields, np.array([False, True]), {"final_obs": final})
+        assert merged["observation",].tolist() == [[0], [space.dtype.type(value[0])]]
+        return
+    with pytest.raises(SchemaError, match="the environment returned 'observation' .* cannot hold"):
+        read_values(value, fields, None, "the environment")
+    with pytest.raises(SchemaError, match="final_obs.* returned 'observation' .* cannot hold"):
+        put_final(columns, fields, np.array([False, True]), {"final_obs": final})
 
 
 def test_gymnasium_is_imported_when_a_space_is_made() -> None:

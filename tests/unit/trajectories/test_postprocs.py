@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -190,6 +191,16 @@ def test_rewards_of_64_bits_are_spread_with_64_bits() -> None:
     done = torch.zeros(2000, 1, dtype=torch.bool)
     made = DensifyReward(discount=0.999)(TensorDict({"next": {"reward": reward, "done": done}}, [2000]))
     assert made["next", "reward"][0].item() == pytest.approx((1 - 0.999**2000) / (1 - 0.999), rel=1e-12)
+
+
+@pytest.mark.parametrize("beyond", [math.inf, -math.inf, math.nan])
+def test_rewards_beyond_an_end_do_not_count(beyond: float) -> None:
+    reward, done = torch.tensor([[1.0], [2.0], [beyond], [4.0]]), torch.tensor([[0], [1], [1], [0]]).bool()
+    data = TensorDict({"next": {"reward": reward, "done": done}}, [4])
+    first, second, _, last = DensifyReward()(data.clone())["next", "reward"][:, 0].tolist()
+    assert (first, second, last) == (3.0, 2.0, 4.0)
+    made = DensifyReward(discount=0.0)(data)["next", "reward"]
+    assert torch.equal(made.nan_to_num(), reward.nan_to_num())
 
 
 def test_another_dim_may_be_time() -> None:

@@ -237,3 +237,19 @@ def test_invalid_batches_and_keys_are_refused() -> None:
     for name in ("trajectory_key", "done_key", "prefix"):
         with pytest.raises(TypeError, match=f"{name} is the key of a field"):
             split_trajectories(steps, **{name: 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_unsigned_integers_are_split(dtype: torch.dtype) -> None:
+    largest = int(torch.iinfo(dtype).max)
+    data = rollout([False, True, False])
+    data["x"] = torch.tensor([1, largest, 3], dtype=dtype)
+    data["pairs"] = torch.tensor([[1, 2], [3, 4], [5, largest]], dtype=dtype)
+    made = split_trajectories(data)
+    assert made["x"].dtype is made["pairs"].dtype is dtype
+    assert made["x"].tolist() == [[1, largest], [3, 0]]
+    nested = split_trajectories(data, as_nested=True)
+    assert nested["x"].layout is torch.strided
+    assert [part.tolist() for part in nested["x"].unbind()] == [[1, largest], [3]]
+    assert [part.tolist() for part in nested["pairs"].unbind()] == [[[1, 2], [3, 4]], [[5, largest]]]

@@ -364,6 +364,17 @@ def test_rewards_of_all_kinds() -> None:
     assert back["b"].tolist() == [1.375, 2.75, 3.5, 3.0]
 
 
+def test_sums_of_integers_have_the_default_dtype() -> None:
+    rows = counted(3)
+    rows["next", "reward"] = torch.arange(3)[:, None]
+    found = buffer([Reward2GoTransform(gamma=0.5)], rows)[:]["next", "reward"]
+    assert found.dtype is torch.get_default_dtype()
+    assert found[:, 0].tolist() == [1.0, 2.0, 2.0]
+    # The last of the stacked rewards is the sum of the transform before, which is no integer.
+    frames = buffer([MultiStepTransform(2, 0.5), CatFrames(2, -1, [("next", "reward")])], rows)[:]
+    assert frames["next", "reward"].tolist() == [[0.0, 0.5], [1.0, 2.0], [1.0, 2.0]]
+
+
 def test_a_mask_makes_rows_terminal() -> None:
     rows = counted(4, mask=torch.tensor([True, False, True, True]))
     assert buffer(MultiStepTransform(2, 0.5), rows)[:]["nonterminal"].tolist() == [True, False, True, False]

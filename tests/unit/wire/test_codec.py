@@ -170,6 +170,12 @@ def test_columns_of_others_are_fields() -> None:
     assert [str(entry) for entry in told.fields] == ["float32[]", "float64[3]", "string"]
 
 
+def test_tensors_in_another_order_are_refused() -> None:
+    kind = pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=[1, 0])
+    with pytest.raises(SchemaError, match="column 'x' is of type .*; send its values in C order"):
+        meaning_of(pa.schema({"x": kind}))
+
+
 CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", ())]))
 
 
@@ -182,6 +188,12 @@ CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", (
         ({"x": pa.list_(pa.float64(), 6), "n": pa.int64()}, "column 'x' is"),
         ({"x": pa.list_(pa.float32(), 6), "n": pa.int32()}, "column 'n' is"),
         ({"x": pa.list_(pa.float32()), "n": pa.int64()}, "column 'x' is"),
+        ({"x": pa.list_(pa.list_(pa.float32(), 2), 3), "n": pa.int64()}, "column 'x' is"),
+        ({"x": pa.fixed_shape_tensor(pa.float32(), (3, 2)), "n": pa.int64()}, "column 'x' is"),
+        (
+            {"x": pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=[1, 0]), "n": pa.int64()},
+            "column 'x' is",
+        ),
     ],
 )
 def test_columns_that_are_not_the_fields(columns: dict[str, pa.DataType], trouble: str) -> None:
@@ -195,6 +207,7 @@ def test_columns_that_are_not_the_fields(columns: dict[str, pa.DataType], troubl
         pa.fixed_shape_tensor(pa.float32(), (2, 3)),
         pa.list_(pa.float32(), 6),
         pa.list_(pa.list_(pa.float32(), 3), 2),
+        pa.fixed_shape_tensor(pa.float32(), (2, 1, 3), permutation=[0, 1, 2]),
     ],
 )
 def test_lists_of_a_fixed_size_are_tensors(kind: pa.DataType) -> None:
