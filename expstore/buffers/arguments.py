@@ -13,8 +13,16 @@ import torch
 from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import ArgumentError, StateError
+from expstore.storages.torchrl_options import check_device
 
-__all__ = ["check_batch_size", "check_drawing", "check_predictable", "resolve_part", "resolve_part_of"]
+__all__ = [
+    "check_batch_size",
+    "check_drawing",
+    "check_generator",
+    "check_predictable",
+    "resolve_part",
+    "resolve_part_of",
+]
 
 _Part = TypeVar("_Part")
 
@@ -81,21 +89,14 @@ def check_drawing(
         raise ArgumentError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
         raise ArgumentError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
-    _check_device(device)
+    if device is not None:
+        check_device(device, "batches")
 
 
-def _check_device(device: torch.device | str | None) -> None:
-    """Raise StateError if torch cannot use a device on this machine."""
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # which one depends on torch's build
-        raise StateError(
-            f"batches cannot be returned on device {str(device)!r}: {str(exc).splitlines()[0]}",
-            kind="device",
-            hint="leave device out, or choose one that torch finds here",
-        ) from exc
+def check_generator(generator: Any) -> None:
+    """Raise ArgumentError if a value is neither a `torch.Generator` nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
 
 
 def check_predictable(size: int | None, sampler: Any) -> None:

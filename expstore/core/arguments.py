@@ -31,10 +31,15 @@ _ALIASES = {
 _NO_PARTS: Mapping[str, str] = MappingProxyType({})
 
 
-def check_whole(name: str, value: Any) -> int:
+def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 or 1e6") -> int:
     """Return an integer; a float with an integral value, such as 1e6, is accepted.
 
     Raises:
+    Args:
+        name: The name of the argument, for the message.
+        value: Its value.
+        hint: What to do if it is not an integer.
+
         ArgumentError: The value is not an integer.
     """
     if isinstance(value, float | np.floating) and value.is_integer():
@@ -42,9 +47,7 @@ def check_whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise ArgumentError(
-            f"{name} must be an integer, got {value!r}", hint="use a number such as 256 or 1e6"
-        ) from None
+        raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint) from None
 
 
 def refuse_unknown(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray, Window, cut_run
 from expstore.errors import ArgumentError, NoRowError, NotFoundError, SchemaError
 
@@ -32,11 +33,12 @@ def check_ndim(ndim: int) -> int:
     """Return the number of dims of a storage.
 
     Raises:
-        ArgumentError: `ndim` is less than 1.
+        ArgumentError: `ndim` is not an integer, or less than 1.
     """
-    if ndim < 1:
-        raise ArgumentError(f"ndim must be at least 1, got {ndim}")
-    return ndim
+    number = check_whole("ndim", ndim, hint="use 1 for rows, or 2 for steps of several lanes")
+    if number < 1:
+        raise ArgumentError(f"ndim must be at least 1, got {number}")
+    return number
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from expstore import (
     ArgumentError,
     ExpStoreError,
     LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MemoryStorage,
     PrioritizedSampler,
     RandomSampler,
     ReplayBufferEnsemble,
@@ -24,6 +28,7 @@ from expstore import (
     SliceSampler,
     StateError,
     TensorDictReplayBuffer,
+    TensorStorage,
 )
 
 
@@ -35,6 +40,15 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: TensorDictReplayBuffer(batch_size=4).sample(0), "batch_size must be at least 1, got 0"),
     (lambda: LazyMemmapStorage(0), "capacity must be at least 1, got 0"),
     (lambda: LazyMemmapStorage(10, device="cuda"), "Memory map device other than CPU"),
+    (lambda: LazyTensorStorage("1000"), "max_size must be an integer, got '1000'; use a number such as"),
+    (lambda: LazyTensorStorage(1000.5), r"max_size must be an integer, got 1000\.5"),
+    (lambda: LazyTensorStorage(10, ndim="x"), "ndim must be an integer, got 'x'; use 1 for rows, or 2 for"),
+    (lambda: LazyTensorStorage(10, seed="x"), "seed must be an integer, got 'x'; leave it out"),
+    (lambda: LazyMemmapStorage("ten"), "max_size must be an integer, got 'ten'"),
+    (lambda: ListStorage("ten"), "max_size must be an integer, got 'ten'"),
+    (lambda: LazyStackStorage(10, stack_dim="x"), "stack_dim must be an integer, got 'x'; use 0, 1 or -1"),
+    (lambda: TensorStorage(rows(3), max_size="x"), "max_size must be an integer, got 'x'"),
+    (lambda: MemoryStorage("ten"), "capacity must be an integer, got 'ten'"),
     (
         lambda: LazyMemmapStorage(10, layout="arrow"),
         "unexpected keyword argument 'layout'; it has max_size, ",
@@ -57,6 +71,23 @@ def test_arguments_are_refused_by_an_error_of_expstore(call: Callable[[], Any], 
         call()
     assert isinstance(refused.value, TypeError)
     assert isinstance(refused.value, ValueError)
+
+
+def test_sizes_may_be_floats_with_whole_values() -> None:
+    assert LazyTensorStorage(1e3).capacity == 1000
+    assert ListStorage(1e3).capacity == 1000
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("device", ["cuba", 3.5, torch.device("xpu", 7)])
+def test_a_device_that_torch_lacks_is_refused_when_the_storage_is_made(
+    kind: Callable[..., Any], device: Any
+) -> None:
+    with pytest.raises(
+        StateError, match=r"rows cannot be returned on device .*; leave device out"
+    ) as refused:
+        kind(10, device=device)
+    assert refused.value.kind == "device"
 
 
 def test_parts_and_buffers_of_torchrl_are_named() -> None:

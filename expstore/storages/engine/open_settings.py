@@ -245,7 +245,7 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
             f"there is no compression {settings.compression!r}", hint="there are " + ", ".join(COMPRESSIONS)
         )
     if settings.ndim is not None:
-        settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
+        settings = dataclasses.replace(settings, ndim=check_ndim(settings.ndim))
     if settings.schema is not None:
         refuse_objects(settings.schema)
         check_specs(settings.specs, settings.schema)
