@@ -26,6 +26,7 @@ from expstore import (
     SamplerWithoutReplacement,
     SchemaError,
     SliceSampler,
+    SnapshotError,
     StateError,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -34,6 +35,12 @@ from expstore import (
 
 def rows(*shape: int) -> TensorDict:
     return TensorDict({"observation": torch.zeros(*shape, 2)}, shape)
+
+
+def filled() -> TensorDictReplayBuffer:
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    rb.extend(rows(4))
+    return rb
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -115,6 +122,19 @@ def test_another_max_size_is_refused_in_the_words_of_the_class(tmp_path: Path) -
     ):
         LazyMemmapStorage(20, scratch_dir=path, existsok=True)
     LazyMemmapStorage(10, scratch_dir=path, existsok=True).close()
+
+
+def test_versions_that_are_nowhere_are_not_looked_for(tmp_path: Path) -> None:
+    rb, file = filled(), tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(SnapshotError, match=r"nope does not exist; pass the folder that was passed to dumps"):
+        rb.loads(tmp_path / "nope")
+    with pytest.raises(SnapshotError, match=r"file is a file, versions are in a folder; pass the folder"):
+        rb.loads(file)
+    with pytest.raises(SnapshotError, match=r"file is a file, versions are in a folder; use a new or empty"):
+        rb.dumps(file)
+    assert file.read_text() == "x"
+    assert len(rb) == 4
 
 
 def test_rows_of_more_dims_are_told_how_to_be_stored() -> None:
