@@ -67,6 +67,15 @@ _PARTS = {
 } | {
     name: f"path=expstore.cold.ObjectStorage(url, {name}=...)" for name in ("cache", "cache_bytes", "retries")
 }
+#: Arguments of TorchRL's buffers and storages, and what to write instead.
+_PARTS |= {
+    name: f"expstore.TensorDictReplayBuffer(storage=..., {name}=...)"
+    for name in ("collate_fn", "dim_extend", "priority_key")
+} | {
+    "existsok": "mode='a', which continues with the rows of a store (the default)",
+    "ndim": "expstore.TensorDictReplayBuffer(storage=expstore.LazyMemmapStorage(..., ndim=...))",
+    "storage": "expstore.TensorDictReplayBuffer(storage=...)",
+}
 
 
 @refuse_unknown(_PARTS)

@@ -26,6 +26,7 @@ _ALIASES = {
     "max_length": "capacity",
     "max_size": "capacity",
     "maxlen": "capacity",
+    "scratch_dir": "path",
     "size": "capacity",
 }
 _NO_PARTS: Mapping[str, str] = MappingProxyType({})
@@ -34,12 +35,12 @@ _NO_PARTS: Mapping[str, str] = MappingProxyType({})
 def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 or 1e6") -> int:
     """Return an integer; a float with an integral value, such as 1e6, is accepted.
 
-    Raises:
     Args:
         name: The name of the argument, for the message.
         value: Its value.
         hint: What to do if it is not an integer.
 
+    Raises:
         ArgumentError: The value is not an integer.
     """
     if isinstance(value, float | np.floating) and value.is_integer():

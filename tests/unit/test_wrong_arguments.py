@@ -137,6 +137,30 @@ def test_versions_that_are_nowhere_are_not_looked_for(tmp_path: Path) -> None:
     assert len(rb) == 4
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ({"storage": None}, r"use expstore.TensorDictReplayBuffer\(storage=\.\.\.\)"),
+        ({"collate_fn": list}, r"use expstore.TensorDictReplayBuffer\(storage=\.\.\., collate_fn=\.\.\.\)"),
+        ({"priority_key": "a"}, r"use expstore.TensorDictReplayBuffer\(storage=\.\.\., priority_key="),
+        ({"ndim": 2}, r"storage=expstore.LazyMemmapStorage\(\.\.\., ndim=\.\.\.\)\)"),
+        ({"existsok": True}, "use mode='a', which continues with the rows of a store"),
+        ({"scratch_dir": "a"}, "use path='a'"),
+    ],
+)
+def test_arguments_of_torchrl_that_open_lacks_have_a_place(
+    argument: dict[str, Any], hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=f"unexpected keyword argument .*; .*{hint}"):
+        expstore.open(tmp_path / "new.exp", **argument)
+    assert not list(tmp_path.iterdir())
+
+
+def test_meta_is_a_dict(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="meta must be a dict of facts, got 5"):
+        expstore.open(tmp_path / "new.exp", meta=5)  # type: ignore[arg-type]
+
+
 def test_rows_of_more_dims_are_told_how_to_be_stored() -> None:
     rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10))
     rb.extend(rows(4))
