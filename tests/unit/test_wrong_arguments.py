@@ -21,6 +21,7 @@ from expstore import (
     ListStorage,
     MemoryStorage,
     PrioritizedSampler,
+    QueryError,
     RandomSampler,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -69,6 +70,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: SliceSampler(), "slice_len"),
     (lambda: SliceSampler(slice_length=5), "use slice_len=5"),
     (lambda: TensorDictReplayBuffer(prefetch=-3), "prefetch"),
+    (lambda: filled().sql(5), "the query must be a string of SQL, got 5"),
+    (lambda: filled().sql("SELECT ?", 5), r"params must be a list of values .* got 5; use params=\[5\]"),
+    (lambda: filled().sql("SELECT ?", "abc"), "params must be a list of values .* got 'abc'; use params="),
+    (lambda: filled().episodes(limit="x"), "limit must be an integer, got 'x'"),
+    (lambda: filled().episodes(limit=-1), "limit must be at least 0, got -1"),
+    (lambda: filled().episodes(where=5), "where must be a string of SQL, got 5; give one SQL expression"),
 ]
 
 
@@ -122,6 +129,35 @@ def test_another_max_size_is_refused_in_the_words_of_the_class(tmp_path: Path) -
     ):
         LazyMemmapStorage(20, scratch_dir=path, existsok=True)
     LazyMemmapStorage(10, scratch_dir=path, existsok=True).close()
+
+
+@pytest.mark.parametrize(
+    ("query", "params", "message"),
+    [
+        ("SELECT $x", None, r"takes values for \$x, params is none; use params={'x': \.\.\.}"),
+        ("SELECT $x, $y", {"z": 1}, r"takes values for \$x, \$y, params is a dict with z; use params={'x'"),
+        ("SELECT $x", {}, "params is an empty dict"),
+        ("SELECT $x", [1], r"takes values for \$x, params is a list of length 1; use params={'x': "),
+        (
+            "SELECT ?, ?",
+            [1],
+            r"takes a list of length 2, one value for each \?, params is a list of length 1",
+        ),
+        ("SELECT ?", {"x": 1}, r"params is a dict with x; use params=\[\.\.\.\]"),
+        (
+            "SELECT 1",
+            {"x": 1},
+            r"takes no values, params is a dict with x; leave params out, or write \$name",
+        ),
+    ],
+)
+def test_parameters_that_a_query_does_not_have_are_named(query: str, params: Any, message: str) -> None:
+    rb = filled()
+    with pytest.raises(QueryError, match=message):
+        rb.sql(query, params)
+    assert rb.sql("SELECT $x + $y", {"X": 1, "y": 2}).fetchone() == (3,)
+    with pytest.raises(QueryError, match="Could not convert string 'a'"):
+        rb.sql("SELECT $x / 'a' FROM transitions", {"x": 1})
 
 
 def test_versions_that_are_nowhere_are_not_looked_for(tmp_path: Path) -> None:
