@@ -162,9 +162,18 @@ class RingGeometry:
             return ids
         wrong = ~window.holds(ids) | (indices < 0) | (indices >= end)
         if wrong.any():
-            first = int(indices[np.argmax(wrong)])
-            raise NoRowError(f"no row with index {first}: the store holds {window.rows} rows")
+            raise self.build_missing_error(int(indices[np.argmax(wrong)]), window)
         return ids
+
+    def build_missing_error(self, index: int, window: Window) -> NoRowError:
+        """Return the error for an index without a readable row."""
+        if not window.rows:
+            hint = "extend() it first"
+        elif window.deleted or (window.low and (self.capacity is None or window.rows < self.capacity)):
+            hint = "SELECT _index FROM transitions lists the indices that there are"
+        else:
+            hint = f"use an index from 0 to {window.rows - 1}"
+        return NoRowError(f"no row with index {index}: the store holds {window.rows} rows", hint=hint)
 
     def generations_of(self, ids: IntArray) -> IntArray:
         """Return, for each row, how many earlier rows had the same index. Shapes `(n,)`, int64."""

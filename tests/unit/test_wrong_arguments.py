@@ -20,6 +20,7 @@ from expstore import (
     LazyTensorStorage,
     ListStorage,
     MemoryStorage,
+    NoRowError,
     PrioritizedSampler,
     QueryError,
     RandomSampler,
@@ -158,6 +159,33 @@ def test_parameters_that_a_query_does_not_have_are_named(query: str, params: Any
     assert rb.sql("SELECT $x + $y", {"X": 1, "y": 2}).fetchone() == (3,)
     with pytest.raises(QueryError, match="Could not convert string 'a'"):
         rb.sql("SELECT $x / 'a' FROM transitions", {"x": 1})
+
+
+def test_an_index_without_a_row_is_named_as_it_was_passed() -> None:
+    rb = filled()
+    for index in (-5, [1, -5], torch.tensor([-5, 3])):
+        with pytest.raises(
+            NoRowError, match="no row with index -5: the store holds 4 rows; use an index from"
+        ):
+            rb[index]
+    with pytest.raises(
+        NoRowError, match="no row with index 4: the store holds 4 rows; use an index from 0 to 3"
+    ):
+        rb[4]
+    with pytest.raises(NoRowError, match=r"no row with index 0: the store holds 0 rows; extend\(\) it first"):
+        TensorDictReplayBuffer()[0]
+
+
+def test_an_index_of_a_deleted_row_is_told_where_the_others_are(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "g.exp") as rb:
+        ends = (torch.arange(20) % 10 == 9)[:, None]
+        after = {"reward": torch.ones(20, 1), "terminated": ends, "truncated": torch.zeros_like(ends)}
+        rb.extend(TensorDict({"observation": torch.zeros(20, 2), "next": after}, [20]))
+        rb.episodes.delete("episode_id = 1")
+        with pytest.raises(NoRowError, match="no row with index 3: .* SELECT _index FROM transitions lists"):
+            rb[3]
+        first = rb.sql("SELECT min(_index) FROM transitions").fetchone()[0]
+        assert rb[first]["observation"].shape == (2,)
 
 
 def test_versions_that_are_nowhere_are_not_looked_for(tmp_path: Path) -> None:
