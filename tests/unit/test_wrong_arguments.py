@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,17 @@ def test_arguments_of_torchrl_that_open_lacks_have_a_place(
 def test_meta_is_a_dict(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="meta must be a dict of facts, got 5"):
         expstore.open(tmp_path / "new.exp", meta=5)  # type: ignore[arg-type]
+
+
+def test_a_write_through_a_copy_is_told_of_share(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp") as rb, expstore.open(tmp_path / "run.exp", mode="r") as reader:
+        rb.extend(rows(3))
+        with pytest.raises(
+            StateError, match=r"a copy of a buffer; .* or call rb.share\(\) there before the copy"
+        ):
+            pickle.loads(pickle.dumps(rb)).extend(rows(3))
+        with pytest.raises(StateError, match="copy of a buffer; write with the buffer that has it open with"):
+            pickle.loads(pickle.dumps(reader)).extend(rows(3))
 
 
 def test_rows_of_more_dims_are_told_how_to_be_stored() -> None:
