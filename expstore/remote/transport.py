@@ -456,6 +456,7 @@ class Connection:
                         f"{self.address.root} does not answer {what}: {lost} "
                         f"(sent {times} times in {took:.1f} s)",
                         kind="unreachable",
+                        hint="check the address, and that `expstore serve` runs there",
                     ) from lost
             (ended or mine.ended).wait(pause)
         raise AssertionError("pauses do not end")

@@ -78,6 +78,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: filled().episodes(limit="x"), "limit must be an integer, got 'x'"),
     (lambda: filled().episodes(limit=-1), "limit must be at least 0, got -1"),
     (lambda: filled().episodes(where=5), "where must be a string of SQL, got 5; give one SQL expression"),
+    (lambda: expstore.connect(5), "url must be the address of a store, .* got 5; pass an address such as"),
 ]
 
 

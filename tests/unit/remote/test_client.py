@@ -530,6 +530,7 @@ def test_a_wrong_name_and_a_server_that_is_gone(server: Serving) -> None:
         with pytest.raises(RemoteError) as caught:
             connect(proxy, "nothing", retries=Retries(seconds=0.2, first=0.01, longest=0.02, seed=1))
         assert caught.value.kind == "unreachable"
+        assert caught.value.hint == "check the address, and that `expstore serve` runs there"
         assert isinstance(caught.value, ConnectionError)
         assert proxy.connections > 3
         before = proxy.connections
