@@ -377,7 +377,9 @@ class RateLimiter:
 
     def _refusal(self, text: str, act: str) -> NotReadyError:
         waited = f" (waited {self.timeout:g} s)" if self.timeout else ""
-        return NotReadyError(f"{text}{waited}", kind="rate_limited", hint=f"{act}, or pass a longer timeout")
+        return NotReadyError(
+            f"{text}{waited}", kind="rate_limited", hint=f"{act}, or give the limiter a longer timeout"
+        )
 
     # -- copies in other processes, which do not limit anything ----------------------------------------
 

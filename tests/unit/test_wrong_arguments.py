@@ -274,3 +274,12 @@ def test_the_hint_after_a_sentence_is_another_sentence() -> None:
     error = StateError("This dataset doesn't allow writing.", hint="call set_writer()")
     assert str(error) == "This dataset doesn't allow writing. Call set_writer()"
     assert str(StateError("A sentence.")) == "A sentence."
+
+
+def test_a_limiter_that_timed_out_is_named() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), batch_size=4, rate_limiter=expstore.MinSize(5, timeout=0.0)
+    )
+    rb.extend(rows(4))
+    with pytest.raises(expstore.NotReadyError, match=r"extend\(\) .*, or give the limiter a longer timeout"):
+        rb.sample()
