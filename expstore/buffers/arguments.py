@@ -85,7 +85,7 @@ def check_drawing(
             )
         limiter.check(capacity)
     check_batch_size(batch_size)
-    if prefetch is not None and prefetch < 0:
+    if prefetch is not None and check_whole("prefetch", prefetch, hint="use a number such as 2") < 0:
         raise ArgumentError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
         raise ArgumentError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from expstore.core.arguments import check_whole
 from expstore.core.draw_state import DrawState
 from expstore.errors import ArgumentError, NotReadyError, StateError
 
@@ -96,6 +97,7 @@ class RateLimiter:
         *,
         timeout: float | None = None,
     ) -> None:
+        min_size_to_sample = check_whole("min_size_to_sample", min_size_to_sample)
         if min_size_to_sample < 1:
             raise ArgumentError(f"min_size_to_sample must be at least 1, got {min_size_to_sample}")
         if not 0 < samples_per_insert < math.inf:

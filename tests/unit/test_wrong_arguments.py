@@ -72,6 +72,23 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: SliceSampler(), "slice_len"),
     (lambda: SliceSampler(slice_length=5), "use slice_len=5"),
     (lambda: TensorDictReplayBuffer(prefetch=-3), "prefetch"),
+    (lambda: TensorDictReplayBuffer(prefetch="x"), "prefetch must be an integer, got 'x'; use a number such"),
+    (
+        lambda: TensorDictReplayBuffer(dim_extend="x"),
+        "dim_extend must be an integer, got 'x'; use the number",
+    ),
+    (lambda: PrioritizedSampler(10, "x", 0.5), "alpha must be a number >= 0, got 'x'"),
+    (lambda: PrioritizedSampler(10, 0.5, None), "beta must be a number >= 0, got None"),
+    (lambda: PrioritizedSampler("x", 0.5, 0.5), "max_capacity must be an integer, got 'x'"),
+    (lambda: expstore.MinSize("x"), "min_size_to_sample must be an integer, got 'x'"),
+    (lambda: filled().update_priority([1], "x"), "priority must be numbers, got 'x'; pass a tensor or a"),
+    (lambda: filled().update_priority("x", 1.0), "index must be numbers, got 'x'"),
+    (
+        lambda: filled().update_tensordict_priority(5),
+        r"takes a sample, got int; pass the TensorDict that sample\(\)",
+    ),
+    (lambda: filled().set_rng(5), "generator must be a torch.Generator, got 5"),
+    (lambda: filled().insert_transform("x", torch.nn.Identity()), "index must be an integer, got 'x'; use a"),
     (lambda: filled().sql(5), "the query must be a string of SQL, got 5"),
     (lambda: filled().sql("SELECT ?", 5), r"params must be a list of values .* got 5; use params=\[5\]"),
     (lambda: filled().sql("SELECT ?", "abc"), "params must be a list of values .* got 'abc'; use params="),
@@ -132,6 +149,12 @@ def test_another_max_size_is_refused_in_the_words_of_the_class(tmp_path: Path) -
     ):
         LazyMemmapStorage(20, scratch_dir=path, existsok=True)
     LazyMemmapStorage(10, scratch_dir=path, existsok=True).close()
+
+
+def test_the_state_of_something_else_is_refused() -> None:
+    for state in (5, {}, {"_storage": {}}):
+        with pytest.raises(StateError, match=r"not a state of .*; pass what state_dict\(\) of a buffer with"):
+            filled().load_state_dict(state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
