@@ -20,6 +20,7 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
+from expstore.core.arguments import check_numbers
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.to_arrays import to_array
 from expstore.data.variable_rows import fit_values
@@ -106,8 +107,8 @@ class RowUpdates:
         storage, sampler = self._store.storage, self._sampling.sampler
         numbers = self._index.ravel(index) if id is None else to_array(id)
         values = to_array(priority)
-        _check_numbers("index" if id is None else "id", numbers)
-        _check_numbers("priority", values)
+        check_numbers("index" if id is None else "id", numbers)
+        check_numbers("priority", values)
         if values.size == numbers.size and (storage.ndim > 1 or values.shape == numbers.shape):
             values = values.reshape(-1)
         numbers = numbers.reshape(-1).astype(np.int64, copy=False)
@@ -379,14 +380,6 @@ def _version_key(name: str | tuple[str, ...], fields: Mapping[Key, Any]) -> Key:
     if key in fields:
         raise SchemaError(f"version_key {key_name(key)!r} may not appear in patch")
     return key
-
-
-def _check_numbers(name: str, values: Array) -> None:
-    """Raise ArgumentError if the values of an argument are not numbers."""
-    if values.dtype.kind not in "biuf":
-        raise ArgumentError(
-            f"{name} must be numbers, got {values.item(0)!r}", hint="pass a tensor or a list of numbers"
-        )
 
 
 def _whole_numbers(values: Any) -> IntArray:

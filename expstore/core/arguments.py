@@ -14,7 +14,7 @@ import numpy as np
 from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
-__all__ = ["check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
+__all__ = ["check_numbers", "check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -49,6 +49,14 @@ def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 
         return operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint) from None
+
+
+def check_numbers(name: str, values: np.ndarray[Any, Any]) -> None:
+    """Raise ArgumentError if the values of an argument are not numbers."""
+    if values.dtype.kind not in "biuf":
+        raise ArgumentError(
+            f"{name} must be numbers, got {values.item(0)!r}", hint="pass a tensor or a list of numbers"
+        )
 
 
 def refuse_unknown(
