@@ -90,6 +90,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: filled().set_rng(5), "generator must be a torch.Generator, got 5"),
     (lambda: filled().insert_transform("x", torch.nn.Identity()), "index must be an integer, got 'x'; use a"),
     (lambda: TensorDictReplayBuffer(storage="x"), "a storage of expstore or a function .*, got 'x'"),
+    (lambda: expstore.RecencySampler("x"), "half_life must be a number of rows > 0, or None, got 'x'"),
+    (lambda: expstore.RecencySampler(newest="x"), "newest must be a number of rows >= 1, or None, got 'x'"),
     (lambda: filled().sql(5), "the query must be a string of SQL, got 5"),
     (lambda: filled().sql("SELECT ?", 5), r"params must be a list of values .* got 5; use params=\[5\]"),
     (lambda: filled().sql("SELECT ?", "abc"), "params must be a list of values .* got 'abc'; use params="),
