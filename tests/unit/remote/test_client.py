@@ -753,6 +753,13 @@ def test_wrong_arguments_of_connect_are_refused_before_a_request(given: dict[str
         expstore.connect([5])  # type: ignore[list-item]
 
 
+def test_an_address_with_more_than_a_name_is_told_its_form(server: Serving, name: str) -> None:
+    with pytest.raises(
+        NotFoundError, match="no such route; /docs lists the routes; expstore.connect takes http"
+    ):
+        expstore.connect(f"{server.url}/{name}/more")
+
+
 def test_wrong_values_are_refused_before_they_are_sent(server: Serving, name: str) -> None:
     rb = connect(server, name)
     rb.extend(batch_of(5))
