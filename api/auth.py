@@ -80,8 +80,12 @@ class Guard:
             if wait := self._rates.wait((client, may), time.monotonic()):
                 raise Refusal(429, "too many requests", headers={"Retry-After": str(math.ceil(wait))})
         if route.need != Need.NOTHING and may == Need.NOTHING:
-            raise Refusal(401, "a token is needed", hint="send Authorization: Bearer TOKEN",
-                          headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            raise Refusal(
+                401,
+                "a token that the server knows is needed",
+                hint="send Authorization: Bearer TOKEN; in Python: expstore.connect(url, token=TOKEN)",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         if route.need == Need.WRITE and may != Need.WRITE:
             raise Refusal(403, "this token only permits reading")
 

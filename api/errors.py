@@ -152,7 +152,11 @@ def _remove_root(root: str, text: str) -> str:
 def _of_framework(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     kind = _WORDS.get(exc.status_code, HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_"))
-    return answer(exc.status_code, kind, str(exc.detail), headers=exc.headers)
+    message, hint = str(exc.detail), ""
+    if exc.status_code == 404 and message == HTTPStatus.NOT_FOUND.phrase:
+        message = "there is no such route"
+        hint = "/docs lists the routes; expstore.connect takes http://HOST:PORT/STORE"
+    return answer(exc.status_code, kind, message, hint, headers=exc.headers)
 
 
 def _of_request(request: Request, exc: Exception) -> Response:

@@ -151,6 +151,12 @@ def connect(
             raise ArgumentError(
                 "prefetch is for one store: pass ahead=, the number of batches drawn together"
             )
+        if not isinstance(url, list | tuple | str | PathLike):
+            raise ArgumentError(
+                f"url must be the address of a store, a list of addresses, or the path of a cluster file, "
+                f"got {url!r}",
+                hint="pass an address such as http://host:8420/name",
+            )
         members = FixedMembers(url) if isinstance(url, list | tuple) else FileMembers(local_path(url))
         return ShardedReplayBuffer(
             members, token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given

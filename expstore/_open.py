@@ -67,6 +67,15 @@ _PARTS = {
 } | {
     name: f"path=expstore.cold.ObjectStorage(url, {name}=...)" for name in ("cache", "cache_bytes", "retries")
 }
+#: Arguments of TorchRL's buffers and storages, and what to write instead.
+_PARTS |= {
+    name: f"expstore.TensorDictReplayBuffer(storage=..., {name}=...)"
+    for name in ("collate_fn", "dim_extend", "priority_key")
+} | {
+    "existsok": "mode='a', which continues with the rows of a store (the default)",
+    "ndim": "expstore.TensorDictReplayBuffer(storage=expstore.LazyMemmapStorage(..., ndim=...))",
+    "storage": "expstore.TensorDictReplayBuffer(storage=...)",
+}
 
 
 @refuse_unknown(_PARTS)
@@ -219,13 +228,19 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         return given, ""
     if not isinstance(given, Mapping):
         raise ArgumentError(
-            f"schema is a {type(given).__module__}.{type(given).__name__}; use a Schema, a dict of types by "
-            "key, or a Composite of expstore. from_torchrl and from_space of expstore.specs convert specs of "
-            "TorchRL and spaces of gymnasium"
+            f"schema is {_describe(given)}; use a Schema, a dict of types by key, or a Composite of "
+            "expstore. from_torchrl and from_space of expstore.specs convert specs of TorchRL and spaces of "
+            "gymnasium"
         )
     specs: dict[Key, TensorSpec] = {}
     schema = schema_of(_split_specs(given, (), specs))
     return schema, row_text(Composite(specs)) if specs else ""
+
+
+def _describe(given: Any) -> str:
+    """Return a value for a message: itself if its class is Python's own, otherwise its class."""
+    kind = type(given)
+    return repr(given) if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"
 
 
 def _split_specs(

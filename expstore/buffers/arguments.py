@@ -13,8 +13,16 @@ import torch
 from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import ArgumentError, StateError
+from expstore.storages.torchrl_options import check_device
 
-__all__ = ["check_batch_size", "check_drawing", "check_predictable", "resolve_part", "resolve_part_of"]
+__all__ = [
+    "check_batch_size",
+    "check_drawing",
+    "check_generator",
+    "check_predictable",
+    "resolve_part",
+    "resolve_part_of",
+]
 
 _Part = TypeVar("_Part")
 
@@ -45,9 +53,9 @@ def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: 
     found = resolve_part(part, method)
     if not isinstance(found, kind):
         package = type(found).__module__.partition(".")[0]
+        got = repr(found) if package == "builtins" else f"a {package} {type(found).__name__}"
         raise ArgumentError(
-            f"expected a {name} of expstore or a function that makes one, "
-            f"got a {package} {type(found).__name__}",
+            f"expected a {name} of expstore or a function that makes one, got {got}",
             hint="use the class of the same name in expstore" if package == "torchrl" else "",
         )
     return cast(_Part, found)
@@ -77,25 +85,18 @@ def check_drawing(
             )
         limiter.check(capacity)
     check_batch_size(batch_size)
-    if prefetch is not None and prefetch < 0:
+    if prefetch is not None and check_whole("prefetch", prefetch, hint="use a number such as 2") < 0:
         raise ArgumentError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
         raise ArgumentError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
-    _check_device(device)
+    if device is not None:
+        check_device(device, "batches")
 
 
-def _check_device(device: torch.device | str | None) -> None:
-    """Raise StateError if torch cannot use a device on this machine."""
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # which one depends on torch's build
-        raise StateError(
-            f"batches cannot be returned on device {str(device)!r}: {str(exc).splitlines()[0]}",
-            kind="device",
-            hint="leave device out, or choose one that torch finds here",
-        ) from exc
+def check_generator(generator: Any) -> None:
+    """Raise ArgumentError if a value is neither a `torch.Generator` nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
 
 
 def check_predictable(size: int | None, sampler: Any) -> None:

@@ -15,6 +15,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.store_handle import StoreHandle
+from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.data.containers import stack_index
 from expstore.data.nested_tensors import to_values
@@ -39,12 +40,14 @@ class RowIndex:
         time_dim: Dim of a written batch that is time; None: the last of the dims that make rows.
 
     Raises:
-        ArgumentError: The dim is negative.
+        ArgumentError: The dim is negative, or not an integer.
     """
 
     def __init__(self, store: StoreHandle, time_dim: int | None) -> None:
-        if time_dim is not None and time_dim < 0:
-            raise ArgumentError(f"dim_extend must be a positive value, got {time_dim}")
+        if time_dim is not None:
+            time_dim = check_whole("dim_extend", time_dim, hint="use the number of the dim that is time")
+            if time_dim < 0:
+                raise ArgumentError(f"dim_extend must be a positive value, got {time_dim}")
         self._store = store
         #: The dim that the user asked for; None: the default.
         self.asked_time_dim = time_dim

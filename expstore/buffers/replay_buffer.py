@@ -21,6 +21,7 @@ from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import (
     check_batch_size,
     check_drawing,
+    check_generator,
     check_predictable,
     resolve_part,
     resolve_part_of,
@@ -148,8 +149,7 @@ class ReplayBuffer:
         if transform is not None and transform_factory is not None:
             raise ArgumentError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory, device=device)
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
+        check_generator(generator)
         chosen = None if sampler is None else adapt(resolve_part(sampler, "sample"))
         check_predictable(batch_size, chosen)
         check_unit(sample_unit, chosen)
@@ -1175,7 +1175,11 @@ class ReplayBuffer:
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
+        """Draw by another generator, in its present state, from the next batch on; None: by the seed.
+
+        Raises:
+            ArgumentError: It is not a `torch.Generator`.
+        """
         self._sampling.set_rng(generator)
 
     # -- TorchRL's service API ------------------------------------------------------------------------------

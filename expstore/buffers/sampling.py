@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from expstore.buffers.arguments import check_generator
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_masses import MASSES
 from expstore.buffers.prefetch import Made, Prefetcher, Request
@@ -233,6 +234,7 @@ class Sampling(StorePart):
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
+        check_generator(generator)
         self.drop_prefetched()
         self._draws, self.generator = None, generator
         if generator is not None:
@@ -387,10 +389,14 @@ class Sampling(StorePart):
         """Raise StateError if a state does not fit."""
         storage, own = self._store.storage, self.sampler.state_dict()
         if (
-            not {"_storage", "_sampler", "_rng", "_draws"} <= state.keys()
+            not isinstance(state, Mapping)
+            or not {"_storage", "_sampler", "_rng", "_draws"} <= state.keys()
             or state["_sampler"].keys() != own.keys()
         ):
-            raise StateError(f"this is not a state of a buffer with {self.sampler!r}")
+            raise StateError(
+                f"this is not a state of a buffer with {self.sampler!r}",
+                hint="pass what state_dict() of a buffer with the same sampler returned",
+            )
         for name in own.keys() & {"where", "weight"}:
             if state["_sampler"][name] != own[name]:
                 raise StateError(f"the state is of a sampler with {name}={state['_sampler'][name]!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.row_styles import RowStyle
@@ -19,7 +19,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, Key, Selection, to_key
 from expstore.data.to_arrays import to_array
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import check_priorities
@@ -116,9 +116,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 otherwise nothing is set.
 
         Raises:
+            ArgumentError: `data` is not a TensorDict.
             SchemaError: The sample lacks the entry that identifies its rows.
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"update_tensordict_priority takes a sample, got {type(data).__name__}",
+                hint="pass the TensorDict that sample() returned, or call update_priority(id=, priority=)",
+            )
         with_ids, sampling = self._style.with_ids, self._sampling
         key, name = to_key(self.priority_key), "id" if with_ids else "index"
         priority = data.get(key)

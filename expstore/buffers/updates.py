@@ -20,6 +20,7 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
+from expstore.core.arguments import check_numbers
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.casts import cast_floats, find_lost, find_rounded
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
@@ -109,6 +110,8 @@ class RowUpdates:
         storage, sampler = self._store.storage, self._sampling.sampler
         numbers = self._index.ravel(index) if id is None else to_array(id)
         values = to_array(priority)
+        check_numbers("index" if id is None else "id", numbers)
+        check_numbers("priority", values)
         if values.size == numbers.size and (storage.ndim > 1 or values.shape == numbers.shape):
             values = values.reshape(-1)
         numbers = numbers.reshape(-1).astype(np.int64, copy=False)

@@ -14,7 +14,7 @@ import numpy as np
 from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
-__all__ = ["check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
+__all__ = ["check_numbers", "check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -26,13 +26,19 @@ _ALIASES = {
     "max_length": "capacity",
     "max_size": "capacity",
     "maxlen": "capacity",
+    "scratch_dir": "path",
     "size": "capacity",
 }
 _NO_PARTS: Mapping[str, str] = MappingProxyType({})
 
 
-def check_whole(name: str, value: Any) -> int:
+def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 or 1e6") -> int:
     """Return an integer; a float with an integral value, such as 1e6, is accepted.
+
+    Args:
+        name: The name of the argument, for the message.
+        value: Its value.
+        hint: What to do if it is not an integer.
 
     Raises:
         ArgumentError: The value is not an integer.
@@ -42,9 +48,15 @@ def check_whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
+        raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint) from None
+
+
+def check_numbers(name: str, values: np.ndarray[Any, Any]) -> None:
+    """Raise ArgumentError if the values of an argument are not numbers."""
+    if values.dtype.kind not in "biuf":
         raise ArgumentError(
-            f"{name} must be an integer, got {value!r}", hint="use a number such as 256 or 1e6"
-        ) from None
+            f"{name} must be numbers, got {values.item(0)!r}", hint="pass a tensor or a list of numbers"
+        )
 
 
 def refuse_unknown(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray, Window, cut_run
 from expstore.errors import ArgumentError, NoRowError, NotFoundError, SchemaError
 
@@ -32,11 +33,12 @@ def check_ndim(ndim: int) -> int:
     """Return the number of dims of a storage.
 
     Raises:
-        ArgumentError: `ndim` is less than 1.
+        ArgumentError: `ndim` is not an integer, or less than 1.
     """
-    if ndim < 1:
-        raise ArgumentError(f"ndim must be at least 1, got {ndim}")
-    return ndim
+    number = check_whole("ndim", ndim, hint="use 1 for rows, or 2 for steps of several lanes")
+    if number < 1:
+        raise ArgumentError(f"ndim must be at least 1, got {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,18 @@ class RingGeometry:
             return ids
         wrong = ~window.holds(ids) | (indices < 0) | (indices >= end)
         if wrong.any():
-            first = int(indices[np.argmax(wrong)])
-            raise NoRowError(f"no row with index {first}: the store holds {window.rows} rows")
+            raise self.build_missing_error(int(indices[np.argmax(wrong)]), window)
         return ids
+
+    def build_missing_error(self, index: int, window: Window) -> NoRowError:
+        """Return the error for an index without a readable row."""
+        if not window.rows:
+            hint = "extend() it first"
+        elif window.deleted or (window.low and (self.capacity is None or window.rows < self.capacity)):
+            hint = "SELECT _index FROM transitions lists the indices that there are"
+        else:
+            hint = f"use an index from 0 to {window.rows - 1}"
+        return NoRowError(f"no row with index {index}: the store holds {window.rows} rows", hint=hint)
 
     def generations_of(self, ids: IntArray) -> IntArray:
         """Return, for each row, how many earlier rows had the same index. Shapes `(n,)`, int64."""

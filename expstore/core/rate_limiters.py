@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from expstore.core.arguments import check_whole
 from expstore.core.draw_state import DrawState
 from expstore.errors import ArgumentError, NotReadyError, StateError
 
@@ -96,6 +97,7 @@ class RateLimiter:
         *,
         timeout: float | None = None,
     ) -> None:
+        min_size_to_sample = check_whole("min_size_to_sample", min_size_to_sample)
         if min_size_to_sample < 1:
             raise ArgumentError(f"min_size_to_sample must be at least 1, got {min_size_to_sample}")
         if not 0 < samples_per_insert < math.inf:
@@ -377,7 +379,9 @@ class RateLimiter:
 
     def _refusal(self, text: str, act: str) -> NotReadyError:
         waited = f" (waited {self.timeout:g} s)" if self.timeout else ""
-        return NotReadyError(f"{text}{waited}", kind="rate_limited", hint=f"{act}, or pass a longer timeout")
+        return NotReadyError(
+            f"{text}{waited}", kind="rate_limited", hint=f"{act}, or give the limiter a longer timeout"
+        )
 
     # -- copies in other processes, which do not limit anything ----------------------------------------
 

@@ -8,12 +8,11 @@ values that would have no effect are accepted, all others are refused with the r
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from expstore.core.arguments import unknown_keyword
+from expstore.core.arguments import check_whole, unknown_keyword
 from expstore.errors import ArgumentError
 
 __all__ = [
@@ -68,7 +67,7 @@ def is_cpu(value: Any) -> bool:
 
 def is_size(value: Any) -> bool:
     """Accept a number of rows, and None."""
-    return value is None or operator.index(value) >= 1
+    return value is None or check_whole("max_capacity", value) >= 1
 
 
 _UNSET = one_of(None, False)

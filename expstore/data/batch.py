@@ -276,7 +276,7 @@ def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
     if len(shape) >= ndim - single:
         return
     if ndim == 1:
-        raise SchemaError("extend() takes a batch, got a TensorDict without batch dims", hint="use add()")
+        raise SchemaError("extend() takes a batch, got one row without batch dims", hint="use add()")
     raise SchemaError(
         f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
         f"batch dims, got shape {list(shape)}"

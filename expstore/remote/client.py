@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
@@ -393,9 +393,10 @@ class RemoteReplayBuffer(ServedBuffer):
         Raises:
             NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
-        if not 0 <= int(episode_id) < 1 << 63:
-            raise NotFoundError(f"there is no episode {episode_id}")
-        return self._rows("GET", f"episodes/{int(episode_id)}")
+        number = check_episode(episode_id)
+        if not 0 <= number < 1 << 63:
+            raise NotFoundError(f"there is no episode {number}")
+        return self._rows("GET", f"episodes/{number}")
 
     def _rows(self, method: str, route: str, body: Any = None, *, wait: float = 0.0) -> TensorDict:
         answer = self._connection.request(method, route, body=body, accept=ARROW, wait=wait)
@@ -480,6 +481,11 @@ class RemoteReplayBuffer(ServedBuffer):
             QueryError: The query is not one SELECT, takes too long or is refused; or, without a limit, its
                 result has more rows than the server returns (kind "truncated").
         """
+        if isinstance(params, str | bytes) or not (params is None or isinstance(params, Iterable)):
+            raise ArgumentError(
+                f"params must be a list of values for ?, or a dict of values for $name, got {params!r}",
+                hint=f"use params=[{params!r}]",
+            )
         values = None if params is None else dict(params) if isinstance(params, Mapping) else list(params)
         body = {"query": query, "params": values, "limit": limit}
         answer = self._connection.request("POST", "sql", body=body, accept=ARROW)

@@ -14,15 +14,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 
 from expstore.buffers.arguments import check_batch_size
+from expstore.core.arguments import check_numbers
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
 from expstore.remote.forks import copy_in_child
 from expstore.remote.local_only import LocalOnly
 from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.torchrl_options import check_device
 
 __all__ = ["ServedBuffer"]
 
@@ -49,6 +51,8 @@ class ServedBuffer(LocalOnly):
         as_numpy: bool,
     ) -> None:
         self._batch_size = check_batch_size(batch_size)
+        if device is not None:
+            check_device(device, "batches")
         self._device = None if device is None else torch.device(device)
         self.priority_key, self._as_numpy = priority_key, as_numpy
         self._iterator: Generator[Any] | None = None
@@ -144,6 +148,8 @@ class ServedBuffer(LocalOnly):
             )  # fmt: skip
         if id is None or priority is None:
             raise ArgumentError("update_priority takes a priority and an id, or a sample")
+        check_numbers("id", to_array(id))
+        check_numbers("priority", to_array(priority))
         ids = self._to_ids(id)
         values = to_array(priority).astype(np.float64, copy=False).reshape(-1)
         if values.size not in (1, len(ids)):
@@ -166,6 +172,11 @@ class ServedBuffer(LocalOnly):
         Args:
             data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
         """
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"update_tensordict_priority takes a sample, got {type(data).__name__}",
+                hint="pass the TensorDict that sample() returned, or call update_priority(id=, priority=)",
+            )
         key, ids = to_key(self.priority_key), data.get("id")
         priority = data.get(key)
         if priority is None:

@@ -98,6 +98,10 @@ class Address:
         Raises:
             ArgumentError: It is not the URL of a store.
         """
+        if not isinstance(url, str):
+            raise ArgumentError(
+                f"{url!r} is not the address of a store; pass one such as http://host:8420/name"
+            )
         parts = urlsplit(url)
         before, _, name = parts.path.rstrip("/").rpartition("/")
         known = parts.scheme in ("http", "https") and parts.hostname and name
@@ -250,8 +254,11 @@ class Connection:
     def __init__(
         self, address: Address, token: str | None, *, timeout: float, retries: Retries | None = None
     ) -> None:
-        if not timeout > 0:
-            raise ArgumentError(f"timeout must be above 0, got {timeout!r}")
+        given: Any = timeout
+        if not isinstance(given, int | float | np.number) or not given > 0:
+            raise ArgumentError(f"timeout must be a number above 0, got {timeout!r}")
+        if token is not None and not isinstance(token, str):
+            raise ArgumentError(f"token must be a string, got a {type(token).__name__}")
         if token is not None and not (token.isascii() and token.isprintable()):
             raise ArgumentError("the token has characters that an HTTP header cannot contain")
         self.address, self.timeout, self.retries = address, timeout, retries or Retries()
@@ -465,6 +472,7 @@ class Connection:
                         f"{self.address.root} does not answer {what}: {lost} "
                         f"(sent {times} times in {took:.1f} s)",
                         kind="unreachable",
+                        hint="check the address, and that `expstore serve` runs there",
                     ) from lost
             (ended or mine.ended).wait(pause)
         raise AssertionError("pauses do not end")

@@ -265,7 +265,10 @@ class PrioritizedSampler(Sampler):
 
 
 def _exponent(name: str, value: float) -> float:
-    value = float(value)
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentError(f"{name} must be a number >= 0, got {value}")
-    return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{name} must be a number >= 0, got {value!r}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise ArgumentError(f"{name} must be a number >= 0, got {number}")
+    return number

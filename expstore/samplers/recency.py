@@ -105,11 +105,7 @@ class RecencySampler(Sampler):
 
     @half_life.setter
     def half_life(self, value: float | None) -> None:
-        if value is not None:
-            value = float(value)
-            if not (math.isfinite(value) and value > 0):
-                raise ArgumentError(f"half_life must be a number of rows > 0, or None, got {value}")
-        self._half_life = value
+        self._half_life = None if value is None else _check_rows("half_life", value, "> 0")
 
     @property
     def newest(self) -> int | None:
@@ -118,9 +114,7 @@ class RecencySampler(Sampler):
 
     @newest.setter
     def newest(self, value: float | None) -> None:
-        if value is not None and not (math.isfinite(value) and value >= 1):
-            raise ArgumentError(f"newest must be a number of rows >= 1, or None, got {value}")
-        self._newest = None if value is None else int(value)
+        self._newest = None if value is None else int(_check_rows("newest", value, ">= 1"))
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
@@ -253,3 +247,23 @@ class RecencySampler(Sampler):
 
     def __repr__(self) -> str:
         return f"RecencySampler(half_life={self._half_life}, newest={self._newest}{self._filtering})"
+
+
+def _check_rows(name: str, value: float, bound: str) -> float:
+    """Return a number of rows as a float.
+
+    Args:
+        name: The name of the argument, for the message.
+        value: Its value.
+        bound: What it must be: "> 0" or ">= 1".
+
+    Raises:
+        ArgumentError: It is not a number, or out of bounds.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and (number >= 1 if bound == ">= 1" else number > 0)):
+        raise ArgumentError(f"{name} must be a number of rows {bound}, or None, got {value!r}")
+    return number

@@ -25,7 +25,7 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
-from expstore.errors import ExpStoreError, QueryError
+from expstore.errors import ArgumentError, ExpStoreError, QueryError
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
 from expstore.sql.index import CONFIG
@@ -550,7 +550,7 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
         QueryError: The text is not a single expression over a row and its episode.
     """
     if not isinstance(text, str):
-        raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
+        raise ArgumentError(f"{option} must be a string of SQL, got {text!r}")
     bare = _parse_only_expression(cursor, text)
     paths: set[Path] = set()
     called: set[str] = set()

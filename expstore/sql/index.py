@@ -12,7 +12,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from expstore.disk.files import Disk
 from expstore.disk.interruptible_calls import InterruptibleCalls
 from expstore.episodes.log import LogEntry
 from expstore.errors import (
+    ArgumentError,
     CorruptionError,
     ExpStoreError,
     LockedError,
@@ -508,11 +509,20 @@ class _Gate:
 
 
 def _plain(params: Sequence[object] | Mapping[str, object] | None) -> Any:
-    """Convert NumPy and torch numbers in parameters to Python numbers, which DuckDB accepts."""
+    """Convert NumPy and torch numbers in parameters to Python numbers, which DuckDB accepts.
+
+    Raises:
+        ArgumentError: The parameters are neither a sequence nor a mapping.
+    """
     if params is None:
         return None
     if isinstance(params, Mapping):
         return {name: _plain_value(value) for name, value in params.items()}
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            f"params must be a list of values for ?, or a dict of values for $name, got {params!r}",
+            hint=f"use params=[{params!r}]",
+        )
     return [_plain_value(value) for value in params]
 
 
@@ -524,6 +534,7 @@ def _answer(
     cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations, read: Read | None
 ) -> Result:
     statement = _require_one_select(cursor, sql)
+    named = statement.named_parameters
     refused = relations.attach(cursor, sql)
     # The kind of a statement is not enough: a SELECT may contain an INSERT.
     cursor.execute("BEGIN TRANSACTION READ ONLY")
@@ -533,10 +544,40 @@ def _answer(
     except Exception as exc:
         if refused:  # DuckDB's own error only says that reading a column failed
             raise refused[0] from None
+        if isinstance(exc, duckdb.Error):
+            _check_parameters(named, values)
         if isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
             delta_tables.rollback(cursor)
             raise explain_refusal(exc, cursor, sql, relations.column_names(), _RELATIONS) from exc
         raise
+
+
+def _check_parameters(named: Collection[str], values: Any) -> None:
+    """Raise QueryError if a query has other parameters than the values that were passed.
+
+    Args:
+        named: The parameters of the query; "1", "2", ... for `?`.
+        values: The values: a list, a dict, or None.
+    """
+    given = [
+        str(name) for name in (values if isinstance(values, Mapping) else range(1, len(values or ()) + 1))
+    ]
+    if sorted(map(str.lower, named)) == sorted(map(str.lower, given)):
+        return
+    asked = [name for name in sorted(named) if not name.isdigit()]
+    if asked:
+        wanted = f"values for {', '.join(f'${name}' for name in asked)}"
+        hint = f"use params={{{', '.join(f'{name!r}: ...' for name in asked)}}}"
+    elif named:
+        wanted = f"a list of length {len(named)}, one value for each ?"
+        hint = f"use params=[{', '.join('...' for _ in named)}]"
+    else:
+        wanted, hint = "no values", "leave params out, or write $name or ? in the query"
+    if isinstance(values, Mapping):
+        found = f"a dict with {', '.join(given)}" if given else "an empty dict"
+    else:
+        found = "none" if values is None else f"a list of length {len(values)}"
+    raise QueryError(f"the query takes {wanted}, params is {found}", hint=hint)
 
 
 def _require_one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:

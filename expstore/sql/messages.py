@@ -24,6 +24,9 @@ _MISSING_COLUMN = (
     re.compile(r'(?:Values list|Table) "(?P<table>.+?)" does not have a column named "(?P<name>.+?)"'),
     re.compile(r'Referenced table "(?P<name>.+?)" not found'),
 )
+#: An element of a number: fields of shape [1] are numbers.
+_INDEXED_NUMBER = re.compile(r"array_extract\((?:FLOAT|DOUBLE|BOOLEAN|\w*INT\w*), \w+\)'")
+_SINGLE_VALUE = "a field with one value a row is a number: leave out the brackets after it"
 _MISSING_RELATION = re.compile(r"Table with name (?P<name>.+?) does not exist")
 
 
@@ -52,7 +55,7 @@ def explain_refusal(
         return QueryError(f"there is no relation {found['name']!r}", hint=hint)
     missing = next(filter(None, (pattern.search(text) for pattern in _MISSING_COLUMN)), None)
     if missing is None:
-        return QueryError(text)
+        return QueryError(text, hint=_SINGLE_VALUE if _INDEXED_NUMBER.search(text) else "")
     tree = _parse(cursor, sql)
     tables = {
         str(node["alias"] or node["table_name"]): str(node["table_name"])

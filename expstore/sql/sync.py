@@ -22,7 +22,7 @@ from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
-from expstore.errors import CorruptionError, ExpStoreError, StateError
+from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
 from expstore.schema.row_fields import priority_place
 from expstore.sql.row_source import history_of, readable, relations_of
 from expstore.storages.batch import now_us
@@ -104,6 +104,8 @@ class Catalog:
         params: Sequence[object] | Mapping[str, object] | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
+        if not isinstance(sql, str):
+            raise ArgumentError(f"the query must be a string of SQL, got {sql!r}")
         storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
         while True:
             # If rows were overwritten during the query, run it again while holding the writer's lock. A

@@ -7,7 +7,6 @@ and no file is read.
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray, Key, Window
-from expstore.errors import CorruptionError, ExpStoreError, QueryError
+from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, QueryError
 from expstore.schema.schema import OBJECT
 from expstore.sql.arrow_values import SqlValues
 from expstore.sql.projection import find_members
@@ -383,7 +383,7 @@ def select_episodes(where: str | None, order_by: str | None, limit: int | None) 
 
     Raises:
         QueryError: `where` is not a single expression, or `order_by` is not a list of expressions.
-        ValueError: The limit is negative.
+        ArgumentError: A condition is not a string; the limit is negative, or not an integer.
     """
     # Each part is on its own line, so that a comment at its end hides nothing.
     parts = ["SELECT * FROM episodes"]
@@ -396,14 +396,16 @@ def select_episodes(where: str | None, order_by: str | None, limit: int | None) 
     else:
         parts.append("ORDER BY episode_id")
     if limit is not None:
-        count = operator.index(limit)
+        count = check_whole("limit", limit)
         if count < 0:
-            raise ValueError(f"limit must be at least 0, got {count}")
+            raise ArgumentError(f"limit must be at least 0, got {count}")
         parts.append(f"LIMIT {count}")
     return "\n".join(parts)
 
 
 def _parse(name: str, given: str, expression: str, expected: str) -> None:
+    if not isinstance(given, str):
+        raise ArgumentError(f"{name} must be a string of SQL, got {given!r}", hint=f"give {expected}")
     try:
         duckdb.SQLExpression(expression)
     except duckdb.Error as exc:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from expstore.core.arguments import check_whole
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
@@ -80,8 +81,10 @@ class Storage(ReadView):
         path: Path | None = None,
         index_path: Path | None = None,
     ) -> None:
-        if capacity is not None and capacity < 1:
-            raise ArgumentError(f"capacity must be at least 1, got {capacity}")
+        if capacity is not None:
+            capacity = check_whole("capacity", capacity)
+            if capacity < 1:
+                raise ArgumentError(f"capacity must be at least 1, got {capacity}")
         made = description or Description(
             geometry=RingGeometry(capacity, check_ndim(ndim)), seed=seed, flatten=flatten
         )

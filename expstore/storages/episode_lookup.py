@@ -51,8 +51,12 @@ def steps_of_episode(storage: ReadView, episode_id: int) -> tuple[IntArray, IntA
 
 
 def unknown_episode(storage: ReadView, number: int) -> NotFoundError:
-    """Return the error for an episode id that was never assigned."""
+    """Return the error for the id of an episode that the store does not know."""
     newest = storage.episodes.next_episode - 1
+    if 0 < number <= newest:  # a version that was loaded did not have it, or it was deleted
+        return NotFoundError(
+            f"episode {number} is no longer in the store", hint="rb.episodes() shows those that there are"
+        )
     known = f"their ids are 1 to {newest}" if newest else "the store has no episodes yet"
     return NotFoundError(f"no episode {number}: {known}", hint="rb.episodes() shows those that there are")
 

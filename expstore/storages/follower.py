@@ -48,6 +48,11 @@ __all__ = ["FollowerStorage", "Origin"]
 #: Maximum number of attempts to read files that a writer may remove meanwhile; pauses in between double.
 _LOOKS, _PAUSE_SECONDS = 7, 0.002
 _Found = TypeVar("_Found")
+#: The advice after a write through a copy of a buffer that is not shared.
+_SHARE = (
+    "write in the process that opened the store, or call rb.share() there before the copy is made: "
+    "copies then write through it"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ class Origin:
     advice: str = "write with the buffer that has it open with mode='a'"
     forked: bool = False
     copied: bool = False
+    writes: bool = False
 
     @classmethod
     def of(cls, storage: ReadView) -> Origin | None:
@@ -146,19 +152,23 @@ class Origin:
         if storage.manifest is None or storage.path is None:
             return None
         seed = storage._own_seed if isinstance(storage, FollowerStorage) else None
-        return cls(storage.path.absolute(), seed)
+        return cls(storage.path.absolute(), seed, writes=not storage.follows)
+
+    def _advise(self) -> str:
+        """Return what to do instead of a write through a copy. A reader cannot be shared."""
+        return _SHARE if self.writes else self.advice
 
     def in_fork(self) -> Origin:
         """Return the origin that a forked child opens."""
         reason = (
             "was opened by another process, of which this one is a fork: here it is open for reading only"
         )
-        return dataclasses.replace(self, reason=reason, forked=True, copied=True)
+        return dataclasses.replace(self, reason=reason, advice=self._advise(), forked=True, copied=True)
 
     def elsewhere(self) -> Origin:
         """Return the origin that a pickled copy opens."""
         reason = "is open for reading only in a copy of a buffer"
-        return dataclasses.replace(self, reason=reason, forked=False, copied=True)
+        return dataclasses.replace(self, reason=reason, advice=self._advise(), forked=False, copied=True)
 
     def to_shared(self) -> Origin:
         """Return the origin of a copy that writes through the process that has the store open."""

@@ -138,7 +138,10 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
     # Where rows were deleted and not replaced by newer ones, the newest row is still number -1.
     end = storage.last if storage.capacity is None else storage.window.size
-    return storage.geometry.ids_at(np.where(numbers < 0, numbers + end, numbers), storage.window), shape
+    window, wrapped = storage.window, np.where(numbers < 0, numbers + end, numbers)
+    if wrapped.size and wrapped.min() < 0:  # name the index that the caller passed
+        raise storage.geometry.build_missing_error(int(numbers[np.argmin(wrapped)]), window)
+    return storage.geometry.ids_at(wrapped, window), shape
 
 
 def read_rows(

@@ -7,13 +7,13 @@ folder that was passed in is removed only on request.
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expstore.core.arguments import check_whole
 from expstore.core.torchrl_keywords import MEMMAP_STORAGE, check_keywords
 from expstore.disk.files import Disk, File
 from expstore.disk.local_path import local_path
@@ -102,12 +102,13 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, MEMMAP_STORAGE)
-        self.device = find_device(device)
-        if self.device is not None and self.device.type != "cpu":
+        max_size = check_whole("max_size", max_size)
+        if device is not None and str(device).partition(":")[0] not in ("auto", "cpu"):
             raise ArgumentError(
                 "Memory map device other than CPU isn't supported: rows are in files; pass the device on "
                 "which batches are returned to the buffer instead"
             )
+        self.device = find_device(device)
         self._owner = os.getpid()
         self._removes = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self._removed = True  # until there is something to remove
@@ -124,7 +125,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         settings = Settings(seed=None if known else find_seed(seed))
         path = disk.make_temp_dir("expstore-") if folder is None else folder
         try:
-            super().__init__(path, operator.index(max_size), settings=settings, ndim=ndim, disk=disk)
+            super().__init__(path, max_size, settings=settings, ndim=ndim, disk=disk)
         except BaseException:
             if scratch_dir is None:
                 disk.remove_tree(path)

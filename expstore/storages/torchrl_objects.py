@@ -6,10 +6,10 @@ are neither inspected nor copied.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from expstore.core.arguments import check_whole
 from expstore.core.torchrl_keywords import OBJECT_STORAGE, check_keywords
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed
@@ -35,7 +35,8 @@ class ListStorage(MemoryStorage):
             other values raise an error that gives the reason.
 
     Raises:
-        ValueError: An argument is out of range, or not supported.
+        ArgumentError: An argument is out of range, or not supported.
+        StateError: torch cannot use the device.
 
     Example:
         >>> rb = ReplayBuffer(storage=ListStorage(100), collate_fn=list, batch_size=2)
@@ -53,7 +54,9 @@ class ListStorage(MemoryStorage):
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, OBJECT_STORAGE)
-        super().__init__(None if max_size is None else operator.index(max_size), seed=find_seed(seed))
+        super().__init__(
+            None if max_size is None else check_whole("max_size", max_size), seed=find_seed(seed)
+        )
         self.device = find_device(device)
 
 
@@ -71,7 +74,8 @@ class LazyStackStorage(ListStorage):
             other values raise an error that gives the reason.
 
     Raises:
-        ValueError: An argument is out of range, or not supported.
+        ArgumentError: An argument is out of range, or not supported.
+        StateError: torch cannot use the device.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyStackStorage(100), batch_size=2)
@@ -89,4 +93,6 @@ class LazyStackStorage(ListStorage):
         **torchrl: Any,
     ) -> None:
         super().__init__(max_size, device=device, seed=seed, **torchrl)
-        self.row_traits = replace(self.row_traits, stack_dim=operator.index(stack_dim))
+        self.row_traits = replace(
+            self.row_traits, stack_dim=check_whole("stack_dim", stack_dim, hint="use 0, 1 or -1")
+        )

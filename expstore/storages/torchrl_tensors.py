@@ -6,12 +6,12 @@ Apart from the arguments, these classes are `MemoryStorage`. They use no files.
 from __future__ import annotations
 
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.geometry import RingGeometry
+from expstore.core.arguments import check_whole
+from expstore.core.geometry import RingGeometry, check_ndim
 from expstore.core.torchrl_keywords import OBJECT_STORAGE, TENSOR_STORAGE, check_keywords
 from expstore.core.values import Array
 from expstore.errors import ArgumentError
@@ -49,6 +49,7 @@ class TensorStorage(MemoryStorage):
 
     Raises:
         ArgumentError: There are no rows, or not `max_size` of them; or an argument is not supported.
+        StateError: torch cannot use the device.
         SchemaError: Rows of this kind cannot be stored.
 
     Example:
@@ -75,8 +76,8 @@ class TensorStorage(MemoryStorage):
         check_keywords(self, torchrl, OBJECT_STORAGE)
         if storage is None:
             raise ArgumentError("Expected storage to be non-null.")
-        shape = rows_along(storage, ndim)
-        if max_size is not None and max_size != shape[0]:
+        shape = rows_along(storage, check_ndim(ndim))
+        if max_size is not None and check_whole("max_size", max_size) != shape[0]:
             raise ArgumentError(
                 "The max-size and the storage shape mismatch: got "
                 f"max_size={max_size} for a storage of shape {shape}."
@@ -123,6 +124,7 @@ class LazyTensorStorage(TensorStorage):
 
     Raises:
         ArgumentError: An argument is out of range, or not supported.
+        StateError: torch cannot use the device.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
@@ -139,7 +141,7 @@ class LazyTensorStorage(TensorStorage):
     ) -> None:
         check_keywords(self, torchrl, TENSOR_STORAGE)
         # Not the constructor of `TensorStorage`, which expects rows.
-        MemoryStorage.__init__(self, operator.index(max_size), seed=find_seed(seed), ndim=ndim)
+        MemoryStorage.__init__(self, check_whole("max_size", max_size), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
 
 

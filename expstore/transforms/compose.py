@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from tensordict import is_tensor_collection
 
+from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray
 from expstore.errors import ArgumentError, StateError
 from expstore.storages.indexing import read_rows
@@ -216,11 +217,11 @@ class Compose:
             invert: Whether to apply its `forward` to written data, and its `inv` to sampled batches.
 
         Raises:
-            ArgumentError: The index is out of range; the transform is neither a transform nor callable; it
-                reads other steps and `invert` is True (written data has no other steps yet); or it is a
-                second `MultiStepTransform`.
+            ArgumentError: The index is no integer, or out of range; the transform is neither a transform nor
+                callable; it reads other steps and `invert` is True (written data has no other steps yet); or
+                it is a second `MultiStepTransform`.
         """
-        size = len(self.transforms)
+        size, index = len(self.transforms), check_whole("index", index, hint="use a position such as 0 or -1")
         if abs(index) > size:
             raise ArgumentError(f"Index expected to be between [-{size}, {size}] got index={index}")
         parts = _parts(transform)

@@ -267,7 +267,10 @@ class Codec:
         for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
             got = arrow_schema.field(name).type
             if _plain(got, entry) != _plain(kind, entry) or not _has_dims(got, kind, entry):
-                raise SchemaError(f"column {name!r} is {got}", hint=f"the field is {entry}: send {kind}")
+                raise SchemaError(
+                    f"column {name!r} is {_describe(got)}",
+                    hint=f"the field is {entry}, its Arrow type {kind}",
+                )
 
     def build(
         self, columns: Sequence[Any], batch_size: Sequence[int] = (), names: Sequence[str | None] = ()
@@ -676,6 +679,13 @@ def _dims(kind: Any) -> list[int]:
         found.append(kind.list_size)
         kind = kind.value_type
     return [size for size in found if size != 1]
+
+
+def _describe(kind: Any) -> str:
+    """Return a type for a message: a tensor as the schema writes it, any other type as Arrow does."""
+    if isinstance(kind, pa.FixedShapeTensorType) and not _is_permuted(kind):
+        return f"{np.dtype(kind.value_type.to_pandas_dtype()).name}{list(kind.shape)}"
+    return str(kind)
 
 
 def _depth(kind: Any) -> int:

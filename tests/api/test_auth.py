@@ -84,7 +84,10 @@ def test_no_route_answers_without_its_token(guarded: Serving) -> None:
             twice = client.request(method, path, headers=[("Authorization", f"Bearer {TOKEN.decode()}")] * 2)
             assert twice.status_code == 401
     assert len(bodies) == 1
-    assert b"not looked at" not in bodies.pop()
+    body = bodies.pop()
+    assert b"not looked at" not in body
+    assert b"a token that the server knows is needed" in body
+    assert b"expstore.connect(url, token=TOKEN)" in body
 
 
 def test_the_read_token_only_reads(guarded: Serving) -> None:

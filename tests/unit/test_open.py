@@ -164,7 +164,7 @@ def test_settings_that_contradict_the_store_are_refused_with_both_values(store_p
     others: dict[str, dict[str, Any]] = {
         "capacity": {"capacity": 11},
         "seed": {"seed": 4},
-        "kind": {"layout": "arrow"},
+        "layout": {"layout": "arrow"},
         "traj": {"episodes": {"traj": ("b",)}},
         "done": {"episodes": {"done": ["end", "stop"]}},
         "reward": {"episodes": {"reward": "r"}},

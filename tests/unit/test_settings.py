@@ -155,7 +155,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
         "schema",
         3,
         TypeError,
-        "schema is a builtins.int; use a Schema, a dict of types by key, or a Composite",
+        "schema is 3; use a Schema, a dict of types by key, or a Composite",
     ),
     ("schema", {"x": NonTensor(())}, SchemaError, "field 'x': NonTensor does not say how its values are"),
     ("schema", {3: "float32"}, TypeError, "each key of schema is the key of a field"),

@@ -52,7 +52,7 @@ _OTHER_STORES = {OWN_FOLDER}
 #: How several values of a row are reduced to one.
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
 #: Settings with another public name: the names in `Layout` and `EpisodeKeys`.
-_PUBLIC_NAMES = {"storage": "kind", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
+_PUBLIC_NAMES = {"storage": "layout", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
 #: Maximum nesting of `meta`: deeper values are not shown by the server, nor by DuckDB.
 META_LEVELS = 100
 #: Files that may be in a folder in which the creation of a store was interrupted.
@@ -245,7 +245,7 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
             f"there is no compression {settings.compression!r}", hint="there are " + ", ".join(COMPRESSIONS)
         )
     if settings.ndim is not None:
-        settings = dataclasses.replace(settings, ndim=check_ndim(operator.index(settings.ndim)))
+        settings = dataclasses.replace(settings, ndim=check_ndim(settings.ndim))
     if settings.schema is not None:
         refuse_objects(settings.schema)
         check_specs(settings.specs, settings.schema)
@@ -299,6 +299,8 @@ def _move_old_store(disk: Disk, path: Path) -> None:
 
 
 def _check_meta(meta: dict[str, Any] | None) -> None:
+    if meta is not None and not isinstance(meta, dict):
+        raise SchemaError(f"meta must be a dict of facts, got {meta!r}")
     try:
         text = json.dumps(meta, allow_nan=False, ensure_ascii=False)
         same = json.loads(text.encode()) == meta  # DuckDB and HTTP clients get it in UTF-8

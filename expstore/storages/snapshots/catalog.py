@@ -205,6 +205,9 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     """
     if disk.exists(path / VERSION) and version is None:
         return path
+    if not disk.is_dir(path):
+        found = "is a file, versions are in a folder" if disk.exists(path) else "does not exist"
+        raise SnapshotError(f"{path} {found}", hint="pass the folder that was passed to dumps(), or a store")
     place = place_of(disk, path)
     numbers = _numbers(disk, place)
     if version is None:

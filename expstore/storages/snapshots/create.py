@@ -173,6 +173,10 @@ def _make_place(disk: Disk, place: Path) -> None:
             hint="use a folder outside it, or rb.snapshots.tag(name), which stores the snapshot in the store",
         )
     if not new:
+        if not disk.is_dir(place):
+            raise SnapshotError(
+                f"{place} is a file, versions are in a folder", hint="use a new or empty folder"
+            )
         if disk.exists(place / MANIFEST):
             raise SnapshotError(f"{place} is a store or a snapshot", hint="use another folder, or tag()")
         # A store may be in the same folder: users of TorchRL dump into the folder above the scratch_dir.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore import MemoryStorage, PrioritizedSampler, ReplayBuffer, SnapshotError, StateError
+from expstore import MemoryStorage, NotFoundError, PrioritizedSampler, ReplayBuffer, SnapshotError, StateError
 from tests.support.batches import numbered_rows
 
 
@@ -25,6 +25,11 @@ def test_versions_of_a_store_are_listed_and_restored(store_path: Path, tmp_path:
         assert [version.number for version in rb.snapshots.list(place)] == [2]
         rb.snapshots.restore(version="early")
         assert (len(rb), rb.sampler.alpha) == (5, 0.5)
+        first = rb.sql("SELECT min(episode_id) FROM episodes").fetchone()[0]
+        with pytest.raises(
+            NotFoundError, match=f"episode {first - 1} is no longer in the store; rb.episodes"
+        ):
+            rb.episodes.annotate(first - 1, good=True)
         rb.snapshots.restore(place)
         assert (len(rb), rb.sampler.alpha) == (10, 0.9)
         with pytest.raises(SnapshotError, match="early"):

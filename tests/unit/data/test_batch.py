@@ -107,7 +107,7 @@ def test_root_keys_are_skipped_at_the_root_only() -> None:
     [
         ({"a": torch.zeros(2)}, "expected a TensorDict, got dict; wrap it in TensorDict"),
         (torch.zeros(2), "expected a TensorDict, got Tensor"),
-        (TensorDict({"a": torch.tensor(0)}, []), r"without batch dims; use add\(\)"),
+        (TensorDict({"a": torch.tensor(0)}, []), r"got one row without batch dims; use add\(\)"),
         (
             TensorDict({"a": {"b": torch.zeros(2, dtype=torch.complex128)}}, [2]),
             "'a.b' has dtype torch.complex128",

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime
 from datetime import time as clock
@@ -532,6 +532,7 @@ def test_a_wrong_name_and_a_server_that_is_gone(server: Serving) -> None:
         with pytest.raises(RemoteError) as caught:
             connect(proxy, "nothing", retries=Retries(seconds=0.2, first=0.01, longest=0.02, seed=1))
         assert caught.value.kind == "unreachable"
+        assert caught.value.hint == "check the address, and that `expstore serve` runs there"
         assert isinstance(caught.value, ConnectionError)
         assert proxy.connections > 3
         before = proxy.connections
@@ -737,6 +738,46 @@ def test_values_of_numpy_and_dates_are_sent(server: Serving, name: str) -> None:
     assert rb.sql("SELECT ? < TIME '13:00:00'", [clock(12, 30)]).fetchall() == [(True,)]
     with pytest.raises(ArgumentError, match="a set cannot be sent"):
         rb.sql("SELECT ?", [{1, 2}])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"token": 5}, "token must be a string, got a int"),
+        ({"timeout": "x"}, "timeout must be a number above 0, got 'x'"),
+        ({"device": "cuba"}, "batches cannot be returned on device 'cuba': .*; leave device out"),
+    ],
+)
+def test_wrong_arguments_of_connect_are_refused_before_a_request(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.ExpStoreError, match=message):
+        expstore.connect("http://127.0.0.1:1/demo", **given)
+    with pytest.raises(ArgumentError, match="5 is not the address of a store; pass one such as"):
+        expstore.connect([5])  # type: ignore[list-item]
+
+
+def test_an_address_with_more_than_a_name_is_told_its_form(server: Serving, name: str) -> None:
+    with pytest.raises(
+        NotFoundError, match="no such route; /docs lists the routes; expstore.connect takes http"
+    ):
+        expstore.connect(f"{server.url}/{name}/more")
+
+
+def test_wrong_values_are_refused_before_they_are_sent(server: Serving, name: str) -> None:
+    rb = connect(server, name)
+    rb.extend(batch_of(5))
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: rb.update_priority(id=["x"], priority=1.0), "id must be numbers, got 'x'; pass a tensor or"),
+        (lambda: rb.update_priority(id=[1], priority="x"), "priority must be numbers, got 'x'"),
+        (
+            lambda: rb.update_tensordict_priority(5),
+            r"takes a sample, got int; pass the TensorDict that sample",
+        ),  # type: ignore[arg-type]
+        (lambda: rb.sql("SELECT ?", 5), r"params must be a list of values .* got 5; use params=\[5\]"),  # type: ignore[arg-type]
+        (lambda: rb.trajectory("x"), "an episode id must be an integer, got str"),  # type: ignore[arg-type]
+    ]
+    for act, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            act()
 
 
 def test_errors_have_the_class_that_the_server_raised(tmp_path: Path) -> None:

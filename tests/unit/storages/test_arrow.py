@@ -496,7 +496,7 @@ def test_a_store_is_opened_as_what_it_was_made(tmp_path: Path) -> None:
     with expstore.open(path) as rb:
         assert isinstance(rb.storage, ArrowStorage)
         assert rb.storage.manifest.compression == "zstd"
-    with pytest.raises(StateError, match="kind='arrow', opened with kind='zarr'"):
+    with pytest.raises(StateError, match="layout='arrow', opened with layout='zarr'; leave layout out"):
         expstore.open(path, layout="zarr")
     with pytest.raises(StateError, match="compression='zstd', opened with compression='lz4'"):
         expstore.open(path, layout=expstore.Layout(compression="lz4"))
