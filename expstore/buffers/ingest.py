@@ -39,7 +39,7 @@ from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, keys_for
 from expstore.storages.sessions import end_stream
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
@@ -504,7 +504,10 @@ class Ingest(StorePart):
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
         """Return the readers of the schema, which the first rows fix. The caller holds the lock."""
         if storage.schema is None:
-            self.writer.check_fields(Schema.infer(batch.signature(), batch.form))
+            first = Schema.infer(batch.signature(), batch.form)
+            self.writer.check_fields(first)
+            # Rows that are refused do not fix the fields.
+            StepReader(first, keys_for(storage, first)).read(batch.columns(first), batch)
             self.writer.begin(storage)
         schema = prepare(storage, batch) if batch.arranged is None else storage.schema
         readers = self._readers

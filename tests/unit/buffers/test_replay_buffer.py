@@ -294,6 +294,15 @@ def test_replacing_what_does_not_fit_changes_nothing(turned: TensorDictReplayBuf
     same(turned[:], before)
 
 
+def test_rows_that_are_refused_do_not_fix_the_fields(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "run.exp", episodes=expstore.EpisodeKeys(traj="run")) as rb:
+        with pytest.raises(SchemaError, match="trajectory id in 'run' is 0.5"):
+            rb.extend(rows([0, 1, 2], run=torch.arange(3) + 0.5))
+        assert rb.storage.schema is None
+        rb.extend(rows([0, 1, 2], run=torch.arange(3)))
+        assert rb.storage.require_schema()["run",].dtype == "int64"
+
+
 def test_after_empty(make: Make) -> None:
     for capacity in (10, None):
         rb = make(capacity, batch_size=4)
