@@ -53,7 +53,7 @@ def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: 
     found = resolve_part(part, method)
     if not isinstance(found, kind):
         package = type(found).__module__.partition(".")[0]
-        got = repr(found) if package == "builtins" else f"a {package} {type(found).__name__}"
+        got = f"{found!r:.80}" if package == "builtins" else f"a {package} {type(found).__name__}"
         raise ArgumentError(
             f"expected a {name} of expstore or a function that makes one, got {got}",
             hint="use the class of the same name in expstore" if package == "torchrl" else "",
