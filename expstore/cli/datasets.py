@@ -6,6 +6,7 @@ Used by `expstore.cli.app`, which reports errors. Only `fetch` loads torch.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,14 +61,19 @@ def list_(
     available: Annotated[
         bool, typer.Option("--available", help="List all names of PREFIX, downloaded or not.")
     ] = False,
+    root: Root = None,
     as_json: Json = False,
 ) -> int:
     """List the downloaded data sets."""
     if available:
         _list_available(prefix, as_json)
         return 0
+    if root is not None and prefix is None:
+        raise typer.BadParameter("--root is the folder of one collection: also pass PREFIX, such as d4rl")
     folder = None if prefix is None else _collection(prefix)
-    found = [facts for facts in _stores() if folder is None or facts["name"].startswith(f"{folder}:")]
+    found = list(_stores(folder, root))
+    if folder is not None and not found:
+        _check_prefix(folder)
     if as_json:
         print_json(found)
         return 0
@@ -85,10 +91,8 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
 
     if prefix is None:
         raise typer.BadParameter(f"choose a collection: {', '.join(prefixes())}", param_hint="PREFIX")
-    try:
-        names = list(getattr(dataset_class(prefix), "available_datasets", []))
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="PREFIX") from exc
+    _check_prefix(prefix)
+    names = list(getattr(dataset_class(prefix), "available_datasets", []))
     if as_json:
         print_json(names)
     elif names:
@@ -100,19 +104,39 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
         )
 
 
-def _stores() -> Iterator[dict[str, Any]]:
-    """Yield name, path, rows and size of the downloaded data sets."""
+def _check_prefix(prefix: str) -> None:
+    """Raise a usage error if no collection has a prefix."""
+    from expstore.datasets.registry import prefixes
+
+    if prefix.strip().lower() not in prefixes():  # without importing the class, and torch with it
+        raise typer.BadParameter(
+            f"Unknown dataset source {prefix!r}. Supported prefixes: {', '.join(prefixes())}",
+            param_hint="PREFIX",
+        )
+
+
+def _stores(collection: str | None, root: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield name, path, rows and size of the downloaded data sets.
+
+    Args:
+        collection: Name of a collection; None for all.
+        root: Folder of the collection; None: the usual one.
+    """
     from expstore.datasets.origin import data_folder
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.storages.format.manifest import MANIFEST
 
-    base, disk = data_folder(), Disk()
+    base, disk = data_folder() if root is None else root, Disk()
     if not disk.exists(base):
         return
     for folder, names in sorted(disk.tree(base)):
         parts = folder.relative_to(base).parts
+        if root is not None and collection is not None:
+            parts = (collection, *parts)
         if MANIFEST not in names or any(part.startswith(".") for part in parts) or len(parts) < 2:
+            continue
+        if collection not in (None, parts[0]):
             continue
         facts = survey(folder)
         size = sum(disk.measure_space(inside / name) for inside, files in disk.tree(folder) for name in files)
@@ -226,7 +250,8 @@ def _path(name: str, root: Path | None) -> Path:
     path, disk = folder / dataset_id, ReadingDisk()
     if not disk.exists(path / MANIFEST):
         raise NotFoundError(
-            f"{name} is not downloaded: there is no store {path}", hint=f"expstore datasets fetch {name}"
+            f"{name} is not downloaded: there is no store {path}",
+            hint=f"expstore datasets list shows those that are, expstore datasets fetch {name} downloads it",
         )
     return path
 
@@ -242,6 +267,16 @@ def _bad_name(name: str) -> Iterator[None]:
         if isinstance(exc, ExpStoreError):
             raise
         text = exc.args[0] if exc.args else str(exc)
-        raise typer.BadParameter(
-            f"{text} (expstore datasets list --available PREFIX)", param_hint=name
-        ) from exc
+        raise typer.BadParameter(f"{text} {_describe_names(name)}", param_hint=name) from exc
+
+
+def _describe_names(name: str) -> str:
+    """Return similar names of the same collection, and the command that lists all of them."""
+    from expstore.datasets.registry import dataset_class
+
+    prefix, _, dataset_id = name.partition(":")
+    names = list(getattr(dataset_class(prefix), "available_datasets", []))
+    near = ", ".join(f"{prefix}:{known}" for known in difflib.get_close_matches(dataset_id, names))
+    return (f"Similar names: {near}. " if near else "") + (
+        f"expstore datasets list {_collection(prefix)} --available shows all names"
+    )

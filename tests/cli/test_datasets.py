@@ -60,6 +60,10 @@ def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.Capture
     assert run(["datasets", "fetch", NAME, "--source", str(file), "--root", str(root), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(root / "hopper-medium-v2")
     assert run(["datasets", "info", NAME, "--root", str(root)]) == 0
+    capsys.readouterr()
+    assert run(["datasets", "list", "d4rl", "--root", str(root), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["path"]) == (NAME, str(root / "hopper-medium-v2"))
     assert run(["datasets", "fetch", NAME, "--source", str(file), "--root", str(root), "--force"]) == 0
     assert not cache.exists()
 
@@ -109,12 +113,16 @@ def test_a_collection_without_a_list_says_so(
     [
         (["fetch", "hopper"], 2, "must be prefixed"),
         (["fetch", "nobody:hopper"], 2, "Unknown dataset source 'nobody'"),
-        (["fetch", "d4rl:nothing"], 2, "Env nothing not found. (expstore datasets list --available PREFIX)"),
+        (["fetch", "d4rl:?"], 2, "Env ? not found. expstore datasets list d4rl --available shows all names"),
+        (["fetch", "d4rl:hoper-medium-v2"], 2, "not found. Similar names: d4rl:hopper-medium-v2, d4rl:"),
         (["fetch", "atari:Pong/1"], 2, "atari-replay-datasets/dqn, no longer exists"),
         (["fetch", NAME, "--source", "nowhere"], 2, "there is no file or folder"),
         (["info", "d4rl"], 2, "not of the form PREFIX:ID"),
         (["delete", "d4rl:../x"], 2, "not of the form PREFIX:ID"),
+        (["delete", "d4rl:x"], 2, "expstore datasets list shows those that are"),
         (["list", "nobody", "--available"], 2, "Unknown dataset source"),
+        (["list", "d4l"], 2, "Unknown dataset source 'd4l'. Supported prefixes: atari, atari_dqn, d4rl"),
+        (["list", "--root", "."], 2, "--root is the folder of one collection: also pass PREFIX"),
     ],
 )
 def test_errors_are_printed(
