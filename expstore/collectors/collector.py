@@ -11,13 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import gymnasium as gym
-from gymnasium.vector import VectorEnv
 from torch import nn
 
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.collectors.environments import make_lanes, maker_of
+from expstore.collectors.environments import is_environment, make_lanes, maker_of
 from expstore.collectors.lanes import LaneCollector, TransitionSink, check_steps
 from expstore.collectors.plan import Plan
 from expstore.collectors.policies import ModulePolicy, check_policy
@@ -147,7 +145,7 @@ class Collector:
     @staticmethod
     def _find_envs(env: Any, lanes: int | None, autoreset_mode: Any, opened: contextlib.ExitStack) -> Any:
         """Return the environments, of which those that are made here are closed."""
-        if lanes is None and isinstance(env, gym.Env | VectorEnv):
+        if lanes is None and is_environment(env):
             return env
         envs = make_lanes(maker_of(env), lanes or 1, autoreset_mode)
         opened.callback(envs.close)

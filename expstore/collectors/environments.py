@@ -17,14 +17,19 @@ try:
     from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(
-        "collecting needs gymnasium, which is not installed; pip install 'expstore[gym]'", name=exc.name
+        "collecting needs gymnasium, which is not installed: pip install 'expstore[gym]'", name=exc.name
     ) from exc
 
-__all__ = ["AnyVectorEnv", "EnvMaker", "describe_origin", "make_lanes", "maker_of"]
+__all__ = ["AnyVectorEnv", "EnvMaker", "describe_origin", "is_environment", "make_lanes", "maker_of"]
 
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 EnvMaker = Callable[[], gym.Env[Any, Any]]
 _PACKAGES = ("expstore", "gymnasium", "numpy", "torch")
+
+
+def is_environment(value: Any) -> bool:
+    """Return whether a value is an environment, or several that step together."""
+    return isinstance(value, gym.Env | VectorEnv)
 
 
 def maker_of(env: Any) -> EnvMaker:
@@ -40,7 +45,7 @@ def maker_of(env: Any) -> EnvMaker:
         except gym.error.Error as exc:
             raise NotFoundError(f"environment {env!r}: {exc}") from exc
         return lambda: gym.make(env)
-    if isinstance(env, gym.Env | VectorEnv) or not callable(env):
+    if is_environment(env) or not callable(env):
         raise ArgumentError(
             f"env is a {type(env).__name__}; with lanes= or workers= pass a function that returns a new "
             "environment, or the id of a registered one such as 'CartPole-v1'"

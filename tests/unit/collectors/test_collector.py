@@ -528,3 +528,15 @@ def test_weights_of_all_dtypes_are_passed_on() -> None:
     for name, value in module.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
         assert other.state_dict()[name].dtype == value.dtype
+
+
+def test_without_gymnasium_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['gymnasium'] = None\nimport expstore\nexpstore.Collector"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert "gymnasium, which is not installed: pip install 'expstore[gym]'" in done.stderr
