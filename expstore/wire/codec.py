@@ -684,7 +684,9 @@ def _dims(kind: Any) -> list[int]:
 def _describe(kind: Any) -> str:
     """Return a type for a message: a tensor as the schema writes it, any other type as Arrow does."""
     if isinstance(kind, pa.FixedShapeTensorType) and not _is_permuted(kind):
-        return f"{np.dtype(kind.value_type.to_pandas_dtype()).name}{list(kind.shape)}"
+        value, is_a = kind.value_type, pa.types
+        if is_a.is_boolean(value) or is_a.is_integer(value) or is_a.is_floating(value):
+            return f"{np.dtype(value.to_pandas_dtype()).name}{list(kind.shape)}"
     return str(kind)
 
 

@@ -198,6 +198,10 @@ CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", (
             {"x": pa.fixed_shape_tensor(pa.float32(), [5]), "n": pa.int64()},
             r"column 'x' is float32\[5\]; the field is float32\[2, 3\], its Arrow type ",
         ),
+        (
+            {"x": pa.fixed_shape_tensor(pa.month_day_nano_interval(), [6]), "n": pa.int64()},
+            "column 'x' is extension<arrow.fixed_shape_tensor",
+        ),
     ],
 )
 def test_columns_that_are_not_the_fields(columns: dict[str, pa.DataType], trouble: str) -> None:
