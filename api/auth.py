@@ -82,7 +82,7 @@ class Guard:
         if route.need != Need.NOTHING and may == Need.NOTHING:
             raise Refusal(
                 401,
-                "a token that the server knows is needed",
+                "a valid token is needed",
                 hint="send Authorization: Bearer TOKEN; in Python: expstore.connect(url, token=TOKEN)",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
 
 import torch
+from tensordict import is_tensor_collection
 
 from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
@@ -20,6 +21,7 @@ __all__ = [
     "check_drawing",
     "check_generator",
     "check_predictable",
+    "check_sample",
     "resolve_part",
     "resolve_part_of",
 ]
@@ -97,6 +99,15 @@ def check_generator(generator: Any) -> None:
     """Raise ArgumentError if a value is neither a `torch.Generator` nor None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ArgumentError(f"generator must be a torch.Generator, got {generator!r}")
+
+
+def check_sample(data: Any) -> None:
+    """Raise ArgumentError if `update_tensordict_priority` is called with something else than a sample."""
+    if not is_tensor_collection(data):
+        raise ArgumentError(
+            f"update_tensordict_priority takes a sample, got {type(data).__name__}",
+            hint="pass the TensorDict that sample() returned, or call update_priority(id=, priority=)",
+        )
 
 
 def check_predictable(size: int | None, sampler: Any) -> None:

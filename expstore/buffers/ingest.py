@@ -435,7 +435,7 @@ class Ingest(StorePart):
                 return
             if batch.lanes is not None and changed.count not in (0, batch.count):
                 raise SchemaError(
-                    f"transforms made {changed.count} rows of {batch.count} steps, whose lanes are lost",
+                    f"transforms turned {batch.count} steps of several lanes into {changed.count} rows",
                     hint="transforms of steps of several lanes must keep their number, or drop all of them",
                 )
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)

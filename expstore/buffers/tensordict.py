@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase
 
+from expstore.buffers.arguments import check_sample
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import reduce_to_anchors
@@ -19,7 +20,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, Key, Selection, to_key
 from expstore.data.to_arrays import to_array
-from expstore.errors import ArgumentError, SchemaError
+from expstore.errors import SchemaError
 from expstore.samplers.base import Sampler
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import check_priorities
@@ -120,11 +121,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             SchemaError: The sample lacks the entry that identifies its rows.
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
-        if not is_tensor_collection(data):
-            raise ArgumentError(
-                f"update_tensordict_priority takes a sample, got {type(data).__name__}",
-                hint="pass the TensorDict that sample() returned, or call update_priority(id=, priority=)",
-            )
+        check_sample(data)
         with_ids, sampling = self._style.with_ids, self._sampling
         key, name = to_key(self.priority_key), "id" if with_ids else "index"
         priority = data.get(key)

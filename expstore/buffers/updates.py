@@ -363,8 +363,8 @@ def as_field(entry: Field, value: Any) -> Array:
     return cast
 
 
-#: The dtype of values, the values in the dtype of a field (None: they are of another kind), and a number that
-#: was lost (None: there is none).
+#: The dtype of values; the values in the dtype of a field, or None if that needs another kind of number; and
+#: the first number that the conversion has lost, or None.
 _Cast = tuple[str, Array | None, Any]
 
 

@@ -251,7 +251,7 @@ def _path(name: str, root: Path | None) -> Path:
     if not disk.exists(path / MANIFEST):
         raise NotFoundError(
             f"{name} is not downloaded: there is no store {path}",
-            hint=f"expstore datasets list shows those that are, expstore datasets fetch {name} downloads it",
+            hint=f"expstore datasets list shows the downloaded ones, expstore datasets fetch {name} gets it",
         )
     return path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +14,14 @@ import numpy as np
 from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
-__all__ = ["check_numbers", "check_whole", "refuse_keywords", "refuse_unknown", "unknown_keyword"]
+__all__ = [
+    "check_numbers",
+    "check_params",
+    "check_whole",
+    "refuse_keywords",
+    "refuse_unknown",
+    "unknown_keyword",
+]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -56,6 +63,15 @@ def check_numbers(name: str, values: np.ndarray[Any, Any]) -> None:
     if values.dtype.kind not in "biuf":
         raise ArgumentError(
             f"{name} must be numbers, got {values.item(0)!r}", hint="pass a tensor or a list of numbers"
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raise ArgumentError if the parameters of a query are neither a sequence nor a mapping."""
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            f"params must be a list of values for ?, or a dict of values for $name, got {params!r}",
+            hint=f"use params=[{params!r}]",
         )
 
 

@@ -19,7 +19,7 @@ _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64"
 
 
 def find_lost(values: Array, cast: Array) -> Any:
-    """Return the first number that a cast to floats has lost; None: there is none.
+    """Return the first number that a cast to floats has lost, or None.
 
     An integer is lost if its value has changed, a finite float if it has become infinite.
 
@@ -55,7 +55,7 @@ def _is_rounded(values: Array, cast: Array) -> Any:
 
 
 def find_rounded(values: Any, array: Array, dtype: str) -> int | None:
-    """Return the first integer among floats that a float type would round; None: there is none.
+    """Return the first integer among floats that a float type would round, or None.
 
     NumPy makes floats of all numbers in a list if one is a float, and also of integers that have no common
     type.

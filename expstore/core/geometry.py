@@ -170,7 +170,7 @@ class RingGeometry:
         if not window.rows:
             hint = "extend() it first"
         elif window.deleted or (window.low and (self.capacity is None or window.rows < self.capacity)):
-            hint = "SELECT _index FROM transitions lists the indices that there are"
+            hint = "SELECT _index FROM transitions lists the indices of all rows"
         else:
             hint = f"use an index from 0 to {window.rows - 1}"
         return NoRowError(f"no row with index {index}: the store holds {window.rows} rows", hint=hint)

@@ -409,7 +409,7 @@ class StepReader:
 
         self._facts, self._start = RowFacts(schema, keys), place(keys.start)
         self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
-        self._trajectory_key = keys.trajectory
+        self._keys = keys
         self._counts_steps = keys.start == ("step_count",)
         #: Whether rows can be marked as not being transitions.
         self.skips_rows = self._trajectory is not None or self._mask is not None
@@ -423,8 +423,8 @@ class StepReader:
             starts = columns[self._start].reshape(-1)
             starts = starts == 0 if self._counts_steps else starts.astype(np.bool_, copy=False)
         trajectories = None
-        if self._trajectory is not None and self._trajectory_key is not None:
-            trajectories = to_trajectory_ids(self._trajectory_key, columns[self._trajectory])
+        if self._trajectory is not None:
+            trajectories = to_trajectory_ids(self._keys, columns[self._trajectory])
         return Steps(
             count=batch.count,
             lanes=batch.lanes,

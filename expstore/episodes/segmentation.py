@@ -254,11 +254,11 @@ class RowFacts:
         return *ends, getattr(several, self._keys.reward_reduce or "sum")(axis=1)
 
 
-def to_trajectory_ids(key: Key, column: Array) -> IntArray:
+def to_trajectory_ids(keys: Keys, column: Array) -> IntArray:
     """Return the trajectory ids of rows as int64. Shape `(n,)`.
 
     Args:
-        key: The field, for messages.
+        keys: The fields' keys, for the message.
         column: Its values, one per row. Shape `(n, ...)`.
 
     Raises:
@@ -271,9 +271,9 @@ def to_trajectory_ids(key: Key, column: Array) -> IntArray:
         # A cast wraps large unsigned integers, and is undefined for floats that are too large.
         wrong = ids < 0 if values.dtype.kind == "u" else (ids != values) | (values.real >= 2.0**63)
         if wrong.any():
-            row = int(wrong.argmax())
+            row, field = int(wrong.argmax()), key_name(keys.trajectory or ())
             raise SchemaError(
-                f"row {row}: the trajectory id in {key_name(key)!r} is {values[row]}, which is no int64",
+                f"row {row}: the trajectory id in {field!r} is {values[row]}, which is no int64",
                 hint="give trajectory ids as integers, or name another field in EpisodeKeys(traj=...)",
             )
         return ids
@@ -303,7 +303,7 @@ class RunReader:
         self._says_why = keys.terminated is not None
         rewards = of(keys.reward)
         self._rewards: Array = np.zeros(self._count) if rewards is None else rewards
-        self._trajectory, self._trajectory_key = of(keys.trajectory), keys.trajectory
+        self._trajectory, self._keys = of(keys.trajectory), keys
 
     def read(self) -> list[Run]:
         """Return the runs of the rows in the columns; all but the last end their episode."""
@@ -312,8 +312,8 @@ class RunReader:
             over = self._terminated.item(0) if self._says_why else done and not stopped
             status = TERMINATED if over else TRUNCATED if stopped or done else OPEN
             trajectory = None
-            if self._trajectory is not None and self._trajectory_key is not None:
-                trajectory = to_trajectory_ids(self._trajectory_key, self._trajectory).item(0)
+            if self._trajectory is not None:
+                trajectory = to_trajectory_ids(self._keys, self._trajectory).item(0)
             return [(0, 1, float(self._rewards.item(0)), status, trajectory)]
         terminated, truncated = find_ends(*self._ends)
         rewards, runs, start = self._rewards.tolist(), list[Run](), 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.domain_checks import asks_for_domain
+from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
 from expstore.data.containers import Layout
@@ -481,11 +482,8 @@ class RemoteReplayBuffer(ServedBuffer):
             QueryError: The query is not one SELECT, takes too long or is refused; or, without a limit, its
                 result has more rows than the server returns (kind "truncated").
         """
-        if isinstance(params, str | bytes) or not (params is None or isinstance(params, Iterable)):
-            raise ArgumentError(
-                f"params must be a list of values for ?, or a dict of values for $name, got {params!r}",
-                hint=f"use params=[{params!r}]",
-            )
+        if params is not None:
+            check_params(params)
         values = None if params is None else dict(params) if isinstance(params, Mapping) else list(params)
         body = {"query": query, "params": values, "limit": limit}
         answer = self._connection.request("POST", "sql", body=body, accept=ARROW)

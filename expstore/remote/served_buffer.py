@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase
 
-from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.arguments import check_batch_size, check_sample
 from expstore.core.arguments import check_numbers
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.to_arrays import to_array
@@ -172,11 +172,7 @@ class ServedBuffer(LocalOnly):
         Args:
             data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`.
         """
-        if not is_tensor_collection(data):
-            raise ArgumentError(
-                f"update_tensordict_priority takes a sample, got {type(data).__name__}",
-                hint="pass the TensorDict that sample() returned, or call update_priority(id=, priority=)",
-            )
+        check_sample(data)
         key, ids = to_key(self.priority_key), data.get("id")
         priority = data.get(key)
         if priority is None:

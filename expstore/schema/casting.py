@@ -90,7 +90,7 @@ def _cast(column: pa.Array, found: Ragged | None, kind: pa.DataType, wanted: Rag
 
 
 def _find_lost(column: pa.Array, cast: pa.Array) -> Any:
-    """Return a number that a cast has lost and pyarrow has not found; None: there is none.
+    """Return a number that a cast has lost without an error of pyarrow, or None.
 
     pyarrow makes infinities of floats that are too large, and rounds integers in float16.
     """

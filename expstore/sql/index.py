@@ -12,18 +12,18 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
+from expstore.core.arguments import check_params
 from expstore.core.values import Array
 from expstore.disk.files import Disk
 from expstore.disk.interruptible_calls import InterruptibleCalls
 from expstore.episodes.log import LogEntry
 from expstore.errors import (
-    ArgumentError,
     CorruptionError,
     ExpStoreError,
     LockedError,
@@ -518,11 +518,7 @@ def _plain(params: Sequence[object] | Mapping[str, object] | None) -> Any:
         return None
     if isinstance(params, Mapping):
         return {name: _plain_value(value) for name, value in params.items()}
-    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
-        raise ArgumentError(
-            f"params must be a list of values for ?, or a dict of values for $name, got {params!r}",
-            hint=f"use params=[{params!r}]",
-        )
+    check_params(params)
     return [_plain_value(value) for value in params]
 
 
@@ -576,7 +572,7 @@ def _check_parameters(named: Collection[str], values: Any) -> None:
     if isinstance(values, Mapping):
         found = f"a dict with {', '.join(given)}" if given else "an empty dict"
     else:
-        found = "none" if values is None else f"a list of length {len(values)}"
+        found = "None" if values is None else f"a list of length {len(values)}"
     raise QueryError(f"the query takes {wanted}, params is {found}", hint=hint)
 
 

@@ -55,10 +55,13 @@ def unknown_episode(storage: ReadView, number: int) -> NotFoundError:
     newest = storage.episodes.next_episode - 1
     if 0 < number <= newest:  # a version that was loaded did not have it, or it was deleted
         return NotFoundError(
-            f"episode {number} is no longer in the store", hint="rb.episodes() shows those that there are"
+            f"episode {number} is no longer in the store",
+            hint="rb.episodes() lists the episodes of the store",
         )
     known = f"their ids are 1 to {newest}" if newest else "the store has no episodes yet"
-    return NotFoundError(f"no episode {number}: {known}", hint="rb.episodes() shows those that there are")
+    return NotFoundError(
+        f"no episode {number}: {known}", hint="rb.episodes() lists the episodes of the store"
+    )
 
 
 def check_episode(episode_id: int) -> int:

@@ -119,7 +119,7 @@ def test_a_collection_without_a_list_says_so(
         (["fetch", NAME, "--source", "nowhere"], 2, "there is no file or folder"),
         (["info", "d4rl"], 2, "not of the form PREFIX:ID"),
         (["delete", "d4rl:../x"], 2, "not of the form PREFIX:ID"),
-        (["delete", "d4rl:x"], 2, "expstore datasets list shows those that are"),
+        (["delete", "d4rl:x"], 2, "expstore datasets list shows the downloaded ones"),
         (["list", "nobody", "--available"], 2, "Unknown dataset source"),
         (["list", "d4l"], 2, "Unknown dataset source 'd4l'. Supported prefixes: atari, atari_dqn, d4rl"),
         (["list", "--root", "."], 2, "--root is the folder of one collection: also pass PREFIX"),

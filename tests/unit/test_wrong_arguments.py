@@ -163,7 +163,7 @@ def test_the_state_of_something_else_is_refused() -> None:
 @pytest.mark.parametrize(
     ("query", "params", "message"),
     [
-        ("SELECT $x", None, r"takes values for \$x, params is none; use params={'x': \.\.\.}"),
+        ("SELECT $x", None, r"takes values for \$x, params is None; use params={'x': \.\.\.}"),
         ("SELECT $x, $y", {"z": 1}, r"takes values for \$x, \$y, params is a dict with z; use params={'x'"),
         ("SELECT $x", {}, "params is an empty dict"),
         ("SELECT $x", [1], r"takes values for \$x, params is a list of length 1; use params={'x': "),

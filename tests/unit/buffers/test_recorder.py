@@ -623,7 +623,10 @@ def test_transforms_keep_the_steps_of_all_lanes() -> None:
 
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), transform=First(), batch_size=2)
     observation = np.zeros((2, 4), np.float32)
-    with rb.record(lanes=2) as episode, pytest.raises(SchemaError, match="made 1 rows of 2 steps"):
+    with (
+        rb.record(lanes=2) as episode,
+        pytest.raises(SchemaError, match="turned 2 steps of several lanes into 1 rows"),
+    ):
         episode.step(observation, np.zeros(2), np.zeros(2), observation, np.zeros(2, bool), np.zeros(2, bool))
     assert len(rb) == 0
 

@@ -76,7 +76,7 @@ def test_trajectory_ids_are_integers(dtype: str, trajectory: Any, fits: bool, co
         if count == 1:
             ((_, _, _, _, found),) = RunReader(schema, keys, columns).read()
             return found
-        return to_trajectory_ids(("agent", "run"), columns[0]).tolist()[-1]
+        return to_trajectory_ids(keys, columns[0]).tolist()[-1]
 
     if fits:
         assert read() == trajectory
