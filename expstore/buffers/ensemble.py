@@ -28,6 +28,7 @@ from expstore.buffers.open_streams import Tails
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, check_can_update, leaves_of
+from expstore.core.fork_hooks import call_each
 from expstore.core.members import find_members
 from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
 from expstore.core.values import IntArray, key_name
@@ -664,8 +665,7 @@ _ensembles: weakref.WeakSet[ReplayBufferEnsemble] = weakref.WeakSet()
 
 
 def _leave_parent() -> None:
-    for ensemble in list(_ensembles):
-        ensemble._renew_lock()
+    call_each(_ensembles, ReplayBufferEnsemble._renew_lock)
 
 
 os.register_at_fork(after_in_child=_leave_parent)

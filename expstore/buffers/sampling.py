@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +26,7 @@ from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection
-from expstore.errors import ArgumentError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, unwrap
@@ -443,7 +444,8 @@ class Sampling(StorePart):
         self._of_parent = self._of_parent, self.sampler
         self.sampler = copy.copy(self.sampler)
         if self._store.life is Life.OPEN:
-            self.sampler.attach(self._store.storage)
+            with contextlib.suppress(ExpStoreError):  # a filter that does not fit is refused by the next draw
+                self.sampler.attach(self._store.storage)
 
     def close(self) -> None:
         """Stop prefetching and end all waits for the limiter."""

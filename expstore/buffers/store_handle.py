@@ -16,6 +16,7 @@ from enum import Enum
 
 from expstore.buffers.retention import PolicyRunner, load_policy, make_runner
 from expstore.buffers.writing_proxy import WritingProxy
+from expstore.core.fork_hooks import call_each
 from expstore.errors import StateError
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import Origin
@@ -279,27 +280,24 @@ class StoreHandle:
 
     def before_fork(self) -> None:
         """Pause the threads of the parts before this process forks."""
-        for part in self._live_parts():
-            part.before_fork()
+        call_each(self._live_parts(), lambda part: part.before_fork())
 
     def after_fork(self) -> None:
         """Resume the threads of the parts in the parent."""
-        for part in self._live_parts():
-            part.after_fork()
+        call_each(self._live_parts(), lambda part: part.after_fork())
 
     def leave_parent(self) -> None:
         """Follow the store from now on instead of using the parent's storage; called in a forked child."""
         self._opening = threading.RLock()  # another thread of the parent may have held the previous one
-        if self.proxy is not None:
-            self.proxy.leave_parent()
         if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
             if self.proxy is not None:
                 self._origin = self._origin.to_shared()
             self._life = Life.FORKED
             self._of_parent, self._opened = self._opened, None
-        for part in self._live_parts():
-            part.leave_parent()
+        if self.proxy is not None:
+            call_each([self.proxy], WritingProxy.leave_parent)
+        call_each(self._live_parts(), lambda part: part.leave_parent())
 
     def __getstate__(self) -> tuple[Origin | None, ReadView | None]:
         """Return the state of a copy: the path of a store on disk, or a storage in RAM with its rows.
@@ -329,20 +327,17 @@ _handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    for handle in list(_handles):
-        handle.before_fork()
+    call_each(_handles, StoreHandle.before_fork)
 
 
 def _after_fork() -> None:
-    for handle in list(_handles):
-        handle.after_fork()
+    call_each(_handles, StoreHandle.after_fork)
 
 
 def _leave_parent() -> None:
     # Objects left to the garbage collector may belong to DuckDB, whose threads a forked child does not have.
     gc.freeze()
-    for handle in list(_handles):
-        handle.leave_parent()
+    call_each(_handles, StoreHandle.leave_parent)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_leave_parent)

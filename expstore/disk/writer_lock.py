@@ -15,6 +15,7 @@ import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from expstore.core.fork_hooks import call_each
 from expstore.disk.files import Disk, File
 from expstore.errors import LockedError, StorageError
 
@@ -176,8 +177,7 @@ def _build_locked_error(store: Path, text: bytes) -> LockedError:
 
 
 def _forget_in_child() -> None:
-    for lock in list(_held):
-        lock.release()
+    call_each(_held, WriterLock.release)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -9,6 +9,8 @@ import os
 import weakref
 from typing import Any, Protocol
 
+from expstore.core.fork_hooks import call_each
+
 __all__ = ["copy_in_child"]
 
 
@@ -29,8 +31,7 @@ def copy_in_child(one: _Copyable) -> None:
 
 
 def _copy_all() -> None:
-    for one in list(_objects):
-        one.__setstate__(one.__getstate__())
+    call_each(_objects, lambda one: one.__setstate__(one.__getstate__()))
 
 
 os.register_at_fork(after_in_child=_copy_all)

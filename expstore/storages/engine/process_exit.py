@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from expstore.core import tuning
+from expstore.core.fork_hooks import call_each
 from expstore.errors import ExpStoreError
 
 __all__ = ["Departure", "register", "unregister"]
@@ -130,11 +131,16 @@ def _close_all() -> None:
 
 def _before_fork() -> None:
     """Drain all stores, so that a child finds all rows in the columns: it must not write pending ones."""
-    for departure in list(_open.values()):
-        with contextlib.suppress(ExpStoreError):
-            departure.drain()
+    call_each(_open, _drain)
     # Python in a child forgets pending signals: without the mask, it would survive one sent before the fork.
     _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _drain(store: object) -> None:
+    departure = _open.get(store)
+    if departure is not None:  # otherwise another thread has closed the store meanwhile
+        with contextlib.suppress(ExpStoreError):
+            departure.drain()
 
 
 def _in_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import shutil
 import threading
 from pathlib import Path
 
@@ -182,6 +183,31 @@ def test_a_forked_child_follows(path: Path) -> None:
     assert part.events == ["before", "after"]
     assert (handle.life, handle.storage.can_write) == (Life.OPEN, True)
     handle.close()
+
+
+def test_a_part_that_fails_in_a_child_keeps_no_other_one(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Part):
+        def leave_parent(self) -> None:
+            raise RuntimeError("cannot leave")
+
+    handles, parts = [opened(path)], [Failing(), Part()]
+    for number in range(8):  # the order of the handles is not known
+        shutil.copytree(path, tmp_path / f"{number}.exp", ignore=shutil.ignore_patterns("LOCK"))
+        handles.append(opened(tmp_path / f"{number}.exp"))
+    for handle in handles:
+        for part in parts:
+            handle.add_part(part)
+
+    def child() -> None:
+        assert caplog.text.count("RuntimeError: cannot leave") == len(handles)
+        assert parts[1].events == ["before"] * 9 + ["left"] * 9
+        assert all(handle.life is Life.FORKED for handle in handles)
+
+    in_child(child)
+    for handle in handles:
+        handle.close()
 
 
 def test_a_forked_child_keeps_rows_in_ram() -> None:

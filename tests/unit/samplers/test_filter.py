@@ -38,6 +38,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS
 from tests.support.batches import episode_rows
+from tests.support.forks import in_child
 from tests.support.tuned import few_rows_in_memory
 
 LIMIT = 20.0  # seconds after which what should come has not come
@@ -586,12 +587,31 @@ def test_a_fork_draws_by_the_filter(store_path: Path) -> None:
     rb.extend(rows(300))
     rb.sample()
     rb.flush()
-    child = os.fork()
-    if not child:
-        good = set((rb.sample()["number"] % 7).tolist()) == {2}
-        os._exit(0 if good else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        assert set((rb.sample()["number"] % 7).tolist()) == {2}
+
+    in_child(child)
     assert set((rb.sample()["number"] % 7).tolist()) == {2}
+    rb.close()
+
+
+def test_a_fork_refuses_a_filter_that_does_not_fit_and_only_this_one(store_path: Path) -> None:
+    refused = [in_memory(RandomSampler(where="nothing > 1")) for _ in range(8)]  # their order is not known
+    for other in refused:
+        other.extend(rows(10))
+    rb = on_disk(store_path, RandomSampler(where="episode.return > 5 AND kind = 2"))
+    rb.extend(rows(300))
+    rb.sample()
+
+    def child() -> None:
+        assert rb.storage.follows
+        assert set((rb.sample()["number"] % 7).tolist()) == {2}
+        for other in refused:
+            with pytest.raises(QueryError, match="nothing"):
+                other.sample()
+
+    in_child(child)
     rb.close()
 
 
