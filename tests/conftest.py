@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,19 @@ def pytest_collection_finish() -> None:
     """Let collections pass over what was imported: that is a million objects, a third of a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """End a forked child whose error has left the test; otherwise the child would run the next tests, too."""
+    pid = os.getpid()
+    try:
+        return (yield)
+    finally:
+        if os.getpid() != pid:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def pytest_unconfigure() -> None:
