@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/lines
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv run test coverage torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
+.PHONY: help .venv run test test-slow coverage torture soak lint format docs docs-serve bench bench-embed bench-check bench-smoke profile clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 13
@@ -39,8 +39,13 @@ run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 	$(BIN)/python -m tests.support.compile_loops
 	@touch $@
 
-test: .venv .venv/.loops  ## run the tests
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10 -m "not torture"
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+
+test: .venv .venv/.loops  ## run the tests, without those that take seconds each
+	$(PYTEST) -m "not slow and not torture"
+
+test-slow: .venv .venv/.loops  ## run the tests that `make test` leaves out: browsers, kills of whole programs
+	$(PYTEST) -m "slow and not torture"
 
 coverage: .venv .venv/.loops  ## run the tests and say which lines none of them runs (most of an hour)
 	rm -rf build/coverage

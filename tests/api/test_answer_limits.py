@@ -40,6 +40,7 @@ def largest_of(answer: httpx.Response) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
         rb.extend(TensorDict({"x": torch.zeros(100, 25_600)}, [100]))
@@ -149,6 +150,7 @@ def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
     assert client.get(f"{RUN}/episodes", headers=ACCEPT_ARROW).status_code == 200
 
 
+@pytest.mark.slow
 def test_sql_cannot_make_an_answer_of_any_size(tmp_path: Path) -> None:
     """Values that are small in Arrow: booleans, members with long names, texts of an ENUM."""
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:

@@ -94,6 +94,7 @@ def test_a_head_has_its_deadline(server: Serving, first: bytes, more: bytes) -> 
     assert seconds > HEAD * 0.9
 
 
+@pytest.mark.slow
 def test_the_next_head_has_its_deadline(server: Serving) -> None:
     """Bytes behind an answer do not put it off, whether they are a head or not."""
     with connect(server) as one:
@@ -108,6 +109,7 @@ def test_the_next_head_has_its_deadline(server: Serving) -> None:
         assert b"200" not in found
 
 
+@pytest.mark.slow
 def test_many_requests_share_a_connection(server: Serving) -> None:
     with connect(server) as one:
         began = time.monotonic()
@@ -145,6 +147,7 @@ def test_invalid_http_gets_an_error_of_the_usual_form(server: Serving) -> None:
 # -- bodies --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "dribbling"),
     [(b"extend", False), (b"extend", True), (b"rows", False), (b"rows", True), (b"sql", False)],
@@ -161,6 +164,7 @@ def test_a_body_has_its_deadline(server: Serving, path: bytes, dribbling: bool) 
     assert (BODY if dribbling else BODY / 10) * 0.9 < seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "chunked"),
     [(b"extend", False), (b"extend", True), (b"rows", False), (b"rows", True), (b"flush", False)],
@@ -189,6 +193,7 @@ def test_a_body_that_is_parsed_at_once_is_shorter(tmp_path: Path) -> None:
         assert client.post("/v1/stores/run/add", content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_refused_body_is_read_for_a_while(server: Serving) -> None:
     """A client that sends all before it reads still gets its answer; one that never ends does not stay."""
     with connect(server) as one:
@@ -229,6 +234,7 @@ def wait_for(server: Serving, there: Callable[[], Any]) -> None:
 # -- answers -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [
     (b"sample", b'{"batch_size": 100000}', 4), (b"sample/stream", b'{"batch_size": 1000}', 1)
 ], ids=["whole", "stream"])  # fmt: skip
@@ -244,6 +250,7 @@ def test_an_unread_answer_is_abandoned(server: Serving, asked: tuple[bytes, byte
         wait_for(server, lambda: not server.connections)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_taken_slowly_comes_whole(server: Serving) -> None:
     body = b'{"batch_size": 400000}'
     with socket.socket() as one:

@@ -90,6 +90,7 @@ def test_both_formats_have_the_same_rows(client: httpx.Client) -> None:
     assert told["next.observation"] == rows["next", "observation"].tolist()
 
 
+@pytest.mark.slow
 def test_streams_are_lines_of_json(client: httpx.Client) -> None:
     with pa.ipc.open_stream(ask(client, "POST", STREAM, BATCHES, ACCEPT_ARROW).content) as reader:
         wanted = [batch.column("id").to_pylist() for batch in reader]

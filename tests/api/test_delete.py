@@ -50,6 +50,7 @@ def make_store(path: Path) -> None:
         rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
 
 
+@pytest.mark.slow
 def test_a_store_goes_with_its_folder(client: httpx.Client, tmp_path: Path) -> None:
     """Also if samplers, SQL and the index have opened it in several ways."""
     client.put(RUN, json={"seed": 1}).raise_for_status()
@@ -197,6 +198,7 @@ def test_a_crash_leaves_the_store_or_removes_it(
             assert httpx.get(server.url + RUN).json()["rows"] == 3
 
 
+@pytest.mark.slow
 def test_a_leftover_that_cannot_be_removed_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def test_long_names_of_sources_do_not_lengthen_cursors(tmp_path: Path) -> None:
         assert len(ask(client, limit=1, order="source")[1]["X-Next"]) < 100
 
 
+@pytest.mark.slow
 def test_an_empty_store_has_no_pages(tmp_path: Path) -> None:
     with (
         Serving(Settings(path=tmp_path)) as server,

@@ -63,6 +63,7 @@ def read_events(answer: httpx.Response) -> Iterator[dict[str, int]]:
         yield json.loads(next(lines).removeprefix("data: "))
 
 
+@pytest.mark.slow
 def test_an_event_at_once_and_one_for_growth(client: httpx.Client) -> None:
     with client.stream("GET", f"{RUN}/events") as answer:
         found = read_events(answer)
@@ -101,6 +102,7 @@ def test_comments_keep_a_quiet_stream_open(client: httpx.Client, monkeypatch: py
         assert found[3:] == [": nothing new", "", ": nothing new"]
 
 
+@pytest.mark.slow
 def test_a_reader_tells_what_another_process_writes(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(batch_of(20))

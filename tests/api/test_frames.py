@@ -195,6 +195,7 @@ def fill(rb: TensorDictReplayBuffer, first: int, count: int, side: int) -> None:
                           "number": torch.arange(first, first + count)}, [count]))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_large_frames_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         fill(rb, 0, 8, 2000)

@@ -101,6 +101,7 @@ def send_damaged(tmp_path: Path, times: int, seed: int) -> Counter[int]:
     return statuses
 
 
+@pytest.mark.slow
 def test_damaged_bodies_store_nothing(tmp_path: Path) -> None:
     statuses = send_damaged(tmp_path, 500, seed=1)
     assert statuses[422] > 300
@@ -154,6 +155,7 @@ def status_of(server: Serving, head: bytes, body: bytes = b"") -> int:
     return int(answer.split()[1])
 
 
+@pytest.mark.slow
 def test_names_lead_nowhere(tmp_path: Path) -> None:
     assert len(NAMES) > 60
     root, outside = tmp_path / "runs", tmp_path / "outside.exp"
@@ -212,6 +214,7 @@ def arrow_body(ctx, value):
 """
 
 
+@pytest.mark.slow
 def test_the_document_says_how_routes_answer(tmp_path: Path) -> None:
     """Requests made from the OpenAPI document: nothing fails inside, every status is in the document."""
     with Serving(Settings(path=tmp_path, wait_seconds=0.0)) as server:

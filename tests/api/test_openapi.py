@@ -142,6 +142,7 @@ def test_tokens_open_what_the_document_says(document: dict[str, Any], tmp_path: 
                 assert (status not in (401, 403)) is known, (name, token, status)
 
 
+@pytest.mark.slow
 def test_examples_of_bodies_work(document: dict[str, Any], tmp_path: Path) -> None:
     """In the order in which a client would send them; rows as JSON and as Arrow."""
     with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:

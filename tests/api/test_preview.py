@@ -93,6 +93,7 @@ def test_draws_are_those_of_the_seed(client: httpx.Client) -> None:
     assert shares["left"] == pytest.approx(left)
 
 
+@pytest.mark.slow
 def test_a_preview_changes_nothing(tmp_path: Path) -> None:
     """Draws of the store, of a seed, and of a named sampler follow as without it; so do counts."""
     found = []

@@ -93,6 +93,7 @@ def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None
     assert len(ask(client, "SELECT * FROM range(1000)", limit=7)) == 7
 
 
+@pytest.mark.slow
 def test_sql_that_is_refused(client: httpx.Client, tmp_path: Path) -> None:
     post_rows(client, 30)
     (tmp_path / "secret").write_text("canary")
@@ -114,6 +115,7 @@ def get(client: httpx.Client, q: str, headers: dict[str, str] | None = None, **m
     return client.get(f"{RUN}/sql", params={"q": q, **more}, headers=headers)
 
 
+@pytest.mark.slow
 def test_a_url_asks_in_sql_as_a_body_does(client: httpx.Client, tmp_path: Path) -> None:
     post_rows(client, 30)
     query = "SELECT count(*) AS rows, max(action) AS 'largest & last' FROM transitions"
@@ -157,6 +159,7 @@ def test_servers_without_sql(tmp_path: Path) -> None:
         assert len(client.get(f"{RUN}/episodes").json()["rows"]) == 3
 
 
+@pytest.mark.slow
 def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
     post_rows(client, 30)
     made = client.post(f"{RUN}/dumps", json={"tag": "first"})

@@ -26,6 +26,7 @@ def ask(client: httpx.Client) -> dict[str, Any]:
     return {one["name"]: one for one in answer.json()["relations"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zarr", "arrow"])
 @pytest.mark.parametrize("read_only", [False, True])
 def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: bool) -> None:
@@ -58,6 +59,7 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
         assert "_sampled" not in columns
 
 
+@pytest.mark.slow
 def test_history_is_listed_with_an_archive(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=20, archive=tmp_path / "old.exp") as rb:
         rb.extend(batch_of(20))

@@ -237,6 +237,7 @@ def test_streams_are_whole_or_say_so(client: httpx.Client) -> None:
     post_rows(client, 10, 300).raise_for_status()  # the server goes on
 
 
+@pytest.mark.slow
 def test_a_stream_sends_all_batches_that_it_has_drawn(client: httpx.Client) -> None:
     """Although the next one cannot be drawn: drawn rows are counted, and clients may wait for them."""
     post_rows(client, 100).raise_for_status()

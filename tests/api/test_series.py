@@ -128,6 +128,7 @@ def test_small_groups_are_together(client: httpx.Client, episodes: list[dict[str
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 def test_conditions_and_limits_of_sql(client: httpx.Client, folder: Path) -> None:
     (group,) = ask(client, where="length > 1 AND info->>'score' IS NOT NULL", y="length")["groups"]
     assert sum(group["count"]) == 32
@@ -154,6 +155,7 @@ def test_rows_per_second(client: httpx.Client) -> None:
     assert told["x"] == "time"
 
 
+@pytest.mark.slow
 def test_an_empty_store_has_empty_series(tmp_path: Path) -> None:
     with (
         Serving(Settings(path=tmp_path)) as server,

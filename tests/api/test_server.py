@@ -58,6 +58,7 @@ def test_the_first_request_changes_no_filters_of_warnings(
             assert client.get("/v1/stores").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_folder_is_served_until_a_signal_comes(tmp_path: Path) -> None:
     build_store(tmp_path / "old.exp", numbered_rows(10, key="x"))
     with serving(tmp_path) as (child, facts):
@@ -150,6 +151,7 @@ def test_a_store_with_a_writer_is_followed_or_refused(
             assert client.post("/v1/stores/run/extend", json={"x": [1]}).status_code in (404, 405)
 
 
+@pytest.mark.slow
 def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     head = b"POST /v1/stores/run/extend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -186,6 +188,7 @@ def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
         assert (child.returncode, json.loads(out)) == (0, {"stopped": True}), err
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
@@ -204,6 +207,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             assert child.wait(PATIENCE) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})

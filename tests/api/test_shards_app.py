@@ -133,6 +133,7 @@ def test_the_token_of_the_browser_is_passed_where_none_is_known(shards: Serving,
         assert client.get("/v1/stores/shard-0/summary", headers=HEADERS).json()["rows"] == 25
 
 
+@pytest.mark.slow
 def test_events_arrive_while_they_happen(client: httpx.Client, shards: Serving) -> None:
     with client.stream("GET", "/v1/stores/shard-0/events") as answer:
         lines = answer.iter_lines()

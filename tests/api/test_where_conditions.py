@@ -124,6 +124,7 @@ def memory_of(process: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_at_once(tmp_path: Path) -> None:
     store_of_vectors(tmp_path / "run.exp")
     with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"], timeout=60) as client:

@@ -199,6 +199,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[suite.Part]
     return some
 
 
+@pytest.mark.slow
 def test_failed_parts_stop_no_others_and_a_cut_run_continues(
     scripts: list[suite.Part],
     tmp_path: Path,

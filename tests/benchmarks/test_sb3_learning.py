@@ -14,6 +14,7 @@ from benchmarks import sb3_learning
 from tests.support.paths import ROOT
 
 
+@pytest.mark.slow
 def test_runs_are_kept_and_drawn(tmp_path: Path) -> None:
     figures, picture, lines = tmp_path / "a.json", tmp_path / "a.png", []
     arguments = ["--steps", "300", "--seeds", "1", "--json", str(figures), "--picture", str(picture)]

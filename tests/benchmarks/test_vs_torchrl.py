@@ -52,6 +52,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_every_row_is_printed_and_bars_can_fail(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     # One bar that is a least, one that is a most.

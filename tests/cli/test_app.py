@@ -597,6 +597,7 @@ def test_stores_that_differ(cli: Cli, store: Path, wide: Path) -> None:
     assert is_one_error(done, "run.exp: ", "frame")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_long_query(store: Path) -> None:
     query = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
     command = [sys.executable, "-m", "expstore", "sql", str(store), query]
@@ -653,6 +654,7 @@ def test_a_million_rows(million: Path, arguments: tuple[str, ...]) -> None:
     assert min(took) < BOUND
 
 
+@pytest.mark.slow
 def test_only_collect_loads_torch(store: Path) -> None:
     code = f"""
 import sys
@@ -729,6 +731,7 @@ def push_right(observation):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_collect_takes_a_policy_and_workers(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int

@@ -26,6 +26,7 @@ def server(tmp_path: Path) -> Iterator[Serving]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_cluster_from_init_to_remove(
     tmp_path: Path, server: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.index
 Make = Callable[..., TensorDict]
 
 
+@pytest.mark.slow
 def test_fields_come_and_go(cli: Cli, store: Path, make_batch: Make) -> None:
     code, out, err = cli("add-column", store, "late", "--fill", "0.5")
     assert (code, out, err) == (0, f"{store} has a field late: float32[], in 30 rows\n", "")

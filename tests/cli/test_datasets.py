@@ -21,6 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 def test_a_data_set_from_fetch_to_delete(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_data_set_from_fetch_to_delete(
     assert "is not downloaded: there is no store" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "mine.hdf5", arrays())
     root = tmp_path / "root"

@@ -134,6 +134,7 @@ def test_matplotlib_is_needed_for_pictures_only(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_it_loads_no_torch(store: Path) -> None:
     code = (
         "import sys; from expstore.cli.app import run; "

@@ -30,6 +30,7 @@ def server(moto: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield proxy
 
 
+@pytest.mark.slow
 def test_versions_are_pushed_listed_pulled_and_pruned(cli: Cli, store: Path, tmp_path: Path) -> None:
     assert cli("versions", URL, "--json").json == {"versions": []}
     done = cli("push", store, URL)
@@ -57,6 +58,7 @@ def test_versions_are_pushed_listed_pulled_and_pruned(cli: Cli, store: Path, tmp
     assert [version["number"] for version in cli("versions", URL, "--json").json["versions"]] == [3]
 
 
+@pytest.mark.slow
 def test_exit_codes(cli: Cli, store: Path, tmp_path: Path, server: S3Server) -> None:
     cli("push", store, URL + "2")
     assert cli("push", tmp_path / "none", URL + "2").code == 2

@@ -144,6 +144,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_neither_loads_torch(tmp_path: Path) -> None:
     path = make(tmp_path / "a.exp", ROWS)
     command = [sys.executable, "-c", ALONE, str(path), str(tmp_path / "b.exp")]

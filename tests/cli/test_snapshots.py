@@ -92,6 +92,7 @@ def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
     assert (code, "action" in err) == (4, True)
 
 
+@pytest.mark.slow
 def test_they_do_without_torch(store: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from expstore.cli.app import run; "

@@ -67,6 +67,7 @@ def test_tables_are_cut_to_the_width_of_the_terminal(columns: int, store: Path) 
     assert f"too narrow for {missing}; name the columns you want" in lines
 
 
+@pytest.mark.slow
 def test_the_width_of_a_pipe_is_unlimited(store: Path) -> None:
     query = "SELECT repeat('x', 50) AS a, repeat('y', 50) AS b, repeat('z', 50) AS c"
     out, err = in_pipe("sql", store, query)
@@ -74,6 +75,7 @@ def test_the_width_of_a_pipe_is_unlimited(store: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.slow
 def test_no_color_is_respected(store: Path) -> None:
     assert COLOR.search(on_terminal("sql", "--help"))
     assert not COLOR.search(on_terminal("sql", "--help", NO_COLOR="1"))
@@ -81,6 +83,7 @@ def test_no_color_is_respected(store: Path) -> None:
     assert not COLOR.search(on_terminal("verify", store, NO_COLOR="1"))
 
 
+@pytest.mark.slow
 def test_only_terminals_get_a_progress_bar(store: Path) -> None:
     assert "checking" in on_terminal("verify", store)
     for more in ({}, {"FORCE_COLOR": "1"}):
@@ -95,6 +98,7 @@ def test_collecting_shows_progress(tmp_path: Path) -> None:
     assert "collecting" in output.split("\n", 1)[1]
 
 
+@pytest.mark.slow
 def test_filling_shows_progress(store: Path) -> None:
     assert "filling" in on_terminal("add-column", store, "weight", "--fill", "1.0")
     with expstore.open(store, mode="r") as rb:

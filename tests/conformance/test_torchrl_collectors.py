@@ -103,6 +103,7 @@ def run(kind: Callable[..., Any], *arguments: Any, replay_buffer: Any, **keyword
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
+@pytest.mark.slow
 @pytest.mark.some(4)
 @pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("workers", [2, 4])
@@ -167,6 +168,7 @@ def test_set_truncated(rb: Any) -> None:
     assert rb.write_count == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_collecting_in_the_background(rb: Any, kind: str) -> None:
     """`start()`: this process draws, sets priorities and asks SQL meanwhile."""
@@ -193,6 +195,7 @@ def test_collecting_in_the_background(rb: Any, kind: str) -> None:
     check(rb, environments=2)
 
 
+@pytest.mark.slow
 def test_environments_in_processes_of_their_own(rb: Any) -> None:
     run(
         MultiSyncCollector, makers(2, 2, ParallelEnv), None, frames_per_batch=80, total_frames=320,
@@ -215,6 +218,7 @@ def test_batches_that_are_handed_over(rb: Any, results: Any) -> None:
     assert set(check(rb, environments=2).values()) == {100}
 
 
+@pytest.mark.slow
 def test_a_second_run_continues(rb: Any, store_path: Path) -> None:
     """Collectors that follow one another are sessions of their own, and so are their workers."""
     for number in (1, 2):
@@ -245,6 +249,7 @@ def test_workers_that_are_spawned(store_path: Path) -> None:
         multiprocessing.set_start_method("fork", force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
 def test_collectors_over_a_connection(store_path: Path, kind: Any) -> None:
     from expstore.api import Settings

@@ -74,6 +74,7 @@ def test_the_sample_of_d4rl(public: Path) -> None:
     torch.testing.assert_close(batch["observation"], states[batch["index"]])
 
 
+@pytest.mark.slow
 def test_the_sample_of_gen_dgrl(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
     test_gen_dgrl.archive(
         public / "1M/level_200/expert/bigfish.tar.xz", [test_gen_dgrl.trajectory(n, 20) for n in range(3)]
@@ -97,6 +98,7 @@ def test_the_class_of_openml(public: Path, name: str) -> None:
         break
 
 
+@pytest.mark.slow
 def test_the_sample_of_openx(public: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = public / "jxu124" / "OpenX-Embodiment" / "cmu_stretch"
     test_openx.archive(folder / "a.tar", [test_openx.episode(number, 70) for number in range(3)])

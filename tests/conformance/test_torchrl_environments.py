@@ -213,6 +213,7 @@ def test_composites_convert_specs_of_torchrl() -> None:
     assert "c" not in spec
 
 
+@pytest.mark.slow
 def test_torchrl_may_be_imported_after_expstore_and_is_not_imported_by_it() -> None:
     """Unpickled specs are instances of TorchRL's classes, too, although no constructor runs."""
     program = f"""

@@ -69,6 +69,7 @@ def import_in_child(source: Path, target: Path, kill_at: int) -> tuple[bool, int
     return status == 0, int(said or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.torture)])
 def test_killed_at_ten_random_acts_it_equals_an_uninterrupted_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -129,6 +130,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_error_and_the_import_resumes(tmp_path: Path) -> None:
     ring, random = LoggedRing(tmp_path / "Pong" / "1" / "replay_logs", slots=900), np.random.default_rng(4)
     total = steps = 0

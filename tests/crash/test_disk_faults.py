@@ -342,6 +342,7 @@ def enumerate_faults(
 CASES = [pytest.param(spec, name, id=f"{spec.name}-{name}") for spec in SPECS for name in FAULTS]
 
 
+@pytest.mark.slow
 def test_some_acts_of_every_kind(tmp_path: Path) -> None:
     """The short form: some operations for each kind of store and fault. The long run has all of them."""
     seen: Counter[str] = Counter()
@@ -357,6 +358,7 @@ def test_some_acts_of_every_kind(tmp_path: Path) -> None:
     assert seen.keys() >= {"extend", "flush", "open"}
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     """With SQL between the calls; DuckDB's own writes do not fail, but renaming the file does."""
     _, seen = enumerate_faults(SPECS[0], FAULTS["EIO"], tmp_path, stride=67, sql=True)

@@ -123,6 +123,7 @@ def in_small_disk(tmp_path: Path, *programs: list[str], size: str = "4m") -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mode", "rows"),
@@ -205,6 +206,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["process", "sync"])
 def test_a_close_that_failed_on_a_full_disk_releases_the_lock(tmp_path: Path, mode: str) -> None:
     """The next opening uses the space reserved for records; without any its error says what it needs."""
@@ -254,6 +256,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_hole_in_a_segment_of_a_full_disk_is_a_finding(tmp_path: Path) -> None:
     """Reading it through a map would be SIGBUS: `verify` and an opening use pread."""
     (tmp_path / "holed.py").write_text(HOLED)

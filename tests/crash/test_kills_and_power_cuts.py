@@ -4,7 +4,7 @@ The harness is harness.py: a fresh process opens the store and compares every ro
 the priorities, the next batch and the snapshots with a ledger kept outside of the store. Then it writes,
 closes, and reopens. At the end single faults are injected (mutants.py), and the harness must detect them:
 those that it detects within a second or two are tested here, the others in the long run. One run of two
-processes serves all tests of this file.
+processes serves the quick tests of this file, another one the slow tests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.index, pytest.mark.timeout(600)]  # the first test wai
 
 @pytest.fixture(scope="module")
 def reports(harness: Callable[..., Reports]) -> Reports:
-    """Results of the short run by task, and those with a fault by fault."""
+    """Results of random kills and of power cuts, by task."""
     random = [
         "random",
         "--kills",
@@ -69,22 +69,27 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "keyed",
         "archived",
     ]
-    return harness(
-        [["quick", *random], ["power", "teeth", "--cuts", "180", "--teeth", *(_KILLS_FIND + _CUTS_FIND)]]
-    )
+    return harness([random, ["power", "--cuts", "180"]])
+
+
+@pytest.fixture(scope="module")
+def slow_reports(harness: Callable[..., Reports]) -> Reports:
+    """Results of kills before operations as "quick", and of runs with a fault by fault."""
+    return harness([["quick"], ["teeth", "--teeth", *(_KILLS_FIND + _CUTS_FIND)]])
 
 
 def _failures(report: dict[str, Any]) -> str:
     return "\n".join(report["failures"])
 
 
-def test_kill_before_every_act(reports: Reports) -> None:
+@pytest.mark.slow
+def test_kill_before_every_act(slow_reports: Reports) -> None:
     """Gaps between file operations: opening, extends, `[]=`, flush, journal rotation, close, dumps, loads.
 
     Here some operations of every phase are tested, half of them changes of names; the long run tests every
     operation, syncs included, and the middle of every write. Some recoveries are killed too.
     """
-    report = reports["quick"]
+    report = slow_reports["quick"]
     assert not report["failures"], _failures(report)
     assert report["kills"] >= 120
     assert {"add", "drop"} <= report["inside"].keys()
@@ -125,8 +130,9 @@ def test_power_cut_costs_rows(reports: Reports) -> None:
     assert reports["power"]["lost"] * 6 >= reports["power"]["kills"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", _KILLS_FIND)
-def test_kills_find(reports: Reports, fault: str) -> None:
+def test_kills_find(slow_reports: Reports, fault: str) -> None:
     """Faults that kill -9 reveals.
 
     journal first: the record is appended before the columns are written, and a sync may cover it in between
@@ -140,11 +146,12 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     file. keys in no record: a repeated write is made again. archived after: evicted rows are archived after
     their slots may be reused. mutants.py describes the others.
     """
-    assert reports[fault]["failures"]
+    assert slow_reports[fault]["failures"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", _CUTS_FIND)
-def test_power_cuts_find(reports: Reports, fault: str) -> None:
+def test_power_cuts_find(slow_reports: Reports, fault: str) -> None:
     """Faults that only a power cut reveals, because kill -9 keeps the page cache.
 
     slots reused before the mark: a slot is overwritten as soon as its row is no longer readable, with a
@@ -153,4 +160,4 @@ def test_power_cuts_find(reports: Reports, fault: str) -> None:
     are lost. archive without sync: slots are reused when the archive has their rows, but not on its disk.
     mutants.py describes the others; tests/crash/test_protocol_model.py breaks many more rules in a model.
     """
-    assert reports[fault]["failures"]
+    assert slow_reports[fault]["failures"]

@@ -64,6 +64,7 @@ def _kill_everywhere(
     raise AssertionError("the call does not end")
 
 
+@pytest.mark.slow
 def test_a_killed_push_leaves_whole_versions_and_its_repetition_ends_it(backup: Path) -> None:
     def prepare() -> WatchedStorage:
         storage = WatchedStorage()
@@ -115,6 +116,7 @@ def test_what_a_killed_push_has_sent_is_pruned_later(backup: Path) -> None:
     assert _names(storage) == whole
 
 
+@pytest.mark.slow
 def test_a_killed_pull_leaves_no_store(backup: Path, tmp_path: Path) -> None:
     storage = WatchedStorage()
     cold.push(backup, storage)

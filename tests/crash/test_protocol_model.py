@@ -27,6 +27,7 @@ def first_problem(rules: Rules, seeds: int = 6_000) -> Outcome:
     pytest.fail(f"{rules} broke no promise in {seeds} seeds")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MANY_SEEDS, marks=pytest.mark.torture)])
 def test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something(
     seeds: int, long_seed: int, count_cases: Callable[..., None]
@@ -56,6 +57,7 @@ def test_reuse_before_the_mark_is_found_where_the_ring_is_smaller_than_its_spare
     assert "torn" in str(outcome.problem) or "lost" in str(outcome.problem)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("capacity", "spare"), [(3, 1), (3, 8), (9, 1), (16, 2)])
 def test_the_rules_are_kept_at_the_edges_of_the_geometry(capacity: int, spare: int) -> None:

@@ -63,6 +63,7 @@ print("all")
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()

@@ -103,6 +103,7 @@ def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
 SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, id="all")]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
@@ -140,6 +141,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
     assert refused < 16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stride", SOME)
 def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..., None]) -> None:
@@ -178,6 +180,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.timeout(1200)
 def test_the_power_goes_while_a_store_is_resized(
@@ -203,6 +206,7 @@ def test_the_power_goes_while_a_store_is_resized(
     assert found == {FORMER, 9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.timeout(1200)
 def test_the_power_goes_while_stores_are_merged(

@@ -103,6 +103,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     return status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("layout", "going"), [("flat", [1, 3, 4]), ("packed", [2, 4]), ("segments", [1, 3, 4])]
@@ -193,6 +194,7 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
     assert outcomes <= {frozenset({1, 2, 3, 4, 5, 6}), frozenset({2, 3, 4, 5, 6}), frozenset({2, 5, 6})}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("cuts", [40, pytest.param(1500, marks=pytest.mark.torture)])
 @pytest.mark.timeout(1200)
@@ -222,6 +224,7 @@ def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
 RECORD = delete.Deletion._record
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delete.Deletion, "_record", give_back_first)
@@ -236,6 +239,7 @@ def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
         return RECORD(deletion, going)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.timeout(1200)
 def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

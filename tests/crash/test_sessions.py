@@ -43,6 +43,7 @@ def stage(path: Path, mode: Any) -> tuple[Any, ...]:
     return found[1], found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.parametrize("durability", ["process", "sync"])

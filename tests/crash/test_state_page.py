@@ -125,12 +125,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return look
 
 
+@pytest.mark.slow
 def test_killed_before_every_act_the_page_is_believed(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     assert faults(closed, tmp_path, warnings) == []
 
 
+@pytest.mark.slow
 def test_a_seal_before_the_close_record_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_seal_before_the_close_record_is_found(
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
 
 
+@pytest.mark.slow
 def test_a_seal_that_an_opening_leaves_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +164,7 @@ ONE_OF_EACH = [(word, (29 * word + 3) % 64) for word in WORDS]
 ALL = list(itertools.product(WORDS, range(64)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bits", [ONE_OF_EACH, pytest.param(ALL, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])]
 )

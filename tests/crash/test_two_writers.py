@@ -114,6 +114,7 @@ def test_no_id_is_acknowledged_twice_while_lock_comes_and_goes(store_path: Path)
         assert rb.storage.last == max(counts)
 
 
+@pytest.mark.slow
 def test_a_lock_that_the_folder_does_not_back_is_found(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

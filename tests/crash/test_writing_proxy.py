@@ -141,6 +141,7 @@ def check_shm(*pids: int) -> None:
     assert not [name for name in names if ours & set(re.split(r"[-_.]", name))]
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_before_every_act(store_path: Path) -> None:
     worker, pids = 0, [os.getpid()]
     with expstore.open(store_path).share() as rb:
@@ -178,6 +179,7 @@ def test_a_worker_is_killed_before_every_act(store_path: Path) -> None:
     assert verify(store_path) == []
 
 
+@pytest.mark.slow
 def test_the_owner_is_killed_before_every_act(tmp_path: Path) -> None:
     number, pids = 0, [os.getpid()]
     while number < 1000:
@@ -216,6 +218,7 @@ def test_the_owner_is_killed_before_every_act(tmp_path: Path) -> None:
     check_shm(*pids)
 
 
+@pytest.mark.slow
 def test_random_kills_lose_nothing(store_path: Path) -> None:
     kill_at_random(store_path, rounds=30, seed=1)
 

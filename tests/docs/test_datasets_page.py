@@ -18,6 +18,7 @@ pytestmark = pytest.mark.index
 PAGE = (ROOT / "docs" / "datasets.md").read_text()
 
 
+@pytest.mark.slow
 def test_its_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "public" / "gym_mujoco_v2" / "hopper_medium-v2.hdf5"

@@ -24,6 +24,8 @@ import expstore
 from tests.support import warm_processes
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+
 EXAMPLE = ROOT / "examples" / "cartpole_dqn.py"
 STEPS = 6_000
 

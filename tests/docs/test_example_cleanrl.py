@@ -16,6 +16,8 @@ import expstore
 from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+
 EXAMPLES = ("ddpg.py", "c51.py")
 SMALL = (
     *("--path", "a.exp", "--batch-size", "16", "--learning-starts", "64"),

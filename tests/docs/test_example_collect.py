@@ -16,6 +16,8 @@ import expstore
 from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+
 EXAMPLE = "collect_dqn.py"
 SMALL = (
     *("--path", "a.exp", "--workers", "2", "--lanes", "2", "--block", "4", "--batch-size", "32"),

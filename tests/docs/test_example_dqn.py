@@ -17,6 +17,8 @@ import expstore
 from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+
 EXAMPLE = "dqn.py"
 SMALL = (
     *("--path", "a.exp", "--batch-size", "32", "--learning-starts", "64", "--exploration-steps", "300"),

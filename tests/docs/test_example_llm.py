@@ -24,6 +24,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_it_continues_where_it_stopped(
     example: ModuleType, store_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

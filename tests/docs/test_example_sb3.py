@@ -18,6 +18,7 @@ SMALL = ("--path", "a.exp", "--checkpoint-every", "100", "--log-every", "50")
 ENDLESS = ("--steps", "1000000")
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_with_all_its_rows(tmp_path: Path) -> None:
     run = stop_example(EXAMPLE, tmp_path, *SMALL, *ENDLESS, stop_at=350, number=signal.SIGKILL)
     assert run.code == -signal.SIGKILL
@@ -41,6 +42,7 @@ def test_a_killed_run_continues_with_all_its_rows(tmp_path: Path) -> None:
     assert statuses.get("cut", 0) <= 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint(tmp_path: Path) -> None:
     run = stop_example(EXAMPLE, tmp_path, *SMALL, *ENDLESS, stop_at=150, number=signal.SIGINT)
     assert run.code == 130

@@ -20,6 +20,8 @@ import expstore
 from tests.support import warm_processes
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # each trains, and is killed and continued
+
 EXAMPLE = ROOT / "examples" / "torchrl_dqn.py"
 STEPS, SAVED = 1_600, 1_000
 

@@ -32,6 +32,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_curl_and_polars(url: str) -> None:
     lines = run("sh", str(EXAMPLES / "http_curl.sh"), url).splitlines()
     assert lines[0] == '{"name":"curl"}'
@@ -43,6 +44,7 @@ def test_curl_and_polars(url: str) -> None:
     assert "episode_id" in told
 
 
+@pytest.mark.slow
 def test_javascript(url: str) -> None:
     assert run("node", str(EXAMPLES / "http_fetch.mjs"), url).splitlines()[::2] == [
         "rows 1 to 3",
@@ -50,6 +52,7 @@ def test_javascript(url: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_actors_and_a_learner(url: str) -> None:
     command = [
         sys.executable,

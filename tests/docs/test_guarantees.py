@@ -7,6 +7,7 @@ collected them.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -22,17 +23,25 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 NOT_PROMISED = "## What is not promised"
 
 
+@functools.cache
+def parse(path: str) -> ast.Module:
+    """Return the source of a module as a tree."""
+    return ast.parse((ROOT / path).read_text())
+
+
 def definition(path: str, name: str) -> ast.FunctionDef | None:
     """Find a test function at the top of a module."""
-    tree = ast.parse((ROOT / path).read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = [node for node in parse(path).body if isinstance(node, ast.FunctionDef) and node.name == name]
     return found[0] if found else None
 
 
-def is_long(path: str, test: ast.FunctionDef) -> bool:
-    """Say whether a test is left out of `make test`."""
+def is_left_out(path: str, test: ast.FunctionDef) -> bool:
+    """Say whether a test is left out of `make test`, by its own marks or by those of its module."""
     marks = [ast.unparse(mark) for mark in test.decorator_list]
-    return any("torture" in mark and "param" not in mark for mark in marks)
+    for node in parse(path).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks += map(ast.unparse, node.value.elts if isinstance(node.value, ast.List) else [node.value])
+    return any(re.search(r"\bmark\.(slow|torture)\b", mark) and "param" not in mark for mark in marks)
 
 
 def test_named_tests_are_there(request: pytest.FixtureRequest) -> None:
@@ -44,7 +53,7 @@ def test_named_tests_are_there(request: pytest.FixtureRequest) -> None:
         assert name.startswith("test_")
         test = definition(path, name)
         assert test is not None, f"GUARANTEES.md names {path}::{name}"
-        assert not whole or is_long(path, test) or f"{path}::{name}" in collected
+        assert not whole or is_left_out(path, test) or f"{path}::{name}" in collected
 
 
 def test_every_promise_names_a_test() -> None:

@@ -31,6 +31,7 @@ def test_the_cells_are_the_blocks_of_the_page() -> None:
     assert [cell["outputs"] for cell in cells] == [[] for _ in cells]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("nbconvert", "ipykernel", "matplotlib")),

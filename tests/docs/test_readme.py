@@ -77,6 +77,7 @@ def test_every_page_is_tested_and_listed() -> None:
     assert [name for name in sorted(pages - {"README"}) if f"({name}.md)" not in listed] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_blocks_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,6 +96,7 @@ def test_the_blocks_of_a_page_run(
         assert size in printed
 
 
+@pytest.mark.slow
 def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block for other machines, with the server that the page's own command starts."""
     page = read_page("server")
@@ -113,6 +115,7 @@ def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.Monke
         assert len(rb) == 1000
 
 
+@pytest.mark.slow
 def test_the_shards_of_their_page_are_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three stores of one server in place of three machines."""
     page = read_page("cluster")
@@ -142,6 +145,7 @@ def test_the_shards_of_their_page_are_one_buffer(tmp_path: Path, monkeypatch: py
     assert set(shards.tolist()) <= {0, 1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exchange", "notebooks", "sql"])
 def test_the_commands_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
@@ -244,6 +248,7 @@ def resolves(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_what_is_there(path: Path) -> None:
     assert dead_names(path.read_text(), path.parent) == []

@@ -68,6 +68,7 @@ def _serve(folder: str, option: str, file: str) -> Serving:
 # -- pages run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.torture] if name == SLOW else []) for name in sorted(PAGES)],
@@ -181,6 +182,7 @@ def test_every_public_name_is_described_once() -> None:
     assert len(names) > 150
 
 
+@pytest.mark.slow
 def test_every_public_name_has_a_docstring() -> None:
     bare = []
     for module in site_pages.NAMESPACES.values():

@@ -42,6 +42,7 @@ class RecordedRun:
         pass
 
 
+@pytest.mark.slow
 def test_the_blocks_run_and_log_what_the_page_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

@@ -153,6 +153,7 @@ def check(rb: Any) -> None:
             np.testing.assert_array_equal(part, of(held, axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "endless", "memory", "grid"])
 @given(acts=acts)
 def test_statistics_are_those_of_the_rows(kind: str, acts: list[tuple[Any, ...]]) -> None:

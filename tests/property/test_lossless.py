@@ -324,6 +324,7 @@ def live_and_look(data: Any, folder: Path) -> None:
             world.follower.close()
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck))
 @given(data=st.data())
 def test_rows_come_back_bit_by_bit(data: Any) -> None:

@@ -257,6 +257,7 @@ def test_an_error_of_five_percent_in_one_row_is_seen() -> None:
 # -- without replacement --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_place_of_a_pass_is_as_likely_for_every_row(shape: str) -> None:
@@ -315,6 +316,7 @@ def distribution_without_replacement(
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows_of", "weights", "size"),

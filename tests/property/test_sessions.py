@@ -838,6 +838,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::FutureWarning:torchrl")
 @pytest.mark.parametrize("case", CASES)
@@ -855,6 +856,7 @@ def _cut_none(table: EpisodeTable, time: int, sequence: int) -> Any:
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.parametrize(
     ("mutant", "case"),
@@ -969,6 +971,7 @@ def test_a_restart_inside_a_session_is_warned_of_once_for_each_source(
         assert episodes(rb) == [(10, "cut"), (10, "cut"), (10, "open"), (10, "cut"), (10, "open")]
 
 
+@pytest.mark.slow
 @pytest.mark.index
 def test_a_connection_that_has_written_sends_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def check_all(world: World, length: int, **rule: Any) -> None:
             world.rb.sample(length)
 
 
+@pytest.mark.slow
 @patient
 @some
 @given(scenario=scenarios(), strict=st.booleans(), span=st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 2)]))
@@ -81,6 +82,7 @@ def test_all_slices_come_and_no_others(scenario: Scenario, strict: bool, span: t
 test_all_slices_come_and_no_others_in_full = pytest.mark.torture(in_full(test_all_slices_come_and_no_others))
 
 
+@pytest.mark.slow
 @patient
 @some
 @given(scenario=scenarios(), strict=st.booleans())
@@ -115,6 +117,7 @@ test_every_trajectory_once_per_pass_in_full = pytest.mark.torture(
 )
 
 
+@pytest.mark.slow
 @patient
 @some
 @given(scenario=scenarios(), strict=st.booleans(), seed=st.integers(0, 9))
@@ -160,6 +163,7 @@ LIVES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", LIVES)
 def test_draws_do_not_depend_on_how_rows_were_read(name: str, tmp_path: Path) -> None:

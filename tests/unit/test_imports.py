@@ -65,6 +65,7 @@ def test_errors_can_be_named_without_torch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_help_is_quick() -> None:
     took = []
     for _ in range(3):
@@ -114,6 +115,7 @@ def test_the_version_is_the_installed_one() -> None:
     assert expstore.__version__ == version("expstore")
 
 
+@pytest.mark.slow
 def test_modules_are_there_by_name_from_the_start() -> None:
     names = "expstore.rate_limiters.MinSize(3), expstore.schedulers, expstore.trainers, expstore.MinSize(2)"
     code = f"import expstore; {names}"

@@ -102,6 +102,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["a", "w"])
 def test_invalid_settings_are_refused(store_path: Path, mode: Any) -> None:
     with expstore.open(store_path) as rb:
@@ -506,6 +507,7 @@ def test_a_store_that_is_there_stays_where_an_opening_fails(store_path: Path) ->
         assert len(rb) == 4
 
 
+@pytest.mark.slow
 def test_a_store_that_another_program_makes_meanwhile_stays(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_command_refuses_a_url(home: Path, capsys: pytest.CaptureFixture[str],
     assert os.listdir(home) == ["run.exp"]
 
 
+@pytest.mark.slow
 def test_the_home_folder_is_expanded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")

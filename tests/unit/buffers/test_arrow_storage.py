@@ -224,6 +224,7 @@ def alike(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
+@pytest.mark.slow
 @share(0.3, of=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batches=st.lists(ROWS, min_size=1, max_size=3), read=st.sampled_from(["running", "reopened", "follower"])

@@ -239,6 +239,7 @@ def test_sums_of_other_columns_stay(store_path: Path) -> None:
     assert not any("later" in finding.message for finding in found)
 
 
+@pytest.mark.slow
 def test_draws_go_on(store_path: Path, tmp_path: Path) -> None:
     """The next batches are those that would have come, whatever draws them."""
     samplers: dict[str, Callable[[], Any]] = {
@@ -314,6 +315,7 @@ def test_batches_that_were_taken_before(store_path: Path) -> None:
         assert len(rb) == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [False, True])
 def test_places_that_move_under_a_reader(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, memory: bool
@@ -361,6 +363,7 @@ def test_places_that_move_under_a_reader(
                 rb.columns.drop("front")
 
 
+@pytest.mark.slow
 def test_while_others_sample_and_add(store_path: Path) -> None:
     """No batch mixes fields up: each value is that of its row, in all threads, all the time."""
     with expstore.open(store_path, capacity=400, batch_size=32, batches=expstore.Batches(prefetch=2)) as rb:

@@ -414,6 +414,7 @@ def test_tensors_and_columns_stay_as_they_were(tmp_path: Path) -> None:
 # -- info ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_info_shows_them(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", schema=specs()):
         pass

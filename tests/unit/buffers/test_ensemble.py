@@ -129,6 +129,7 @@ def test_p_is_the_distribution_and_zero_is_never(p: Any) -> None:
     assert found[1:] == pytest.approx([0.75, 0.25], abs=0.03)
 
 
+@pytest.mark.slow
 def test_parts_are_drawn_independently() -> None:
     rb = ensemble(2, p=[0.3, 0.7], num_buffer_sampled=2)
     pairs = np.zeros((2, 2))
@@ -151,6 +152,7 @@ def test_within_a_member_rows_are_drawn_by_its_own_rule() -> None:
     assert counts / counts.sum() == pytest.approx([1 / 8, 1 / 8, 1 / 4, 1 / 2], abs=0.03)
 
 
+@pytest.mark.slow
 def test_sampleable_weighs_members_by_their_rows() -> None:
     members = [member(0, 5), member(1, 0), member(2, 15)]
     rb = ReplayBufferEnsemble(*members, p="sampleable", num_buffer_sampled=50)

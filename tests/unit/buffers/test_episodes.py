@@ -129,6 +129,7 @@ def test_a_missing_episode_is_refused_with_a_list_of_episodes(rb: Any) -> None:
         ReplayBuffer(storage=MemoryStorage(5)).trajectory(1)
 
 
+@pytest.mark.slow
 def test_every_trajectory_of_random_interleavings_is_what_was_written(
     store_path: Path, rng: np.random.Generator
 ) -> None:

@@ -113,6 +113,7 @@ def test_rows_that_leave_during_a_call_are_missed_at_most(reads: Reads, ring: Te
     assert (found.count, found.min, found.max, found.mean) == (1000, 600, 1599, 1099.5)
 
 
+@pytest.mark.slow
 def test_content_that_is_replaced_during_a_call_is_not_mixed(
     reads: Reads, ring: TensorDictReplayBuffer, tmp_path: Path
 ) -> None:

@@ -705,6 +705,7 @@ for k in range(1_000_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flush_steps", [1, 16])
 def test_steps_that_returned_survive_a_kill(tmp_path: Path, flush_steps: int) -> None:
     """All of them; with n steps per flush all but the last n - 1."""

@@ -100,6 +100,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> None:
@@ -133,6 +134,7 @@ def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> Non
         assert rb.sql('SELECT count(*), max("return") FROM episodes').fetchall() == [(41, 44.0 * Rows)]
 
 
+@pytest.mark.slow
 def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
     """Shards without a row go; in others the chunks that are read stay, for zarr-python, too."""
     fields = {"frame": {"layout": "packed", "rows": 64}}
@@ -166,6 +168,7 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
         check_whole(rb, set(range(21, 31)), 30, 1000)
 
 
+@pytest.mark.slow
 def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path) -> None:
     rb = filled(store_path, 20, **LAYOUTS["packed"])
     rb.dumps(tmp_path / "versions")
@@ -205,6 +208,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("no_syncs", "pairs")
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -244,6 +248,7 @@ def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> Non
     assert verify(store_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_syncs", "pairs")
 def test_a_version_keeps_segments_that_leave(store_path: Path, tmp_path: Path) -> None:
     with expstore.open(store_path, layout="arrow", seed=1, batch_size=16) as rb:
@@ -649,6 +654,7 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("no_syncs")
 @settings(max_examples=max(10, settings().max_examples // 4))

@@ -56,6 +56,7 @@ class Writer:
         assert self.written
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 400])
 def test_each_row_comes_once_per_epoch_during_writes(tmp_path: Path, capacity: int | None) -> None:
@@ -100,6 +101,7 @@ def test_each_slice_is_one_workers(tmp_path: Path, workers: int) -> None:
         assert orders[0] != sorted(orders[0])
 
 
+@pytest.mark.slow
 def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(200))
@@ -113,6 +115,7 @@ def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
         assert plain == list(range(0, 200, 5))
 
 
+@pytest.mark.slow
 def test_slices_that_are_overwritten_are_left_out(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=300) as rb:
         rb.extend(rows(300))

@@ -75,6 +75,7 @@ def test_rows_go_to_the_shard_of_their_source_and_are_found_there(urls: list[str
             rb.by_id([1, 2])
 
 
+@pytest.mark.slow
 def test_samples_are_updated_and_stored_again(urls: list[str]) -> None:
     with connect(urls, sampler={"kind": "prioritized"}) as rb:
         pairs = fill(rb)
@@ -96,6 +97,7 @@ def test_samples_are_updated_and_stored_again(urls: list[str]) -> None:
             rb.update_priority(batch["index"], 1.0)
 
 
+@pytest.mark.slow
 def test_new_rows_get_the_largest_priority_of_all_shards(urls: list[str]) -> None:
     with connect(urls, sampler={"kind": "prioritized"}) as rb:
         pairs = fill(rb)
@@ -106,6 +108,7 @@ def test_new_rows_get_the_largest_priority_of_all_shards(urls: list[str]) -> Non
         assert {priority for row, priority, shard in found if [shard, row] in new.tolist()} == {7.0}
 
 
+@pytest.mark.slow
 def test_queries_see_all_shards(urls: list[str]) -> None:
     with connect(urls) as rb:
         pairs = fill(rb)
@@ -162,6 +165,7 @@ def test_draws_follow_from_the_seed_and_continue(urls: list[str]) -> None:
         assert rb.draw == 1
 
 
+@pytest.mark.slow
 def test_draws_continue_after_a_restart_of_the_servers(tmp_path: Path) -> None:
     settings = Settings(path=tmp_path)
     for shard in range(2):
@@ -209,6 +213,7 @@ def test_fields_of_variable_length_are_joined(urls: list[str], folder: Path) -> 
         assert batch["text"].tolist() == [f"{s}{n}" * (n % 5) for s, n in zip(shards, numbers, strict=True)]
 
 
+@pytest.mark.slow
 def test_samplers_that_remember_draw_by_member(urls: list[str]) -> None:
     with connect(urls) as rb:
         fill(rb)
@@ -226,6 +231,7 @@ def test_samplers_that_remember_draw_by_member(urls: list[str]) -> None:
         np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slices_without_replacement", "streaming_slices"])
 def test_slices_are_drawn_once_by_member(urls: list[str], kind: str) -> None:
     name = f"once-{kind}"
@@ -334,6 +340,7 @@ def stop(refuses: Any) -> None:
     refuses.cut()
 
 
+@pytest.mark.slow
 def test_a_shard_that_does_not_answer_is_named(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, wait=0.1, ahead=1) as rb:
@@ -346,6 +353,7 @@ def test_a_shard_that_does_not_answer_is_named(broken: Any) -> None:
         assert rb.sample()["id"].shape == (32, 2)
 
 
+@pytest.mark.slow
 def test_a_draw_waits_for_a_shard(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, down="wait", ahead=1) as rb:
@@ -366,6 +374,7 @@ def test_a_draw_waits_for_a_shard(broken: Any) -> None:
         rb.extend(batch_of(3), source=source)
 
 
+@pytest.mark.slow
 def test_priorities_of_a_shard_that_does_not_answer_are_not_waited_for(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, down="partial", wait=30.0) as rb:
@@ -380,6 +389,7 @@ def test_priorities_of_a_shard_that_does_not_answer_are_not_waited_for(broken: A
         assert rb.update_priority(id=pairs, priority=4.0) == len(pairs)
 
 
+@pytest.mark.slow
 def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, down="partial", ahead=1, sampler={"kind": "prioritized", "beta": 0.4}) as rb:
@@ -414,6 +424,7 @@ def _draw_in_child(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
     pipe.send(ids_of([rb.sample() for _ in range(4)] + list(rb.stream(4))))
 
 
+@pytest.mark.slow
 def test_a_forked_child_draws_although_its_parent_waits_for_a_shard(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls) as rb:
@@ -442,6 +453,7 @@ def _wait_for_shards(rb: expstore.ShardedReplayBuffer, pipe: Any) -> None:
     pipe.send(rb.shards_missing)
 
 
+@pytest.mark.slow
 def test_a_forked_child_asks_shards_that_did_not_answer(broken: Any) -> None:
     urls, refuses = broken
     with connect(urls, down="partial", ahead=1) as rb:
@@ -469,6 +481,7 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
         sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_version_of_all_shards_is_restored(urls: list[str], tmp_path: Path) -> None:
     def actions_of(count: int) -> list[list[int]]:
         return [rb.sample()["action"].tolist() for _ in range(count)]
@@ -526,6 +539,7 @@ def test_another_store_under_the_name_of_a_shard_is_refused(tmp_path: Path) -> N
         again.close()
 
 
+@pytest.mark.slow
 def test_episodes_are_resumed_by_another_buffer(urls: list[str]) -> None:
     with connect(urls) as rb:
         rb.extend(batch_of(5), source="actor")

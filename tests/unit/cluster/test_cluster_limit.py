@@ -76,6 +76,7 @@ def test_one_client_draws_what_the_sums_permit_and_no_more(urls: list[str]) -> N
         assert counts_of(rb)[1] > 200
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_ahead_continues_after_an_insert_to_any_shard(urls: list[str]) -> None:
     limiter = SampleToInsertRatio(RATIO, 1, (0.0, 1000.0))
     with connect(urls, limiter) as rb, connect(urls) as writer, ThreadPoolExecutor(1) as pool:
@@ -122,6 +123,7 @@ def test_a_writer_asks_for_counts_that_are_old(urls: list[str], monkeypatch: pyt
             rb.extend(batch_of(10), source=source_for(other, 1))
 
 
+@pytest.mark.slow
 def test_several_clients_stay_within_the_stated_bound(urls: list[str]) -> None:
     """Each of n samplers exceeds the sum by what it and the others draw together, at most."""
     samplers, writers = 3, 2
@@ -165,6 +167,7 @@ def test_several_clients_stay_within_the_stated_bound(urls: list[str]) -> None:
         assert all(drawn)
 
 
+@pytest.mark.slow
 def test_a_shard_that_its_own_limiter_holds_is_not_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_sampler_without_masses_would_be_noticed(server: Serving, monkeypatch:
     assert not np.allclose(drawn["priority_weight"].numpy(), weights_of(powers())[places], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_batches_keep_their_distribution_while_others_write(folder: Path, server: Serving) -> None:
     """Masses are those of the last answers. Counts follow from the masses that a batch was drawn with."""
     names = []

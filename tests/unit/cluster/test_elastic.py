@@ -67,6 +67,7 @@ def cluster(server: Serving, folder: Path, tmp_path: Path, request: pytest.Fixtu
     return Cluster(tmp_path / "cluster.json", server.url, stores)
 
 
+@pytest.mark.slow
 def test_draws_begin_without_a_shard_that_does_not_answer(cluster: Cluster) -> None:
     """A cluster file says which store is missing, so the others need not wait for it."""
     with cluster.connect() as rb:
@@ -169,6 +170,7 @@ def episodes_of(rb: ShardedReplayBuffer) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_shard_without_rows_adds_none_to_a_query(cluster: Cluster) -> None:
     query = "SELECT action FROM transitions"
     with cluster.connect() as rb:
@@ -181,6 +183,7 @@ def test_a_shard_without_rows_adds_none_to_a_query(cluster: Cluster) -> None:
             rb.sql_each("SELECT actoin FROM transitions")
 
 
+@pytest.mark.slow
 def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> None:
     """Two clients write parts of episodes, also of each other's sources, while shards come and go."""
     rng = np.random.default_rng(7)
@@ -240,6 +243,7 @@ def test_a_source_follows_its_open_episode_to_another_client(cluster: Cluster) -
             assert rb.episodes.find_open(moved[0])[:, 0].tolist() == [homes[0]] * 2
 
 
+@pytest.mark.slow
 def test_a_retired_shard_gives_its_sources_away_as_their_episodes_end(cluster: Cluster) -> None:
     with cluster.connect() as rb:
         shards, taken = shards_of(rb), set[str]()
@@ -366,6 +370,7 @@ def broken(cluster: Cluster, server: Serving) -> Iterator[Broken]:
         yield broken
 
 
+@pytest.mark.slow
 def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, broken: Broken) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(1) as pool:
         shards, taken = shards_of(rb), set[str]()
@@ -383,6 +388,7 @@ def test_priorities_of_a_shard_that_was_removed_are_skipped(cluster: Cluster, br
             rb.by_id(pairs)
 
 
+@pytest.mark.slow
 def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:
         source = name_of(1, shards_of(rb), set())
@@ -397,6 +403,7 @@ def test_requests_follow_a_shard_that_moves(cluster: Cluster, broken: Broken) ->
         assert rb.sql_each("SELECT count(DISTINCT _episode) FROM transitions").fetchall()[1] == (1, 1)
 
 
+@pytest.mark.slow
 def test_requests_do_not_wait_for_a_shard_that_was_removed(cluster: Cluster, broken: Broken) -> None:
     with cluster.connect(down="wait") as rb, ThreadPoolExecutor(2) as pool:
         shards, taken = shards_of(rb), set[str]()

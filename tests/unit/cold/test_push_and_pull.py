@@ -68,6 +68,7 @@ STORES: dict[str, tuple[dict[str, Any], Callable[[Buffer], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STORES)
 def test_a_pulled_store_is_the_one_that_loads_makes(
     kind: str, tmp_path: Path, storage: WatchedStorage
@@ -494,6 +495,7 @@ def test_every_push_commits_its_own_version(tmp_path: Path, rb: Buffer, storage:
     assert {version.rows for version in cold.versions(storage)} == {60, 70, 80, 90}
 
 
+@pytest.mark.slow
 def test_a_prune_before_any_request_of_a_push_harms_no_version(
     tmp_path: Path, rb: Buffer, storage: WatchedStorage
 ) -> None:
@@ -521,6 +523,7 @@ def test_a_prune_before_any_request_of_a_push_harms_no_version(
     assert requests > 15
 
 
+@pytest.mark.slow
 def test_a_push_before_any_request_of_a_prune_harms_no_version(
     tmp_path: Path, rb: Buffer, storage: WatchedStorage
 ) -> None:

@@ -51,6 +51,7 @@ def _store_of(url: str, server: S3Server) -> S3Store:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_store_goes_there_and_back(tmp_path: Path, rb: Buffer, server: S3Server, url: str) -> None:
     first = cold.push(rb, url)
     rb.extend(episode_rows(10, start=50))
@@ -77,6 +78,7 @@ def test_open_takes_a_url(
     assert (tmp_path / "home" / "expstore" / "versions").is_dir()
 
 
+@pytest.mark.slow
 def test_a_large_file_takes_several_requests(tmp_path: Path, server: S3Server, url: str) -> None:
     import torch
     from tensordict import TensorDict
@@ -93,6 +95,7 @@ def test_a_large_file_takes_several_requests(tmp_path: Path, server: S3Server, u
         assert reader[:]["pixels"].equal(frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_throttled_and_failed_requests_are_repeated(
     status: int, tmp_path: Path, rb: Buffer, server: S3Server, url: str
@@ -119,6 +122,7 @@ def test_repetition_is_bounded(rb: Buffer, server: S3Server, url: str) -> None:
     assert len(server.requests) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["versions.json", "manifests/", "parts/"])
 def test_an_answer_that_is_lost_commits_one_version(
     target: str, rb: Buffer, server: S3Server, url: str
@@ -141,6 +145,7 @@ def test_an_answer_that_is_lost_commits_one_version(
     assert [version.rows for version in check_whole(cold.ObjectStorage(_store_of(url, server)))] == [50, 60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [{"drop": [1]}, {"keep": 1}])
 def test_a_prune_whose_answer_is_lost_reports_what_it_removed(
     wanted: dict[str, Any], rb: Buffer, server: S3Server, url: str

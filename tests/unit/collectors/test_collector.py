@@ -219,6 +219,7 @@ def test_episodes_say_where_they_come_from(rb: Any) -> None:
         assert origin["seed"] == {"0": 10, "1": 12}[worker] or origin["seed"] == 14
 
 
+@pytest.mark.slow
 def test_a_worker_whose_environment_fails_is_replaced(store_path: Path) -> None:
     keywords: dict[str, Any] = {"workers": 1, "lanes": 2, "steps_per_lane": 4, "seed": 0}
     with Collector(Failing, choose_two, store_path, **keywords) as collector:
@@ -229,6 +230,7 @@ def test_a_worker_whose_environment_fails_is_replaced(store_path: Path) -> None:
         assert rb.sql("SELECT DISTINCT action FROM transitions").fetchall() == [(2,)]
 
 
+@pytest.mark.slow
 def test_workers_explore_differently_and_again_alike(tmp_path: Path) -> None:
     runs = []
     for run in ("one", "two"):
@@ -281,6 +283,7 @@ class Large(nn.Module):
         return torch.full((len(observation),), int(self.weight[0]))
 
 
+@pytest.mark.slow
 def test_weights_never_wait_for_a_worker_that_waits_for_the_limiter(store_path: Path) -> None:
     limiter = expstore.SampleToInsertRatio(1.0, min_size_to_sample=8, error_buffer=24.0)
     policy = Large()
@@ -388,6 +391,7 @@ def read_until(process: subprocess.Popen[str], rows: int) -> list[str]:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_everything(store_path: Path) -> None:
     process = start_script(store_path)
     read_until(process, 100)
@@ -402,6 +406,7 @@ def test_ctrl_c_keeps_everything(store_path: Path) -> None:
         check_rows(rb)
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_owner_is_killed(store_path: Path) -> None:
     process = start_script(store_path)
     words = read_until(process, 100)
@@ -530,6 +535,7 @@ def test_weights_of_all_dtypes_are_passed_on() -> None:
         assert other.state_dict()[name].dtype == value.dtype
 
 
+@pytest.mark.slow
 def test_without_gymnasium_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['gymnasium'] = None\nimport expstore\nexpstore.Collector"
     done = subprocess.run(

@@ -426,6 +426,7 @@ def alike(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_batches_of_any_values_come_back(data: st.DataObject) -> None:
     storage = TypedMemory(64)

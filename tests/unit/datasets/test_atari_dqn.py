@@ -45,6 +45,7 @@ def same(one: Step, other: Step) -> bool:
     return facts[0] == facts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 300, 30))
 def test_all_that_was_played_comes_in_its_order(tmp_path: Path, first: int) -> None:
     whole = 0
@@ -260,6 +261,7 @@ app.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "begun"),
     [

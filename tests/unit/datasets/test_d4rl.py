@@ -86,6 +86,7 @@ def test_every_row_and_the_true_last_observation(
     assert meta["import"]["options"] == {"split_on": ["terminals", "timeouts"]}
 
 
+@pytest.mark.slow
 def test_unmarked_seams_end_an_episode(tmp_path: Path) -> None:
     there = arrays()
     there["timeouts"][:] = False
@@ -117,6 +118,7 @@ def test_kitchen_has_flags_of_floats_no_timeouts_and_infos_of_numbers(tmp_path: 
     assert rows["info"].tolist() == list(range(12))
 
 
+@pytest.mark.slow
 def test_antmaze_episodes_continue_near_the_goal(tmp_path: Path) -> None:
     there = arrays()
     del there["next_observations"]

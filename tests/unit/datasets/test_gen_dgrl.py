@@ -64,6 +64,7 @@ def imported(tmp_path: Path, source: Path, **options: Any) -> tuple[TensorDict, 
         return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [1, 16 << 20])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.xz"])
 def test_trajectories_are_episodes(
@@ -83,6 +84,7 @@ def test_trajectories_are_episodes(
     assert rows["observation"].dtype == torch.uint8
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_limit(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     for number, value in enumerate(trajectories()):
@@ -108,6 +110,7 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
         torch.testing.assert_close(rows[key], wanted)
 
 
+@pytest.mark.slow
 def test_bad_archives_leave_nothing(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -140,6 +143,7 @@ def test_bad_archives_leave_nothing(tmp_path: Path) -> None:
         GenDGRLReader(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_the_class(tmp_path: Path) -> None:
     archive(tmp_path / "public/100k/level_40/suboptimal/bigfish.tar.xz", trajectories())
     with serving_files(tmp_path / "public") as server:

@@ -69,6 +69,7 @@ def imported(reader: Any, target: Path) -> tuple[TensorDict, list[Any], dict[str
         return rb[:], said, rb.meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("following", [True, False])
 def test_robomimic(tmp_path: Path, following: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     path = robomimic(tmp_path / "a.hdf5", following=following)
@@ -182,6 +183,7 @@ def test_d3rlpy(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_formats_of_files_are_recognised(tmp_path: Path) -> None:
     plain = tmp_path / "plain.hdf5"
     with h5py.File(plain, "w") as file:

@@ -167,6 +167,7 @@ def kill_import(source: Path, target: Path, calls: int, named: str = "number") -
     return status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["number", "episode"])  # "episode" is a trajectory id
 def test_killed_ten_times_it_equals_an_uninterrupted_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
@@ -191,6 +192,7 @@ def test_killed_ten_times_it_equals_an_uninterrupted_import(
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
+@pytest.mark.slow
 def test_killed_between_the_rows_of_an_episode_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_killed_between_the_rows_of_an_episode_and_its_end(
     assert picture(tmp_path / "killed.exp") == picture(tmp_path / "whole.exp")
 
 
+@pytest.mark.slow
 def test_another_source_starts_over(tmp_path: Path) -> None:
     source, other = make_source(tmp_path / "raw"), make_source(tmp_path / "other", seed=1)
     target = tmp_path / "a.exp"

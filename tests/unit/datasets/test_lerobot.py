@@ -244,6 +244,7 @@ def test_rows_equal_torchrls(tmp_path: Path) -> None:
     assert ("next", "terminated") not in expected.keys(True, True)
 
 
+@pytest.mark.slow
 def test_long_episodes_come_in_pieces(tmp_path: Path) -> None:
     count = 40_000
     number = np.repeat([0, 1], [count, 3])
@@ -328,6 +329,7 @@ def test_ends_that_the_files_name(tmp_path: Path) -> None:
     assert [name for (name,) in status] == ["terminated", "truncated", "cut", "truncated"]
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     root = tmp_path / "raw"
     target = tmp_path / "a.exp"
@@ -449,6 +451,7 @@ def test_videos_left_out(tmp_path: Path) -> None:
         assert ("observation", "image", "front") not in rb[:].keys(True)
 
 
+@pytest.mark.slow
 def test_videos_that_do_not_fit(tmp_path: Path) -> None:
     root = with_video(tmp_path / "raw", 3)
     file = root / "videos/observation.images.front/chunk-000/file-001.mp4"

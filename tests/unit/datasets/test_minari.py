@@ -121,6 +121,7 @@ def test_every_form_gives_the_same_rows(
     assert rows["next", "done"].sum() == 3
 
 
+@pytest.mark.slow
 def test_long_episodes_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create(tmp_path / "root", monkeypatch)
     whole, ends, _ = imported(tmp_path, folder)

@@ -141,6 +141,7 @@ def test_data_sets_written_by_minari_are_imported(
     assert any("JPEG" in note for note in notes) is jpeg
 
 
+@pytest.mark.slow
 def test_jpeg_images_are_what_minari_reads(tmp_path: Path, root: Path) -> None:
     for form in FORMATS:
         name = f"test/{form}-v0"
@@ -245,6 +246,7 @@ def test_rows_equal_torchrls(tmp_path: Path, root: Path, monkeypatch: pytest.Mon
     assert rows["next", "info", "success"][:4].tolist() == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_pieces_of_long_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain(tmp_path / "old-v0")
     whole, facts = imported(tmp_path / "old-v0", tmp_path / "a.exp")
@@ -296,6 +298,7 @@ def test_text_is_a_fact(tmp_path: Path) -> None:
 # -- imports ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_import_is_resumed_and_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain(tmp_path / "old-v0")
     whole, facts = imported(tmp_path / "old-v0", tmp_path / "a.exp")

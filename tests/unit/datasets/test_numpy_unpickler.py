@@ -133,6 +133,7 @@ def test_pickles_that_crash_or_fill_memory_are_refused(data: bytes, text: str) -
         load_arrays(io.BytesIO(data))
 
 
+@pytest.mark.slow
 def test_long_lists_are_not_deep() -> None:
     values = {"steps": [{"a": [1.0, (2, 3)]} for _ in range(5000)]}
     for protocol in range(6):

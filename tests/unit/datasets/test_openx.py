@@ -121,6 +121,7 @@ def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
             torch.testing.assert_close(found, theirs[key], check_dtype=key != "episode")
 
 
+@pytest.mark.slow
 def test_archives_and_folders_of_files_number_their_episodes(tmp_path: Path) -> None:
     folder = tmp_path / "archives"
     archive(folder / "b.tar", [{"steps": []}, episode(2, 4)])
@@ -191,6 +192,7 @@ def test_steps_with_every_kind_of_field(tmp_path: Path) -> None:
     torch.testing.assert_close(rows["observation", "wrist"], rows["observation", "image"])
 
 
+@pytest.mark.slow
 def test_bad_files_leave_nothing(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:

@@ -74,6 +74,7 @@ def hidden(root: Path) -> list[str]:
 # -- download="force" ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_force_replaces_the_store(tmp_path: Path, store: Path) -> None:
     other = make_source(tmp_path / "other", seed=1)
     prepare_dataset(serials(), tmp_path / "plain", source=other)
@@ -83,6 +84,7 @@ def test_force_replaces_the_store(tmp_path: Path, store: Path) -> None:
     assert hidden(tmp_path / "root") == []
 
 
+@pytest.mark.slow
 def test_force_keeps_the_store_if_the_new_source_is_wrong(tmp_path: Path, store: Path) -> None:
     before = picture(store)
     with pytest.raises(NotFoundError, match="there is no file or folder"):
@@ -139,6 +141,7 @@ def test_force_fetches_the_files_again(tmp_path: Path) -> None:
             lock.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("died", [0, 1])
 def test_a_swap_that_was_interrupted_is_finished(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, died: int
@@ -165,6 +168,7 @@ def test_a_swap_that_was_interrupted_is_finished(
     assert hidden(tmp_path / "root") == []
 
 
+@pytest.mark.slow
 def test_a_swap_that_fails_puts_the_store_back(
     tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +197,7 @@ def test_force_does_not_touch_a_folder_that_is_not_a_store(tmp_path: Path) -> No
         make(tmp_path / "root", source, download="force")
 
 
+@pytest.mark.slow
 def test_trajectories_are_made_again(tmp_path: Path) -> None:
     file = write(tmp_path / "a.hdf5", arrays())
     other = write(tmp_path / "b.hdf5", arrays([2, 2]))

@@ -29,6 +29,7 @@ def of_d4rl(*left_out: str) -> dict[str, Any]:
     return {name: rows for name, rows in test_d4rl.arrays().items() if not name.startswith(left_out)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left_out",
     [
@@ -73,6 +74,7 @@ def test_options_of_plain_files_name_the_format(tmp_path: Path, capsys: pytest.C
     assert (found, len(rows)) == ("plain", 5)
 
 
+@pytest.mark.slow
 def test_exports_are_recognised_and_imported(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "x.exp") as rb:
         steps = torch.arange(6)
@@ -105,6 +107,7 @@ def test_a_file_of_vd4rl(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     np.testing.assert_array_equal(rows["action"].numpy(), values["action"][1:])
 
 
+@pytest.mark.slow
 def test_a_folder_of_vd4rl(tmp_path: Path) -> None:
     assert imported(test_vd4rl.write(tmp_path / "raw"))[0] == "vd4rl"
     values = test_vd4rl.episode(6, 1)
@@ -124,6 +127,7 @@ def test_a_file_that_may_be_of_vd4rl(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "import it with --format vd4rl" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_archives_and_folders(tmp_path: Path) -> None:
     for name in ("a.tar", "b.tar.gz"):
         archive = test_openx.archive(tmp_path / "openx" / name, test_openx.episodes())

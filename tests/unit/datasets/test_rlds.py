@@ -271,6 +271,7 @@ def test_last_step_is_a_transition(tmp_path: Path) -> None:
         RLDSReader(source, last_step="both")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_long_episodes_come_in_pieces(tmp_path: Path) -> None:
     step = {
         "observation": tensor("float32", 1000),
@@ -302,6 +303,7 @@ def test_long_episodes_come_in_pieces(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows["action"], -np.arange(count - 1))
 
 
+@pytest.mark.slow
 def test_splits(tmp_path: Path) -> None:
     found = [example(episode(n, 2, True)) for n in range(4)]
     source = write(tmp_path / "raw", [found[:1], found[1:2], found[2:]], train=[1, 1], val=[2])
@@ -411,6 +413,7 @@ def test_numbers_of_all_sizes() -> None:
     assert parse_example(field(1, field(1, field(1, b"x") + field(2, b"")))) == {"x": None}
 
 
+@pytest.mark.slow
 def test_damaged_files(tmp_path: Path) -> None:
     source = small(tmp_path / "raw")
     shard = source / "my_env-train.tfrecord-00001-of-00002"

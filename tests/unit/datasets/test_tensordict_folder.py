@@ -101,6 +101,7 @@ def test_interleaved_trajectories(tmp_path: Path) -> None:
     assert episodes == [(10, "cut"), (10, "cut")]
 
 
+@pytest.mark.slow
 def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensordict_folder, "_PIECE_BYTES", 300)
     data = rows(0, 40)

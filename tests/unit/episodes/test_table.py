@@ -344,6 +344,7 @@ def facts_told(told: Told) -> tuple[Any, ...]:
     return told.trajectory, told.start, told.end, told.length, told.ret, told.last_id, told.status
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     plan=st.lists(batches(), min_size=1, max_size=12),

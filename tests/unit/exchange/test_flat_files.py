@@ -121,6 +121,7 @@ def test_rows_come_back_as_they_were(
     assert run(["verify", str(tmp_path / "back.exp")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [None, expstore.EpisodeKeys(done=["dones"], reward="rewards")])
 def test_names_that_mean_something_in_other_files_come_back(tmp_path: Path, form: str, keys: Any) -> None:
     out, back = FORMATS[form]
@@ -181,6 +182,7 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> 
 DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8"]
 
 
+@pytest.mark.slow
 @share(0.25, of=20)  # each makes two stores
 @given(
     kinds=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4),
@@ -264,6 +266,7 @@ def test_a_d4rl_file_becomes_a_store(tmp_path: Path, form: str) -> None:
         assert rb.trajectory(2)["next", "observation"][:, 0].tolist() == [201, 202, 203, 204, 205]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_seams_without_a_flag_end_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

@@ -98,6 +98,7 @@ def test_minari_reads_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.M
     assert minari.list_local_datasets().keys() == {"robots/walk-v0"}
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
@@ -134,6 +135,7 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path) -> None:
             assert again.sql("SELECT status FROM episodes").fetchall() == [("cut",)] * 3
 
 
+@pytest.mark.slow
 def test_roles_of_fields_come_back(tmp_path: Path) -> None:
     data = rows(0, 27).exclude(("next", "terminated"), ("next", "truncated"), ("next", "done"))
     data["next", "game_over"] = (torch.arange(27) % 9 == 8)[:, None]
@@ -292,6 +294,7 @@ def test_a_dataset_of_minari_becomes_a_store(
         assert (one.actions[1] == other.actions[1]).all()
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "run.exp").close()
     store, out, back = (str(tmp_path / name) for name in ("run.exp", "out", "back.exp"))
@@ -305,6 +308,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--dataset-id requires --minari" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bad_datasets_are_refused(tmp_path: Path) -> None:
     with make(tmp_path / "run.exp") as rb:
         export_minari(rb, tmp_path / "good", episodes=[1, 2])
@@ -352,6 +356,7 @@ def test_bad_datasets_are_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".back.exp.import", "good", "in", "run.exp"]
 
 
+@pytest.mark.slow
 def test_nothing_is_seen_of_what_ended_early(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

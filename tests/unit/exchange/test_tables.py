@@ -76,6 +76,7 @@ def there_and_back(form: str, rb: Any, folder: Path, **options: Any) -> expstore
     return expstore.open(folder / "back.exp", mode="r")
 
 
+@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize(("capacity", "count"), [(None, 230), (200, 500), (200, 0)])
@@ -131,6 +132,7 @@ def test_other_programs_read_it_unaided(tmp_path: Path) -> None:
     assert episodes["status"].to_list() == ["terminated"] * 13 + ["open"]
 
 
+@pytest.mark.slow
 def test_a_file_has_whole_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes interleave in the store; each file has a range of episodes, in the order of ids."""
     monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 40)
@@ -174,6 +176,7 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
     assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp", "two"]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_an_episode_without_its_beginning_counts_from_zero(tmp_path: Path, form: str) -> None:
     """Its steps follow one another; where some are missing in between, another one begins."""
@@ -282,6 +285,7 @@ def test_rows_other_than_tensordicts_are_read_back(tmp_path: Path, form: str) ->
             assert torch.equal(first[1]["a"], second[1]["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_storages_with_lanes_are_flattened(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 400, ndim=2)
@@ -335,6 +339,7 @@ def tables(draw: st.DrawFn) -> TensorDict:
     return data
 
 
+@pytest.mark.slow
 @share(0.25, of=20)  # each makes two stores
 @given(data=tables(), form=st.sampled_from(sorted(FORMATS)))
 def test_whatever_bits_come_back(
@@ -390,6 +395,7 @@ def test_files_of_other_programs_become_stores(tmp_path: Path) -> None:
             assert status == [("terminated", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_rows_without_their_file_of_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
@@ -507,6 +513,7 @@ class FullDisk(Disk):
             raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
     def stop(done: int, total: int) -> None:
@@ -566,6 +573,7 @@ app.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, number: int) -> None:
@@ -588,6 +596,7 @@ def test_interrupted_or_killed_from_the_command_line(tmp_path: Path, form: str, 
         assert held(first) == held(second)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     typed_buffer(tmp_path / "run.exp", 120).close()
@@ -627,6 +636,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_neither_needs_torch(tmp_path: Path) -> None:
     typed_buffer(tmp_path / "run.exp", 60).close()
     paths = [str(tmp_path / name) for name in ("run.exp", "out", "back.exp")]

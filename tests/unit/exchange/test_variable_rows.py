@@ -158,6 +158,7 @@ def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> Arro
     return storage
 
 
+@pytest.mark.slow
 @share(0.3, of=15)  # each makes two stores
 @given(table=tables(), form=st.sampled_from(sorted(FORMATS)), compression=st.sampled_from([None, "zstd"]))
 def test_whatever_rows_come_back(
@@ -250,6 +251,7 @@ QUERIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 130])
 def test_episodes_files_and_row_groups(
@@ -521,6 +523,7 @@ def test_files_of_no_rows_have_the_fields_of_their_types(tmp_path: Path, form: s
         assert str(rb.schema[("number",)]) == "int64[]"
 
 
+@pytest.mark.slow
 def test_changed_exports_are_imported_or_refused(tmp_path: Path) -> None:
     """Rows taken out, columns without our notes: types say then what fields are. Rows that do not fit."""
     with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
@@ -578,6 +581,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(rollouts(0, 30))

@@ -144,6 +144,7 @@ class FullDisk(Disk):
         super().put(path, data, sync=sync)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -200,6 +201,7 @@ def test_rows_that_are_overwritten_meanwhile_are_left_out_everywhere(
     assert (found["_row/id"] == number + 1).all()
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a store in use, of a version, of the newest one."""
     store, versions = tmp_path / "run.exp", tmp_path / "versions"
@@ -265,6 +267,7 @@ app.main()
 """
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_disturb_the_cleaning_up(tmp_path: Path) -> None:
     typed_buffer(tmp_path / "run.exp", 300).close()
     arguments = ["export", str(tmp_path / "run.exp"), str(tmp_path / "out.zarr"), "--zarr"]
@@ -287,6 +290,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_packed_store_needs_no_torch(tmp_path: Path) -> None:
     typed_buffer(tmp_path / "run.exp", 60).close()
     command = [sys.executable, "-c", ALONE, str(tmp_path / "run.exp"), str(tmp_path / "out.zarr")]

@@ -149,6 +149,7 @@ def test_an_episode_is_a_strip_of_frames_over_its_numbers(rb: Any) -> None:
     assert height["pixels"] > height["next.reward"] > height["speed"] > height["action"]
 
 
+@pytest.mark.slow
 def test_an_episode_of_one_step(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp") as rb:
         rb.extend(steps(1))
@@ -173,6 +174,7 @@ def test_only_some_frames_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert asked == [(250, [4, 1, 2])] + [(1, [0])] * 100
 
 
+@pytest.mark.slow
 def test_an_animation_is_a_gif_in_a_notebook(rb: Any, tmp_path: Path) -> None:
     animation = plot.episode(rb, 3, animate=True)
     html = animation._repr_html_()
@@ -270,6 +272,7 @@ def test_a_reader_and_rows_in_memory_are_drawn_too(rb: Any, tmp_path: Path) -> N
     assert len(plot.episode(memory, 1).axes) == 4
 
 
+@pytest.mark.slow
 def test_a_served_store_has_returns_and_lengths_but_no_frames(rb: Any, tmp_path: Path) -> None:
     rb.flush()
     rb.close()
@@ -282,6 +285,7 @@ def test_a_served_store_has_returns_and_lengths_but_no_frames(rb: Any, tmp_path:
 # -- matplotlib ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pyplot_and_torch_are_not_loaded() -> None:
     code = (
         "import sys; from expstore import plot; "

@@ -198,6 +198,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_new_buffer_continues_where_a_killed_one_stopped(store_path: Path) -> None:
     done = warm_processes.run([sys.executable, "-c", KILLED, str(store_path)], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -430,6 +431,7 @@ def test_cursors_of_any_kind(storage: ExpStorage, cut: Any) -> None:
     assert len(storage) == 4
 
 
+@pytest.mark.slow
 def test_without_torchrl_the_reason_is_given() -> None:
     code = "import sys; sys.modules['torchrl'] = None\nimport expstore\nexpstore.ExpStorage"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

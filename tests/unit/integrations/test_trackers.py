@@ -185,6 +185,7 @@ def test_rows_without_rewards_have_no_returns(tmp_path: Path) -> None:
         assert episodes_of(tracker.log_now()) == {"count": 1, "length": 4}
 
 
+@pytest.mark.slow
 def test_a_reader_and_a_client_log_what_another_process_writes(rb: expstore.TensorDictReplayBuffer) -> None:
     path = Path(rb.stats()["path"])
     with rb.record("a") as recorder:

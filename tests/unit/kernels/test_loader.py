@@ -72,6 +72,7 @@ def test_segments_load_their_loops(tmp_path: Path) -> None:
         assert segments._unpacking is importlib.import_module("expstore.kernels.arrow_decode")
 
 
+@pytest.mark.slow
 def test_no_loop_is_named_by_a_string_or_may_be_missing() -> None:
     faults = []
     for path in SOURCES:

@@ -125,6 +125,7 @@ def faults_of(sound: Path, folder: Path, count: int, seed: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_files_that_are_cut_or_gone(sound: Path, tmp_path: Path) -> None:
     """Opening for writing names the file; mode="r" reads what does not depend on it."""
     assert in_child(lambda: faults_of(sound, tmp_path, 40, seed=1)) == []

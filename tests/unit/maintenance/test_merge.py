@@ -61,6 +61,7 @@ def episodes_of(rb: Any) -> list[tuple[Any, ...]]:
     return rb.sql(query).fetchall()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("fields", [None, SHARED])
 def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
@@ -106,6 +107,7 @@ def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     assert verify(tmp_path / "all.exp") == []
 
 
+@pytest.mark.slow
 @share(0.4, of=6, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
@@ -179,6 +181,7 @@ def test_the_best_rows_of_two(tmp_path: Path) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
     a = make(tmp_path / "a.exp", 0, 5)
     rows = {

@@ -222,6 +222,7 @@ def test_a_kill_before_the_shape_has_grown_does_no_damage(
     assert verify(cut) == []
 
 
+@pytest.mark.slow
 def test_a_shard_is_made_whole_though_nothing_of_it_is_left(sound: Path, tmp_path: Path) -> None:
     """Of the one that is written to the rows of the turn before may all have left."""
     for file in sorted(path.name for path in (sound / "columns/frame").glob("c.*")):
@@ -271,6 +272,7 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
     assert f"packed, lz4hc, 1/{field['compression']:.1f}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [20, 200])
 def test_info_of_a_ring_counts_what_its_chunks_contain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int

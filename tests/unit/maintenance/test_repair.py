@@ -126,12 +126,14 @@ def test_redundant_data_is_rebuilt_without_loss(store: Path) -> None:
     check_store(store, list(ALL))
 
 
+@pytest.mark.slow
 def test_nothing_to_repair(store: Path) -> None:
     done = repair(store, drop_damaged=True)
     assert (done.acts, done.lost, done.left) == (["index.duckdb rebuilt"], (), [])
     check_store(store, list(ALL))
 
 
+@pytest.mark.slow
 def test_a_damaged_block_is_left_unless_it_may_be_dropped(store: Path) -> None:
     flip(store / "columns/next/reward/c/0/0", 4 * 100, 5)
     done = repair(store)
@@ -215,6 +217,7 @@ def test_all_rows_lost(store: Path) -> None:
     assert verify(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_the_log_of_episodes(store: Path, damage: str) -> None:
@@ -415,6 +418,7 @@ def _several(path: Path) -> None:
     (path / "columns/number/zarr.json").unlink()
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_can_be_run_again(store: Path, count_cases: Callable[..., None]) -> None:
     assert kill_and_repair(store, _several, list(range(8193, 12_001)), range(1, 400, 13), count_cases) > 40
 

@@ -183,6 +183,7 @@ LIVES = {
 }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=3)
 @given(**LIVES)
 def test_a_list_of_rows_says_what_is_there(
@@ -240,6 +241,7 @@ def fill(path: Path, capacity: int | None, layout: str, **more: Any) -> None:
 SIZES = [(None, 150), (60, 90), (60, None), (60, 60), (90, 40), (None, 40)]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("capacity", "new", "layout"),

@@ -171,6 +171,7 @@ def missed(store: Path, flips: int, seed: int) -> list[str]:
     return faults
 
 
+@pytest.mark.slow
 def test_every_single_bit_is_found(store: Path) -> None:
     """Payload, shard indexes, zarr.json, expstore.json, episodes.log, journal, checksums."""
     assert in_child(lambda: missed(store, 200, seed=1)) == []

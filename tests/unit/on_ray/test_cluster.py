@@ -39,6 +39,7 @@ from tests.support.waits import wait_until
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'expstore[ray]'")
 
 pytestmark = [
+    pytest.mark.slow,  # it takes 20 seconds to start the shards
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of Ray's own settings
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

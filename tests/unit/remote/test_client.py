@@ -245,6 +245,7 @@ def test_values_of_all_types(server: Serving, name: str) -> None:
             }
 
 
+@pytest.mark.slow
 def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None:
     texts = ["one", "", "drei", "vier"]
     rows = [
@@ -313,6 +314,7 @@ def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
         assert len(rb) == 4
 
 
+@pytest.mark.slow
 def test_episodes_are_annotated(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15))
@@ -504,6 +506,7 @@ def test_a_connection_moves_with_its_session(server: Serving, name: str) -> None
         rb.close()
 
 
+@pytest.mark.slow
 def test_open_episodes_of_a_source_are_found(server: Serving, folder: Path, name: str) -> None:
     with connect(server, name) as rb, connect(server, name) as other:
         assert rb.episodes.find_open("actor").tolist() == []
@@ -659,6 +662,7 @@ def test_a_draw_that_fails_does_not_count(server: Serving, name: str) -> None:
         assert rb.draw == 1
 
 
+@pytest.mark.slow
 def test_writers_notice_new_fields(tmp_path: Path) -> None:
     def table_of(*names: str) -> pa.Table:
         return pa.table({name: np.arange(3.0) for name in names})
@@ -807,6 +811,7 @@ def test_errors_of_servers_that_name_no_class_have_that_of_their_kind_or_status(
     assert type(_error_of(422, b"<html>")) is SchemaError
 
 
+@pytest.mark.slow
 def test_queries_are_answered(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(25))
@@ -945,6 +950,7 @@ def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
         assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
 
 
+@pytest.mark.slow
 def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 8, 6)
 

@@ -109,6 +109,7 @@ def test_iteration_ends_as_in_torchrl() -> None:
             list(rb)
 
 
+@pytest.mark.slow
 def test_every_row_that_is_left_has_the_same_chance() -> None:
     """20,000 batches of 5 of 20 rows: a bias of 5 % is four standard deviations."""
     rb = memory_buffer(40, seed=SEED, consume_after_n_samples=1 << 30, batch_size=5)
@@ -464,6 +465,7 @@ def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str,
         assert len(again) == len(whole)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: Path) -> None:
     """Batches are told through a pipe; the kill may come in the middle of one that nobody gets."""
     for life, wait in enumerate((1, 9, 30, 31, 47)):

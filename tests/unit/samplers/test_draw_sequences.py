@@ -11,6 +11,7 @@ from tests.support.draw_sequences import SAMPLERS, SEQUENCES, draw
 from tests.support.golden import GOLDEN, compare, recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_a_sampler_draws_the_recorded_rows(name: str, tmp_path: Path) -> None:
     difference = compare("draws", name, SEQUENCES[name](tmp_path))

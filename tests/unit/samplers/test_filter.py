@@ -336,6 +336,7 @@ def drawn_with(rb: TensorDictReplayBuffer, number: int) -> list[int]:
     return [*selection.ids.tolist(), *(w for one in weights for w in one)]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [300, None])
 @pytest.mark.parametrize("kind", ["random", "prioritized"])
@@ -596,6 +597,7 @@ def test_a_fork_draws_by_the_filter(store_path: Path) -> None:
     rb.close()
 
 
+@pytest.mark.slow
 def test_a_fork_refuses_a_filter_that_does_not_fit_and_only_this_one(store_path: Path) -> None:
     refused = [in_memory(RandomSampler(where="nothing > 1")) for _ in range(8)]  # their order is not known
     for other in refused:
@@ -721,6 +723,7 @@ def versioned(count: int, *, start: int = 0) -> TensorDict:
     return rows(count, start=start).set("policy_version", torch.arange(start, start + count) // 20)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_staleness_is_multiplied(make: Callable[..., TensorDictReplayBuffer]) -> None:
     sampler = StalenessAwareSampler(max_staleness=6, where="kind IN (1, 2, 4)", weight="next.reward")

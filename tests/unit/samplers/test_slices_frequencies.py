@@ -276,6 +276,7 @@ def even_chances(count: int) -> Floats:
     return np.array([count // 2, count - count // 2]) / count
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("shape", ["lanes", "with_deleted_rows"])
 @pytest.mark.parametrize(("length", "strict"), [(2, True), (3, False)])

@@ -111,6 +111,7 @@ def draw(rb: Any, found: dict[str, Any], rng: np.random.Generator) -> None:
         rb.update_priority(id=batch["id"], priority=rng.random(batch["id"].numel()) + 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     "seconds",
@@ -167,6 +168,7 @@ def follow(path: Path, name: str, made: Any, over: Any, answers: Any) -> None:
     answers.put(found)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     "seconds",
@@ -216,6 +218,7 @@ def test_the_ring_goes_round_while_a_follower_looks(
             assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_overtaken_looks_again(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time it knows of episodes, their rows are gone: twice, and then always."""
     with expstore.open(store_path, capacity=CAPACITY) as rb:

@@ -157,6 +157,7 @@ def test_small_masses_count_next_to_large_ones() -> None:
     assert (np.abs(counts - expected) < 5 * expected**0.5).all()
 
 
+@pytest.mark.slow
 def test_a_fast_writer_does_not_make_a_draw_fail() -> None:
     rb = memory_buffer(40, sampler=SliceSampler(slice_len=LENGTH, where="x >= 0"))
     rb.extend(rows(1, 40))

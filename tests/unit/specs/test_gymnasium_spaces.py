@@ -211,6 +211,7 @@ def test_values_that_the_dtype_of_a_space_cannot_represent_are_refused(
         put_final(columns, fields, np.array([False, True]), {"final_obs": final})
 
 
+@pytest.mark.slow
 def test_gymnasium_is_imported_when_a_space_is_made() -> None:
     code = (
         "import sys, expstore.specs.gymnasium_spaces as s\n"

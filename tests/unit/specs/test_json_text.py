@@ -316,6 +316,7 @@ def test_rows_of_torchrls_collectors_fit_the_specs_of_their_environment() -> Non
             rb.add(row, validate="domain")
 
 
+@pytest.mark.slow
 def test_nothing_imports_torchrl_before_it_is_asked_for() -> None:
     code = (
         "import sys, expstore.specs, expstore.specs.torchrl_specs, expstore.specs.json_text\n"

@@ -371,6 +371,7 @@ def test_an_index_that_cannot_begin_says_so() -> None:
     index.close()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_the_index_follows_a_model(index: Index, rng: np.random.Generator) -> None:
     """A hundred deltas of a ring of 60 rows, each at times committed twice, against plain dicts."""
@@ -574,6 +575,7 @@ def test_priorities_are_the_column_while_there_is_one(index: Index) -> None:
     assert rows(index, "FROM priorities") == [(9, 3.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_fragments_are_cut_to_the_window(index: Index, rng: np.random.Generator) -> None:
     fragments, taken = [], 1
@@ -750,6 +752,7 @@ def test_a_result_shows_itself_shortly(index: Index) -> None:
 # Threads and processes.
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("rebuild_every", [0, 4])
 def test_eight_threads_ask_while_one_commits(index: Index, rebuild_every: int) -> None:
@@ -795,6 +798,7 @@ def test_eight_threads_ask_while_one_commits(index: Index, rebuild_every: int) -
     assert min(asked) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_many_threads_commit(index: Index) -> None:
     index.commit(delta((1, 0), complete=True))
@@ -899,6 +903,7 @@ for sequence in range(index.position[1] + 1, 10_000):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_a_usable_file(path: Path, rng: np.random.Generator) -> None:
     for _ in range(3):
         with warm_processes.Popen(
@@ -1023,6 +1028,7 @@ def test_an_index_of_another_store_is_quarantined(made: Path) -> None:
     index.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_log_is_quarantined_with_its_file(path: Path, rng: np.random.Generator) -> None:
     with warm_processes.Popen(
         [sys.executable, "-c", CHILD, str(path)],
@@ -1049,6 +1055,7 @@ def test_a_damaged_log_is_quarantined_with_its_file(path: Path, rng: np.random.G
     index.close()
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_anywhere_gives_right_answers_or_a_rebuild(
     made: Path, rng: np.random.Generator
 ) -> None:
@@ -1202,6 +1209,7 @@ def test_a_new_file_is_synced_before_it_gets_its_name(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["index.duckdb"]
 
 
+@pytest.mark.slow
 def test_a_rebuild_that_fails_at_any_act_can_be_repeated(path: Path) -> None:
     fail_at = 0
     while True:
@@ -1288,6 +1296,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["early", "while DuckDB computes"])
 def test_ctrl_c_in_a_query_is_ctrl_c(moment: str) -> None:
     """One signal is enough, nothing is left running, and the index answers on, even at exit."""

@@ -56,6 +56,7 @@ assert len(ram.sql("SELECT a FROM transitions")) == 5
 }
 
 
+@pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.some(3)
 @pytest.mark.parametrize("end", ENDS)

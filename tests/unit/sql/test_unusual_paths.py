@@ -26,6 +26,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.index
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("name", NAMES, ids=ascii)

@@ -88,6 +88,7 @@ acts = st.one_of(
 )
 
 
+@pytest.mark.slow
 @share(0.4, of=20, deadline=None)
 @given(
     plan=st.lists(acts, min_size=1, max_size=20),
@@ -209,6 +210,7 @@ def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
     storage.close()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 100)

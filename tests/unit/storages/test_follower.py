@@ -163,6 +163,7 @@ def test_a_store_without_rows(store_path: Path) -> None:
         assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(0,)]
 
 
+@pytest.mark.slow
 def test_an_unbounded_store(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:

@@ -137,6 +137,7 @@ def load_often(path: Path, version: Path, times: int) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_follower_keeps_no_file_of_loads_before(store_path: Path, tmp_path: Path, kind: str) -> None:
     counts = load_often(make(store_path, kind), tmp_path / "version", 5)

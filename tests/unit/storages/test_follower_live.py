@@ -188,6 +188,7 @@ def test_a_follower_that_came_before_the_first_rows(store_path: Path) -> None:
             same_answers(rb, seen)
 
 
+@pytest.mark.slow
 def test_sql_follows(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]) -> None:
     rb, seen = pair
     for start in range(20, 400, 11):
@@ -195,6 +196,7 @@ def test_sql_follows(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer]
         same_answers(rb, seen)
 
 
+@pytest.mark.slow
 def test_sql_follows_through_many_segments(store_path: Path) -> None:
     storage = ZarrStorage(store_path, 200, settings=Settings(flatten=True), segment_bytes=2048)
     with expstore.TensorDictReplayBuffer(storage=storage, with_ids=True) as rb:
@@ -238,6 +240,7 @@ def test_priorities_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayB
     assert seen.storage.priorities.values[[2, 6]].tolist() == [5.0, 0.5]
 
 
+@pytest.mark.slow
 def test_an_unbounded_store_grows(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
     with expstore.open(store_path) as rb:
@@ -263,6 +266,7 @@ def test_changes_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuff
 # What is not.
 
 
+@pytest.mark.slow
 def test_rows_in_change_are_waited_for(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -761,6 +765,7 @@ def first(items: list[TensorDict]) -> TensorDict:
     return items[0]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("method", "role"),

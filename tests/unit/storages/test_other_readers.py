@@ -78,6 +78,7 @@ def facts(rb: TensorDictReplayBuffer) -> tuple[dict[tuple[str, ...], np.ndarray]
     return held, ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 6000, 50])
 def test_zarr_and_tensorstore_read_a_closed_store(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int | None
@@ -199,6 +200,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
         assert rb.sql("SELECT count(*), sum(live_rows)::INT FROM episodes").fetchall() == [(6, 43)]
 
 
+@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("capacity", "codec"),

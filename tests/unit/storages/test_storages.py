@@ -150,6 +150,7 @@ acts = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 # A batch that is longer than the ring with all its slots.
 @example(plan=[("put", 1), ("put", 1), ("put", 5)], capacity=1, spare=2, on_disk=True)
@@ -398,6 +399,7 @@ def test_rewards_and_ends_of_several_agents_are_found_if_they_are_given() -> Non
 # On disk: shards.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_flat_shards")
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat.FlatColumn, "_reserve", starts_with_two_shards(flat.FlatColumn._reserve))

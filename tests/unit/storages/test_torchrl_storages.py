@@ -589,6 +589,7 @@ def test_torchrls_fault_pickle_in_loads(tmp_path: Path) -> None:
     assert not (tmp_path / "was-here").exists()
 
 
+@pytest.mark.slow
 def test_torchrls_fault_dumps_killed_half_way(tmp_path: Path) -> None:
     """TorchRL writes a new dump over the old one: killed in between, it loads rows of both, mixed."""
 

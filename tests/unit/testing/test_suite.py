@@ -169,6 +169,7 @@ WRONG: list[tuple[type[Storage], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "declared", "tests"), WRONG, ids=["-".join([c.__name__, *d]) for c, d, _ in WRONG]
 )
@@ -228,6 +229,7 @@ def test_pytest_finds_the_tests_of_a_subclass_and_no_others(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.slow
 def test_importing_the_suite_loads_no_test_library() -> None:
     code = (
         "import sys, expstore.testing; assert not {'pytest', 'hypothesis'} & sys.modules.keys(), sys.modules"

@@ -160,6 +160,7 @@ def chain(n_steps: int, frames: int, padding: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @patient
 @some
 @given(
@@ -674,6 +675,7 @@ def test_a_follower_reads_while_a_writer_overwrites(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_threads_that_sample_while_one_overwrites(prefetch: int) -> None:

@@ -247,6 +247,7 @@ def test_by_name_and_sql(root: Path) -> None:
     assert (some.sample()["action"] == 3).all()
 
 
+@pytest.mark.slow
 def test_the_folder_that_torchrl_made_of_a_run(
     tmp_path: Path, run: tuple[Path, list[Step]], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,7 @@ def twice(rows: TensorDictBase) -> TensorDictBase:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_preprocess(tmp_path: Path, source: Path, workers: int) -> None:
     data = opened(tmp_path, source)

@@ -195,6 +195,7 @@ def test_rehydrate(tmp_path: Path, source: Path) -> None:
     torch.testing.assert_close(rows[state][inside], plain[state][inside])
 
 
+@pytest.mark.slow
 def test_options_of_a_store_that_is_there(tmp_path: Path, source: Path) -> None:
     key_map = {"action": ("arm", "action")}
     assert opened(tmp_path, source, key_map=key_map)[:]["arm", "action"].shape == (14, 1)
@@ -211,6 +212,7 @@ def test_options_of_a_store_that_is_there(tmp_path: Path, source: Path) -> None:
     assert opened(tmp_path / "c").sample()["observation", "image", "front"].shape == (8, 3, 16, 32)
 
 
+@pytest.mark.slow
 def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "public" / "lerobot" / "pusht"
     write_v2(folder)

@@ -50,6 +50,7 @@ def test_samples_of_a_source(tmp_path: Path, source: Path) -> None:
     assert batch["language_instruction"] == words
 
 
+@pytest.mark.slow
 def test_slices_and_trajectories(tmp_path: Path, source: Path) -> None:
     data = opened(tmp_path, source, num_slices=2, batch_size=6)
     batch = data.sample()

@@ -15,6 +15,7 @@ from tests.unit.datasets.test_roboset import RobosetExperienceReplay as OfTorchR
 ID = "DAPG(expert)/door_v2d-v1"
 
 
+@pytest.mark.slow
 def test_from_the_hub_and_from_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "jdvakil" / "RoboSet_Sim" / "DAPG(expert)"
     (folder / "door_v2d-v1").mkdir(parents=True)

@@ -134,6 +134,7 @@ def test_parameters(worker: SqlWorker, sql: str, params: Any) -> None:
     assert table(worker.query(sql, params)).to_pylist() == [{"n": 120}]
 
 
+@pytest.mark.slow
 def test_further_rows_are_left_out_and_reported(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(rows=100, bytes=4000, seconds=20)) as worker:
         for rows, truncated in ((99, False), (100, False), (101, True), (10**12, True)):
@@ -152,6 +153,7 @@ def test_further_rows_are_left_out_and_reported(store: Path) -> None:
         assert caught.value.kind == "too_large"
 
 
+@pytest.mark.slow
 def test_rows_show_as_soon_as_they_are_written(
     store_path: Path, make_batch: Callable[..., TensorDict]
 ) -> None:
@@ -167,6 +169,7 @@ def test_rows_show_as_soon_as_they_are_written(
         assert rb.storage.last > 150
 
 
+@pytest.mark.slow
 def test_a_store_without_rows_and_one_that_is_reopened(
     store_path: Path, make_batch: Callable[..., TensorDict]
 ) -> None:
@@ -181,6 +184,7 @@ def test_a_store_without_rows_and_one_that_is_reopened(
             assert found == [{"n": 20 * cycle + 20}]
 
 
+@pytest.mark.slow
 def test_packed_images(store_path: Path) -> None:
     import torch
     from tensordict import TensorDict
@@ -199,6 +203,7 @@ def test_packed_images(store_path: Path) -> None:
         assert 100 < many.rows <= 200_000 // 1600
 
 
+@pytest.mark.slow
 def test_a_version_that_dumps_made(
     store_path: Path, tmp_path: Path, make_batch: Callable[..., TensorDict]
 ) -> None:
@@ -255,6 +260,7 @@ def test_harmful_sql_is_contained(strict: SqlWorker, ground: dict[str, str], num
     assert table(strict.query("SELECT count(*) AS n FROM transitions")).to_pylist() == [{"n": ROWS}]
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("sql", SLOW)
 def test_endless_queries_are_ended(strict: SqlWorker, sql: str) -> None:
@@ -264,6 +270,7 @@ def test_endless_queries_are_ended(strict: SqlWorker, sql: str) -> None:
     assert table(strict.query("SELECT count(*) AS n FROM transitions")).to_pylist() == [{"n": ROWS}]
 
 
+@pytest.mark.slow
 def test_the_deadline_kills_and_says_so(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=0.5)) as worker:
         before = worker.stats()
@@ -291,6 +298,7 @@ def test_a_death_is_contained(strict: SqlWorker) -> None:
     assert table(strict.query("SELECT 1 AS a")).to_pylist() == [{"a": 1}]
 
 
+@pytest.mark.slow
 def test_children_that_died_while_idle_are_replaced(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=20)) as worker:
         wait_until(lambda: len(worker.stats()["pids"]) == 2)
@@ -353,6 +361,7 @@ def fuzz(store: Path, ground: dict[str, str], count: int, seed: int) -> dict[str
     return kinds
 
 
+@pytest.mark.slow
 def test_functions_with_any_arguments(store: Path, ground: dict[str, str]) -> None:
     assert sum(fuzz(store, ground, 300, seed=7).values()) == 300
 
@@ -398,6 +407,7 @@ print(json.dumps({"kinds": kinds, "peak": peak, "loaded": loaded}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds what a process keeps in memory")
 def test_memory_is_bounded(store: Path) -> None:
     bombs = [
@@ -504,6 +514,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_children_end_with_their_parent(store: Path, end: signal.Signals) -> None:
@@ -567,6 +578,7 @@ def test_closing_ends_a_query(store: Path) -> None:
             asked.result()
 
 
+@pytest.mark.slow
 def test_many_threads(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=30, wait=60)) as worker, ThreadPoolExecutor(8) as pool:
 
@@ -580,6 +592,7 @@ def test_many_threads(store: Path) -> None:
         assert len(worker.stats()["pids"]) <= worker.limits.at_once + 1
 
 
+@pytest.mark.slow
 def test_waiting_too_long_raises(store: Path) -> None:
     limits = SqlLimits(seconds=100, at_once=1, wait=0.05)
     with SqlWorker(store, limits=limits) as worker, ThreadPoolExecutor(1) as pool:
@@ -622,6 +635,7 @@ def test_there_must_be_a_store(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_and_comes_back(store_path: Path, make_batch: Callable[..., TensorDict]) -> None:
     def make(rows: int) -> None:
         with expstore.open(store_path, seed=0) as rb:
@@ -683,6 +697,7 @@ with SqlWorker(Path(sys.argv[1]), limits=SqlLimits(seconds=60)) as worker:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="packages lie in the interpreter's own folder")
 def test_packages_may_lie_outside_the_interpreters_folders(store: Path) -> None:
     """As with a .pth, PYTHONPATH or --system-site-packages: sysconfig names other folders."""

@@ -182,6 +182,7 @@ ACTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     each=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
@@ -214,6 +215,7 @@ def test_every_life_keeps_both(
         life.end()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 24])
 def test_killed_at_every_act(tmp_path: Path, capacity: int | None) -> None:

@@ -184,6 +184,7 @@ def live(world: World, chance: random.Random, *, killed: bool, onlooker: bool = 
         rb.close()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,6 +257,7 @@ def test_an_archive_is_a_store(tmp_path: Path) -> None:
         assert (drawn.diff(dim=1) == 1).all()
 
 
+@pytest.mark.slow
 def test_rows_stay_in_the_ring_until_they_are_on_the_archives_disk(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 300, archive=tmp_path / "old.exp", step=10) as rb:
         storage = rb.storage
@@ -294,6 +296,7 @@ def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
         assert read
 
 
+@pytest.mark.slow
 def test_deleted_and_replaced_rows_are_not_archived(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 150, archive=tmp_path / "old.exp") as rb:
         rb.snapshots.tag("before")
@@ -321,6 +324,7 @@ def test_another_capacity_sends_rows_there(tmp_path: Path) -> None:
         expstore.resize(tmp_path / "run.exp", capacity=None)
 
 
+@pytest.mark.slow
 def test_it_can_be_moved_and_left(tmp_path: Path) -> None:
     path, old, new = tmp_path / "run.exp", tmp_path / "old.exp", tmp_path / "deep" / "new.exp"
     filled(path, 150, archive=old).close()
@@ -506,6 +510,7 @@ def test_it_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines()[1] == "100,40"
 
 
+@pytest.mark.slow
 def test_untrusted_sql_sees_both(tmp_path: Path) -> None:
     filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp").close()
     with SqlWorker(tmp_path / "run.exp", limits=SqlLimits(seconds=20.0)) as worker:

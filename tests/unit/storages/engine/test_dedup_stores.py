@@ -103,6 +103,7 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
             assert len(found) >= min(first, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows", "capacity"),
@@ -193,6 +194,7 @@ def test_verify_names_the_rows_that_lie_with_damaged_ones_and_repair_costs_these
         assert numbers_in(rb) == sorted(set(range(120, 180)) - named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.torture)])
 def test_a_repair_costs_the_rows_that_were_named_and_no_others(
     broken: Broken, tmp_path: Path, count: int

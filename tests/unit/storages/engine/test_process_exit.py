@@ -345,6 +345,7 @@ while True: time.sleep(0.01)
         assert (len(rb), rb.recovered) == (30, None)
 
 
+@pytest.mark.slow
 def test_a_child_dies_of_it_at_once(store_path: Path) -> None:
     """The signal mostly comes before the child has begun to be one."""
     code, said, _ = run(

@@ -200,6 +200,7 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
     assert sum(row[2] for row in found["fragments"]) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 40])
 def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: np.random.Generator) -> None:
@@ -312,6 +313,7 @@ def test_truncated_trajectories_take_no_rows_after_a_restart(store_path: Path) -
 # Draws, priorities, shards.
 
 
+@pytest.mark.slow
 def test_batches_continue_after_any_stop(store_path: Path) -> None:
     expected = 0
     for stop in ("close", "kill", "flush", "kill", "close"):
@@ -336,6 +338,7 @@ def test_batches_continue_after_any_stop(store_path: Path) -> None:
             assert ids == wanted
 
 
+@pytest.mark.slow
 def test_priorities_survive(store_path: Path) -> None:
     for stop, value in (("close", 2.0), ("kill", 5.0), ("flush", 3.0)):
 
@@ -358,6 +361,7 @@ def test_priorities_survive(store_path: Path) -> None:
         assert dict(rb.sql(query).fetchall()) == first | second | third | {6001: 5}
 
 
+@pytest.mark.slow
 def test_an_unbounded_store_grows_over_shards_and_lives(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

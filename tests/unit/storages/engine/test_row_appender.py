@@ -143,6 +143,7 @@ CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
 }
 
 
+@pytest.mark.slow
 def test_rows_of_add_are_whole_or_absent_wherever_they_are_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_no_row_is_visible_before_it_is_on_the_disk(
     assert len(rb) == 5000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "process"])
 def test_rows_come_back_from_the_journal_alone(
     open_store: Callable[..., TensorDictReplayBuffer],
@@ -366,6 +367,7 @@ def test_two_threads_that_sync_at_once_both_get_the_error(
     assert len(rb) == 5
 
 
+@pytest.mark.slow
 def test_changes_in_place_and_deletions_are_durable(
     open_store: Callable[..., TensorDictReplayBuffer],
     store_path: Path,

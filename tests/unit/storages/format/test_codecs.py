@@ -72,6 +72,7 @@ def test_codecs_that_zarr_python_alone_reads_are_refused(name: str, tmp_path: Pa
     assert not (tmp_path / "run.exp").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["zstd-shuffle", "gzip"])
 def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

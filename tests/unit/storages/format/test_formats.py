@@ -88,6 +88,7 @@ def _base(folder: Path) -> Any:
     return json.loads(head[32 : 32 + int.from_bytes(head[:4], "little")])
 
 
+@pytest.mark.slow
 def test_it_is_read(store: tuple[Path, int]) -> None:
     folder, number = store
     for name in ("run.exp", "killed.exp"):
@@ -98,6 +99,7 @@ def test_it_is_read(store: tuple[Path, int]) -> None:
     assert upgrade(folder / "run.exp", dry_run=True).format_found == number
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 def test_it_continues(store: tuple[Path, int]) -> None:
     folder, _ = store

@@ -460,6 +460,7 @@ def test_a_change_in_place_waits(
     rb.close()
 
 
+@pytest.mark.slow
 def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: Make) -> None:
     """One writes, one samples, versions are made: every version is a run of rows as they were written."""
     with expstore.open(store_path, capacity=9000, batch_size=64) as rb:
@@ -550,6 +551,7 @@ def test_other_samplers_continue_as_well(
         new.close()
 
 
+@pytest.mark.slow
 def test_ids_and_episodes_continue_above_both(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
 ) -> None:
@@ -668,6 +670,7 @@ def test_ids_from_before_a_load_are_drawn_again(store_path: Path, place: Path, m
             assert rb.update_priority(id=former, priority=5.0) == 0
 
 
+@pytest.mark.slow
 def test_sampling_continues_while_a_version_is_restored(
     store_path: Path, place: Path, make_batch: Make
 ) -> None:

@@ -118,6 +118,7 @@ def test_finished_shards_are_the_stores_own_files(tmp_path: Path, place: Path) -
         assert two.new_bytes < one.new_bytes
 
 
+@pytest.mark.slow
 def test_bytes_that_were_written_are_counted(tmp_path: Path, place: Path) -> None:
     flat, packed = tmp_path / "flat", tmp_path / "packed"
     new = []

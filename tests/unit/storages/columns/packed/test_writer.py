@@ -153,6 +153,7 @@ def test_every_life_keeps_what_was_published(
         life.end()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
 def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
@@ -182,6 +183,7 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
     assert acts > 60
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
 def test_killed_at_every_act_during_a_sync(tmp_path: Path, slots: int | None) -> None:
