@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests in a browser as slow."""
-    for item in items:
-        if isinstance(item, pytest.Function) and "browser" in item.fixturenames:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with launch() as browser:

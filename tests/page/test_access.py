@@ -12,6 +12,8 @@ from tests.support.browsers import Visit, read_findings, wait_until
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 
+pytestmark = pytest.mark.slow  # in a browser
+
 
 @pytest.fixture(scope="module")
 def guarded(page_folder: Path) -> Iterator[Serving]:

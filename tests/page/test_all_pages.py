@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.browsers import Visit, read_findings, wait_until
 
+pytestmark = pytest.mark.slow  # in a browser
+
 #: Pages by address; a page belongs here once for each state that looks different.
 PAGES = {
     "stores": "/",

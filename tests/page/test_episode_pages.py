@@ -18,6 +18,8 @@ from tests.support.browsers import Visit
 from tests.support.page_stores import HOSTILE, game_rows
 from tests.support.servers import Serving
 
+pytestmark = pytest.mark.slow  # in a browser
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request
 

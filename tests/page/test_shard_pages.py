@@ -14,6 +14,8 @@ from tests.page.conftest import Open
 from tests.support.browsers import read_findings, wait_until
 from tests.support.servers import Serving
 
+pytestmark = pytest.mark.slow  # in a browser
+
 
 @pytest.fixture(scope="module")
 def cluster(server: Serving, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pyarrow as pa
+import pytest
 
 from tests.support.browsers import Visit
 from tests.support.page_stores import HOSTILE, LONG
+
+pytestmark = pytest.mark.slow  # in a browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 import expstore
 from expstore.api import Settings
 from tests.support.browsers import Visit, wait_until
 from tests.support.page_stores import game_rows
 from tests.support.servers import Serving
+
+pytestmark = pytest.mark.slow  # in a browser
 
 
 def query_of(page: Any) -> dict[str, str]:
