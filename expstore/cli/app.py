@@ -406,11 +406,13 @@ class _Interrupts:
         self._former: Any = None
 
     def __enter__(self) -> Self:
-        self._former = signal.signal(signal.SIGINT, self._note)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a shell
+            self._former = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._former)
+        if self._former is not None:
+            signal.signal(signal.SIGINT, self._former)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.seen:

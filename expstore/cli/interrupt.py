@@ -23,8 +23,12 @@ def stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int],
         show: Called with the bytes done and the bytes in total.
 
     Yields:
-        A function that calls `show`, and raises KeyboardInterrupt after a Ctrl-C.
+        A function that calls `show`, and raises KeyboardInterrupt after a Ctrl-C, unless the process ignores
+        Ctrl-C, as in the background of a shell.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield show
+        return
     seen: list[int] = []
 
     def progress(done: int, total: int) -> None:

@@ -797,6 +797,17 @@ def test_a_second_ctrl_c_does_not_wait(cli: Cli, tmp_path: Path) -> None:
     assert found.unclean is False
 
 
+def test_ctrl_c_does_not_end_a_collection_that_ignores_it(cli: Cli, tmp_path: Path) -> None:
+    """A shell lets programs ignore Ctrl-C that it starts in the background."""
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert cli("collect", "Alarm1-v0", tmp_path / "run.exp", "--steps", 200, "--envs", 1).code == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert survey(tmp_path / "run.exp").rows >= 200
+
+
 def test_an_unknown_environment_makes_no_store(cli: Cli, tmp_path: Path) -> None:
     done = cli("collect", "Nowhere-v0", tmp_path / "run.exp", "--steps", 9)
     assert done.code == 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from expstore.cli import app
+from expstore.cli.interrupt import stoppable
 from tests.support.commands import Cli
 
 #: Raises the signal when the command line imports typer.
@@ -66,6 +67,20 @@ def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
     code, out, errors = run(ignored + WHILE_IMPORTING + AT_EXIT)
     assert (code, errors) == (0, "")
     assert out.strip()
+
+
+def test_work_goes_on_where_ctrl_c_is_ignored() -> None:
+    shown = []
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stoppable(lambda done, total: shown.append(done)) as progress:
+            for done in (1, 2):
+                signal.raise_signal(signal.SIGINT)
+                progress(done, 2)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert shown == [1, 2]
 
 
 @pytest.mark.parametrize("error", [ImportError("Encountered an error"), ValueError("bad")])
