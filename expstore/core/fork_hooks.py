@@ -26,7 +26,10 @@ def call_each(owners: Iterable[_Owner], hook: Callable[[_Owner], object]) -> Non
         try:
             hook(owner)
         except Exception:
-            _log.exception("a hook for forked processes failed, so a fork may not be able to use %r", owner)
+            # Not the object's repr, which may use what belongs to the parent.
+            _log.exception(
+                "a forked process may not be able to use an object of type %s", type(owner).__name__
+            )
 
 
 def _list(owners: Iterable[_Owner]) -> list[_Owner]:
