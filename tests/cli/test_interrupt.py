@@ -70,17 +70,17 @@ def test_ctrl_c_is_ignored_where_the_shell_ignores_it() -> None:
 
 
 def test_work_goes_on_where_ctrl_c_is_ignored() -> None:
-    shown = []
+    told = []
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with stoppable(lambda done, total: shown.append(done)) as progress:
+        with stoppable(lambda done, total: told.append(done)) as progress:
             for done in (1, 2):
                 signal.raise_signal(signal.SIGINT)
                 progress(done, 2)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, former)
-    assert shown == [1, 2]
+    assert told == [1, 2]
 
 
 @pytest.mark.parametrize("error", [ImportError("Encountered an error"), ValueError("bad")])

@@ -251,7 +251,7 @@ with open(os.path.join(folder, "ballast"), "wb", buffering=0) as out:
     except OSError:
         pass
 found = verify(Path(store))
-print([(f.kind, f.ids) for f in found if "segments" in f.path])
+print([(f.kind, f.ids) for f in found if "segments" in f.path], flush=True)
 os._exit(0)
 """
 

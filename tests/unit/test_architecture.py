@@ -314,7 +314,6 @@ def test_every_file_exception_is_needed(modules: dict[str, Module]) -> None:
         assert operations <= {operation for _, operation in file_operations(modules[name])}
 
 
-@pytest.mark.slow
 def test_libraries_are_imported_by_their_packages_only(modules: dict[str, Module]) -> None:
     assert_none(message for module in modules.values() for message in check_libraries(module))
 
@@ -341,7 +340,6 @@ def test_no_module_of_ours_is_imported_by_a_string(modules: dict[str, Module]) -
     assert_none(message for module in modules.values() for message in check_strings(module))
 
 
-@pytest.mark.slow
 def test_every_dependency_is_used(modules: dict[str, Module]) -> None:
     """A module imports it, or names it in a string, as those do that come with an extra."""
     named = {one.library for module in modules.values() for one in imports_of(module)}

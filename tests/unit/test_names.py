@@ -62,7 +62,6 @@ def find_retired(module: str, source: str) -> Iterator[str]:
             yield f"{line}: {name}: instead of {word!r} use {RETIRED_WORDS[word]}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_identifier_has_a_retired_word(folder: str) -> None:
     files = python_files(folder)
@@ -131,7 +130,6 @@ def find_participles(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {node.name}: the name of a function is a verb"
 
 
-@pytest.mark.slow
 def test_no_function_is_named_by_a_participle() -> None:
     files = python_files("expstore", "api")
     found = [
