@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 # Processes that run tests: one more than there are processors, as some tests wait; each takes 1 GB of memory.
 JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) + 1 )); echo $$(( n < 8 ? n : 8 )))
 
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+
 # Many short processes run here: they keep what they compile.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -38,8 +40,6 @@ run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
 .venv/.loops: .venv/.installed tests/support/compile_loops.py $(shell grep -rl compiled expstore --include='*.py')
 	$(BIN)/python -m tests.support.compile_loops
 	@touch $@
-
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
 
 test: .venv .venv/.loops  ## run the tests, without those that take seconds each
 	$(PYTEST) -m "not slow and not torture"

@@ -69,7 +69,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Iterator[None]:
-    """End a forked child whose error has left the test; otherwise the child would run the next tests, too."""
+    """Exit a forked child that leaves the test function; otherwise it would run the next tests, too."""
     pid = os.getpid()
     try:
         return (yield)

@@ -36,7 +36,7 @@ def definition(path: str, name: str) -> ast.FunctionDef | None:
 
 
 def is_left_out(path: str, test: ast.FunctionDef) -> bool:
-    """Say whether a test is left out of `make test`, by its own marks or by those of its module."""
+    """Return whether a test is left out of `make test`, by its own marks or by those of its module."""
     marks = [ast.unparse(mark) for mark in test.decorator_list]
     for node in parse(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
