@@ -36,8 +36,8 @@ EXPORT_NOTES = "\n\n".join(
 )
 IMPORT_NOTES = (
     "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt starts "
-    "again; for data sets (all formats but arrow, npz, parquet and flat hdf5) it leaves a hidden folder, "
-    ".STORE.import, from which the next attempt continues. Ids begin at 1. Nothing is ever unpickled."
+    "again; for data sets (all formats but arrow, csv, npz, parquet and flat hdf5) it leaves a hidden "
+    "folder, .STORE.import, from which the next attempt continues. Ids begin at 1. Nothing is ever unpickled."
 )
 
 
@@ -189,7 +189,7 @@ def import_(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="arrow, atari-dqn, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
+            help="arrow, atari-dqn, csv, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
             "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
         ),
     ] = None,
@@ -198,8 +198,8 @@ def import_(
         typer.Option(
             "--map",
             metavar="THEIRS=OURS",
-            help="In hdf5 and npz: import the array THEIRS as the field OURS, such as "
-            "obs_next=next.observation. THEIRS= skips the array. May be repeated.",
+            help="In files with a row per transition: import the column THEIRS as the field OURS, such as "
+            "obs_next=next.observation. THEIRS= skips the column. May be repeated.",
         ),
     ] = None,
     capacity: Annotated[
@@ -224,7 +224,7 @@ def import_(
     """Create a store from files of other programs, or from an export."""
     from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
     from expstore.datasets.recognition import arrays_format, episodes_format
-    from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
+    from expstore.exchange.formats import ARRAYS, IMPORTS, TABLES, format_of, importer
 
     choices = sorted({*IMPORTS, *DATASETS})
     if format is not None and format not in choices:
@@ -236,7 +236,7 @@ def import_(
     grouped = episodes_format(source) if format == "hdf5" else None
     if grouped is not None:
         format = asked or grouped
-    elif asked is None and format in MAPPED:
+    elif asked is None and format in ARRAYS:
         recognised, doubt = arrays_format(source)
         format = recognised or format
         _note([doubt] if doubt else [])
@@ -258,8 +258,6 @@ def import_(
         done = _import_data_set(format, source, store, options)
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}
-        if more and format not in MAPPED:
-            raise typer.BadParameter(f"applies to {' and '.join(MAPPED)} only", param_hint="--map")
         if storage is not None:
             more["storage"] = _kind(storage, format, TABLES)
         make = importer(format)
@@ -308,7 +306,9 @@ def _note(notes: Iterable[str]) -> None:
 
 def _tell_imported(done: Imported) -> None:
     """Print what was imported."""
-    typer.echo(f"{done.path} holds {done.kept:,} rows of {done.episodes:,} episodes")
+    typer.echo(done.summary)
+    for warning in done.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     if done.kept < done.rows:
         typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
 
@@ -318,7 +318,7 @@ def _kind(storage: str, format: str, formats: Sequence[str]) -> str:
     if storage not in ("arrow", "zarr"):
         raise typer.BadParameter(f"{storage!r} is unknown; use arrow or zarr", param_hint="--storage")
     if format not in formats:
-        raise typer.BadParameter(f"applies to {' and '.join(formats)} only", param_hint="--storage")
+        raise typer.BadParameter(f"applies to {', '.join(formats)} only", param_hint="--storage")
     return storage
 
 

@@ -19,25 +19,27 @@ from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
+from expstore.exchange.field_names import SYNONYMS
 from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5
 
 __all__ = ["Hdf5EpisodesReader", "RobomimicReader"]
 
 _SLAB_BYTES = 16 << 20
-_NUMBERED = re.compile(r"(.+?)_(\d+)")
 
 #: Names of the arrays of an episode, by meaning. The first name that an episode has is used.
 _NAMES = {
-    "observation": ("observations", "observation", "obs"),
-    "next": ("next_observations", "next_observation", "next_obs"),
-    "action": ("actions", "action"),
-    "reward": ("rewards", "reward"),
-    "terminated": ("terminals", "terminations", "terminated", "terminal"),
-    "truncated": ("timeouts", "truncations", "truncated", "timeout"),
-    "done": ("dones", "done"),
-    "info": ("infos", "info", "env_infos"),
+    "observation": SYNONYMS[("observation",)],
+    "next": SYNONYMS["next", "observation"],
+    "action": SYNONYMS[("action",)],
+    "reward": SYNONYMS["next", "reward"],
+    "terminated": SYNONYMS["next", "terminated"],
+    "truncated": SYNONYMS["next", "truncated"],
+    "done": SYNONYMS["next", "done"],
+    "info": (*SYNONYMS[("info",)], "env_infos"),
 }
+#: The flags that end an episode. Some files have them as attributes of its group.
+_FLAGS = ("terminated", "truncated", "done")
 
 
 class _GroupedReader(Reader):
@@ -101,7 +103,11 @@ class _GroupedReader(Reader):
         arrays = self._arrays(file, name)
         found = _sort(arrays)
         steps = _steps(name, found)
-        end, facts = self._end(found, steps), self._episode_facts(file, name)
+        facts = self._episode_facts(file, name)
+        flags = {kind: facts[one] for kind in _FLAGS for one in _NAMES[kind] if one in facts}
+        end = self._end(
+            found | {kind: np.asarray(flag) for kind, flag in flags.items() if kind not in found}, steps
+        )
         row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
         size = max(1, _SLAB_BYTES // max(1, row_bytes))
         for start in range(0, steps, size):
@@ -189,8 +195,8 @@ class Hdf5EpisodesReader(_GroupedReader):
     def _find(self, file: Any) -> list[str]:
         self._is_d3rlpy = _is_d3rlpy(file)
         if self._is_d3rlpy:
-            numbers = sorted({int(found[2]) for name in file if (found := _NUMBERED.fullmatch(name))})
-            return [str(number) for number in numbers]
+            found = (re.fullmatch(r"actions_(\d+)(_\d+)?", name) for name in file)
+            return [str(number) for number in sorted({int(one[1]) for one in found if one})]
         names = find_episodes(file)
         if not names:
             raise SchemaError(f"{self._path} has no group per episode")
@@ -199,15 +205,14 @@ class Hdf5EpisodesReader(_GroupedReader):
     def _arrays(self, file: Any, name: str) -> dict[str, Any]:
         if not self._is_d3rlpy:
             return super()._arrays(file, name)
-        suffix = f"_{name}"
-        tops = [top for top in file if top.endswith(suffix) and _NUMBERED.fullmatch(top)]
         arrays: dict[str, Any] = {}
-        for top in tops:
-            plain, item = top.removesuffix(suffix), file[top]
-            if hasattr(item, "shape"):
-                arrays[plain] = item
-            else:  # tuples of observations
-                arrays |= {f"{plain}/{path}": one for path, one in datasets_in(item)}
+        for top, item in members(file):
+            # A tuple of observations is observations_EPISODE_PART, a dict a group.
+            parts = re.fullmatch(rf"(\D+?)_{name}(?:_(\d+))?", top)
+            if parts and hasattr(item, "shape"):
+                arrays[parts[1] if parts[2] is None else f"{parts[1]}/{parts[2]}"] = item
+            elif parts:
+                arrays |= {f"{parts[1]}/{path}": one for path, one in datasets_in(item)}
         return arrays
 
     def _episode_facts(self, file: Any, name: str) -> dict[str, Any]:
@@ -302,7 +307,7 @@ def has_episodes(file: Any) -> bool:
 
 
 def _is_d3rlpy(file: Any) -> bool:
-    return all(name in file for name in ("actions_0", "rewards_0", "terminated_0"))
+    return "terminated_0" in file and ("actions_0" in file or "actions_0_0" in file)
 
 
 def _sort(arrays: Mapping[str, Any]) -> dict[str, Any]:

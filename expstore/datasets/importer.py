@@ -29,7 +29,8 @@ from expstore.datasets.source_paths import check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
-from expstore.exchange.base import Imported, Progress, names_of, no_progress, open_to_read
+from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
+from expstore.exchange.import_summary import STATUSES, summarize_import
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 __all__ = ["import_dataset"]
@@ -249,16 +250,16 @@ def _count_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
 
 
 def _describe(rb: TensorDictReplayBuffer, path: Path, reader: Reader) -> Imported:
-    rows, episodes = rb.sql(
-        "SELECT CAST(sum(length) AS BIGINT), count(*) FILTER (live_rows > 0) FROM episodes"
-    ).fetchall()[0]
-    return Imported(
-        path=path,
+    ((rows,),) = rb.sql("SELECT CAST(sum(length) AS BIGINT) FROM episodes").fetchall()
+    return summarize_import(
+        path,
         rows=rows,
         kept=len(rb),
-        episodes=episodes,
-        fields=names_of(rb.storage.require_schema().keys),
-        notes=tuple(reader.notes()),
+        statuses=rb.sql(STATUSES).fetchall(),
+        schema=rb.storage.require_schema(),
+        keys=rb.storage.keys,
+        notes=reader.notes(),
+        names={},
     )
 
 

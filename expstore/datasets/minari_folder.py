@@ -28,7 +28,7 @@ from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import import_library, open_to_read, piece_rows
 from expstore.exchange.fill import settings_of
-from expstore.exchange.flat_files import from_stored
+from expstore.exchange.foreign_rows import from_stored
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 from expstore.exchange.minari_export import (
     DATA,

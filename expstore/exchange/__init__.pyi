@@ -8,5 +8,6 @@ from expstore.exchange.npz import export_npz as export_npz
 from expstore.exchange.npz import import_npz as import_npz
 from expstore.exchange.parquet_export import export_parquet as export_parquet
 from expstore.exchange.table_import import import_arrow as import_arrow
+from expstore.exchange.table_import import import_csv as import_csv
 from expstore.exchange.table_import import import_parquet as import_parquet
 from expstore.exchange.zarr_group import export_zarr as export_zarr

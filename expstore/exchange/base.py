@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,7 +77,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The result of an import.
+    """The result of an import. `print(imported)` shows what became of the source.
 
     Args:
         path: The new store.
@@ -86,6 +86,11 @@ class Imported:
         episodes: Number of episodes with readable rows.
         fields: Names of the store's fields.
         notes: Descriptions of data that was imported in another way than one may expect.
+        statuses: Number of episodes by how they ended: terminated, truncated, cut.
+        roles: Fields by their role: "observation", "next observation", "action", "reward", "end flags",
+            "episode", "plain fields". A field that has another name in the source is followed by that name,
+            as in "observation (obs)".
+        warnings: What seems wrong: no reward, no end flag, one episode with all rows.
     """
 
     path: Path
@@ -94,6 +99,21 @@ class Imported:
     episodes: int
     fields: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    statuses: Mapping[str, int] = field(default_factory=dict)
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The rows, the episodes by how they ended, and the fields by their role; some lines."""
+        counts = ", ".join(f"{count:,} {status}" for status, count in self.statuses.items())
+        lines = [f"{self.path} holds {self.kept:,} rows of {self.episodes:,} episodes"]
+        lines[0] += f": {counts}" if counts else ""
+        lines += [f"  {role:<17}{', '.join(names) or '-'}" for role, names in self.roles.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def no_progress(done: int, total: int) -> None:

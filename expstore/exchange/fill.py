@@ -25,8 +25,8 @@ from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import HAS_TRAJECTORY, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import ExpStoreError
-from expstore.exchange.base import Imported, names_of
-from expstore.schema.row_selection import pick
+from expstore.exchange.base import Imported
+from expstore.exchange.import_summary import STATUSES, summarize_import
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.batch import Rows, now_us
@@ -35,7 +35,6 @@ from expstore.storages.engine.store import Store
 from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import check_target
-from expstore.storages.indexing import append_rows
 from expstore.storages.read_view import keys_for
 
 __all__ = ["Facts", "Filler", "new_store", "settings_of"]
@@ -89,7 +88,7 @@ class Filler:
         self._going: dict[int, _Going] = {}
         self._current: dict[tuple[int, int | None], int] = {}
         self._sources: dict[tuple[str, bool], int] = {}
-        self._reader: Any = None
+        self._flags: RowFacts | None = None
         self._above: int | None = None
         self._highest = 0
         self.rows = 0
@@ -112,22 +111,6 @@ class Filler:
     def schema(self) -> Schema:
         """The fields of the store."""
         return self._storage.require_schema()
-
-    def add(self, columns: Sequence[Any]) -> None:
-        """Append rows whose episodes follow from their flags, as in `extend`.
-
-        Args:
-            columns: One per field, in the schema's order; Arrow arrays for variable-length fields. Shapes
-                `(n, *row shape)`.
-        """
-        columns = [_writable(column) for column in columns]
-        kept = self._steps_reader().transitions(columns)
-        if kept is not None:
-            columns = [pick(column, kept) for column in columns]
-        if len(columns[0]):
-            with self._storage.locks.extend, self._storage.lock:
-                append_rows(self._storage, columns, self._read_steps(columns))
-            self.rows += len(columns[0])
 
     def put(
         self,
@@ -199,8 +182,7 @@ class Filler:
         first_id = self._storage.last + 1
         made = Assignment([], np.empty((4, episodes.size), np.int64))
         made.numbers[0] = np.arange(first_id, first_id + episodes.size)
-        rewards = self._rewards(columns)
-        read = None if ends is None else self._read_steps(columns)
+        terminated, truncated, rewards = self._read_facts(columns)
         noted: list[tuple[int, str]] = []
         for name, step, count, first, stride in find_fragments(episodes, steps, made.numbers[0]).T.tolist():
             known = _NOTHING if facts is None else facts(name)
@@ -212,7 +194,11 @@ class Filler:
             rows = slice(start, last + 1, stride)
             status = known.status if step + count == known.length else OPEN
             if ends is not None and ends[last]:
-                status = _status(read, last)
+                status = OPEN
+                if terminated is not None and terminated[last]:
+                    status = TERMINATED
+                elif truncated is not None and truncated[last]:
+                    status = TRUNCATED
             made.segments.append(
                 Segment(
                     episode=going.number,
@@ -251,25 +237,38 @@ class Filler:
         self._current[key] = number
         return found, True
 
-    def _rewards(self, columns: Sequence[Array]) -> Array | None:
-        """Return the rewards that are summed up to returns. Shape `(n,)`."""
-        return RowFacts(self.schema, self._storage.keys).read(columns)[2]
+    def _read_facts(self, columns: Sequence[Array]) -> tuple[Array | None, Array | None, Array | None]:
+        """Return which rows terminate an episode, which truncate it, and their rewards. Shapes `(n,)`."""
+        if self._flags is None:
+            self._flags = RowFacts(self.schema, self._storage.keys)
+        return self._flags.read(columns)
 
-    def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
+    def result(
+        self,
+        path: Path,
+        notes: Sequence[str] = (),
+        *,
+        names: Mapping[str, str] | None = None,
+        warnings: Sequence[str] = (),
+    ) -> Imported:
         """Return the result of the import.
 
         Args:
             path: Path of the store.
             notes: Descriptions of data that was imported in another way than one may expect.
+            names: Columns of the file that became fields of another name.
+            warnings: What in the rows seems wrong.
         """
-        (found,) = self._catalog.query("SELECT count(*) FROM episodes WHERE live_rows > 0", None).fetchall()
-        return Imported(
-            path=path,
+        return summarize_import(
+            path,
             rows=self.rows,
             kept=len(self._storage),
-            episodes=found[0],
-            fields=names_of(self.schema.keys),
-            notes=tuple(notes),
+            statuses=self._catalog.query(STATUSES, None).fetchall(),
+            schema=self.schema,
+            keys=self._storage.keys,
+            notes=notes,
+            names=names or {},
+            warnings=warnings,
         )
 
     def _source(self, known: Facts, new: list[NewSource]) -> int:
@@ -284,36 +283,11 @@ class Filler:
             new.append(NewSource(number, *key, *self._storage.episodes.session))
         return number
 
-    def _steps_reader(self) -> Any:
-        if self._reader is None:
-            from expstore.data.batch import StepReader  # loads torch
-
-            self._reader = StepReader(self.schema, self._storage.keys)
-        return self._reader
-
-    def _read_steps(self, columns: Sequence[Array]) -> Any:
-        from expstore.data.batch import Batch
-
-        return self._steps_reader().read(columns, Batch([], [], list(columns), len(columns[0])))
-
-
-def _writable(column: Any) -> Any:
-    """Return a writable column: compiled loops accept no other arrays."""
-    fits = not isinstance(column, np.ndarray) or column.flags.writeable
-    return column if fits else column.copy()
-
 
 def _part(column: Any, rows: slice) -> Any:
     """Return a contiguous part of a column."""
     found = column[rows]
     return np.ascontiguousarray(found) if isinstance(found, np.ndarray) else found
-
-
-def _status(read: Any, row: int) -> int:
-    """Return the status of an episode after a row, according to the row's flags."""
-    if read.terminated is not None and read.terminated[row]:
-        return TERMINATED
-    return TRUNCATED if read.truncated is not None and read.truncated[row] else OPEN
 
 
 @contextmanager

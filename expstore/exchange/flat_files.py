@@ -7,63 +7,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
-from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.core.bfloat16 import widen_bfloat16
+from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, Tell, piece_rows
 from expstore.exchange.export import Tally
-from expstore.exchange.field_names import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
+from expstore.exchange.field_names import SCALARS, check_keys, their_path
 from expstore.exchange.fill import new_store, settings_of
+from expstore.exchange.foreign_rows import Column, ForeignRows, from_stored, plan_rows, to_field
 from expstore.exchange.row_pieces import Piece
 from expstore.exchange.rows import Rows
-from expstore.schema.schema import DTYPES, Field, Schema
+from expstore.schema.schema import Field, Schema
 
-__all__ = [
-    "ABOUT",
-    "Column",
-    "FlatReader",
-    "FlatWriter",
-    "fill_flat",
-    "from_stored",
-    "plan_columns",
-    "rows_differ",
-    "to_field",
-    "to_stored",
-    "write_flat",
-]
+__all__ = ["ABOUT", "FlatReader", "FlatWriter", "fill_flat", "plan_columns", "to_stored", "write_flat"]
 
 #: Name under which an export stores a description of its fields.
 ABOUT = "expstore"
 _EPISODE = ("_episode",)
 _FORMAT = 1
-_FIELDS = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biufc" and name != "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Column:
-    """One named array of a file.
-
-    Args:
-        path: The groups that contain it, then its name.
-        dtype: NumPy dtype of the values.
-        shape: Shape of one row.
-    """
-
-    path: Key
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Number of bytes of a row."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 class FlatWriter(Protocol):
@@ -77,15 +44,21 @@ class FlatWriter(Protocol):
 
 
 class FlatReader(Protocol):
-    """Reads a file from the beginning, piece by piece."""
+    """Reads a file, piece by piece.
+
+    `lanes` has ranges of rows (first, one after the last) for each environment, in the order of time, if the
+    file is a ring buffer or some of its rows are empty; [] stands for all rows in the order of the file. An
+    episode never continues in another lane.
+    """
 
     columns: list[Column]
     lengths: list[int]
+    lanes: list[list[tuple[int, int]]]
     about: str
     notes: list[str]
 
-    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
-        """Return the next rows. Shapes `(n, *row shape)`."""
+    def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
+        """Return rows, from row `first` of the file. Shapes `(count, *row shape)`."""
 
 
 # -- writing --------------------------------------------------------------------------------------------
@@ -196,18 +169,6 @@ class _Ends:
 # -- reading --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The mapping from columns to fields, and the column that identifies episodes."""
-
-    columns: list[Column]
-    fields: list[Field]
-    episode: Column | None
-    rows: int
-    about: Mapping[str, Any]
-    notes: list[str]
-
-
 def fill_flat(
     reader: FlatReader,
     target: Path,
@@ -223,61 +184,88 @@ def fill_flat(
     Raises:
         SchemaError: An array in the file cannot be a field.
     """
-    plan = _plan(reader, given)
-    schema = Schema(plan.fields, plan.about.get("form", ""))
-    if capacity is None:
-        capacity = plan.about.get("capacity")
-    tell(plan.notes)
-    wanted = plan.columns if plan.episode is None else [*plan.columns, plan.episode]
-    with new_store(disk, target, capacity, settings_of(plan.about, schema)) as filler:
-        filler.prepare(schema)
-        cutter = _Cutter(schema)
-        size, done = piece_rows(schema.row_bytes), 0
-        while done < plan.rows:
-            values = reader.read(wanted, min(size, plan.rows - done))
-            count = len(values[0])
-            columns = [
-                from_stored(f, v, count) for f, v in zip(plan.fields, values[: len(plan.fields)], strict=True)
-            ]
-            named = None if plan.episode is None else values[-1].reshape(-1).astype(np.int64)
-            done += count
-            columns, episodes, steps, last = cutter.cut(columns, named, more=done < plan.rows)
-            filler.put(columns, episodes, steps, last=last)
-            progress(done, plan.rows)
-        return filler.result(target, plan.notes)
+    about = {} if given else _parse_about(reader.about)
+    if about:
+        return _fill_exported(reader, about, target, capacity, progress, tell, disk)
+    plan = plan_rows(reader.columns, given)
+    rows = _check_lengths([(reader.columns[place], reader.lengths[place]) for place in plan.wanted])
+    notes = [*reader.notes, *plan.notes]
+    tell(notes)
+    with new_store(disk, target, capacity) as filler:
+        writer = ForeignRows(plan, filler)
+        size, done = piece_rows(plan.schema.row_bytes), 0
+
+        def read(first: int, count: int) -> dict[int, Array]:
+            values = reader.read([reader.columns[place] for place in plan.wanted], first, count)
+            return dict(zip(plan.wanted, values, strict=True))
+
+        lanes = reader.lanes
+        if not lanes:
+            begin = writer.find_seam(read, rows)
+            lanes = [[(begin, rows), (0, begin)]] if begin else [[(0, rows)]]
+        total = sum(stop - start for lane in lanes for start, stop in lane)
+        for number, lane in enumerate(lanes):
+            writer.begin_lane(number if len(lanes) > 1 else None)
+            for start, stop in lane:
+                for first in range(start, stop, size):
+                    count = min(size, stop - first)
+                    writer.write(read(first, count), count)
+                    done += count
+                    progress(done, total)
+        return filler.result(target, notes, names=plan.names, warnings=writer.warnings())
 
 
-def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
-    about = _parse_about(reader.about)
-    # Fields of an exported store, by their names in the file. A mapping replaces what the export recorded.
-    known = {} if given else {their_path(tuple(f["key"])): f for f in about.get("fields", ())}
-    check_map(given, [column.path for column in reader.columns])
-    columns, fields = [], []
-    episode = None
-    lengths: dict[str, int] = {}
-    for column, rows in zip(reader.columns, reader.lengths, strict=True):
-        if column.path == _EPISODE and not given:
-            episode = column
-            continue
-        recorded = known.get(column.path)
-        if known and recorded is None:
-            continue  # flags of the ends of episodes, which do not become fields
-        key = our_key(column.path, given) if recorded is None else tuple(recorded["key"])
-        if key is not None:
-            columns.append(column)
-            fields.append(to_field(key, column, recorded))
-            lengths["/".join(column.path)] = rows
-    if not fields:
-        raise SchemaError("the file has no array that can be a field")
-    check_keys([entry.key for entry in fields])
-    first, count = next(iter(lengths.items()))
-    for name, rows in lengths.items():
+def _check_lengths(lengths: Sequence[tuple[Column, int]]) -> int:
+    """Return the number of rows that all columns have."""
+    first, count = lengths[0]
+    for column, rows in lengths:
         if rows != count:
             raise SchemaError(
-                f"{name!r} has {rows} rows, and {first!r} has {count}",
-                hint=f"an array without one row per transition can be left out: --map {name}=",
+                f"{column.name!r} has {rows} rows, and {first.name!r} has {count}",
+                hint=f"an array without one row per transition can be left out: --map {column.name}=",
             )
-    return _Plan(columns, fields, episode, count, {} if given else about, reader.notes)
+    return count
+
+
+def _fill_exported(
+    reader: FlatReader,
+    about: Mapping[str, Any],
+    target: Path,
+    capacity: int | None,
+    progress: Progress,
+    tell: Tell,
+    disk: Disk,
+) -> Imported:
+    """Create a store from a file that expstore exported."""
+    known = {their_path(tuple(f["key"])): f for f in about["fields"]}
+    columns = [column for column in reader.columns if column.path in known]
+    episode = next((column for column in reader.columns if column.path == _EPISODE), None)
+    if not columns or episode is None:
+        raise SchemaError(
+            f"the file describes an export of expstore, but has no {'fields' if episode else '_episode'}",
+            hint="export the store again, or map a name, which reads the file as that of another program",
+        )
+    fields = [to_field(tuple(known[column.path]["key"]), column, known[column.path]) for column in columns]
+    check_keys([entry.key for entry in fields])
+    lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
+    wanted = [*columns, episode]
+    rows = _check_lengths([(column, lengths[column.path]) for column in wanted])
+    schema = Schema(fields, about.get("form", ""))
+    tell(reader.notes)
+    room = about.get("capacity") if capacity is None else capacity
+    with new_store(disk, target, room, settings_of(about, schema)) as filler:
+        filler.prepare(schema)
+        numbers = _Numbers()
+        size = piece_rows(schema.row_bytes)
+        for first in range(0, rows, size):
+            count = min(size, rows - first)
+            values = reader.read(wanted, first, count)
+            shaped = [from_stored(f, v, count) for f, v in zip(fields, values[:-1], strict=True)]
+            named = values[-1].reshape(-1).astype(np.int64)
+            shaped, episodes, steps, last = numbers.cut(shaped, named, more=first + count < rows)
+            filler.put(shaped, episodes, steps, last=last)
+            progress(first + count, rows)
+        return filler.result(target, reader.notes)
 
 
 def _parse_about(text: str) -> dict[str, Any]:
@@ -296,117 +284,38 @@ def _parse_about(text: str) -> dict[str, Any]:
     return found
 
 
-def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field:
-    """Return the field for a column of a file.
+class _Numbers:
+    """Number the steps of exported rows, whose episodes are named and contiguous.
 
-    Args:
-        key: Key of the field in the store.
-        column: The column of the file.
-        known: The description of the field, if expstore exported the file.
-
-    Raises:
-        SchemaError: The column cannot be a field.
-    """
-    name = "/".join(column.path)
-    kind = str(column.dtype.newbyteorder("<")) if column.dtype.kind in "biufc" else ""
-    if known is not None:
-        entry = Field(key, str(known["dtype"]), tuple(map(int, known["shape"])))
-        stored = _column(entry)
-        if (stored.dtype, stored.shape) == (column.dtype.newbyteorder("<"), column.shape):
-            return entry
-    shape = column.shape
-    if key in SCALARS:
-        if int(np.prod(shape, dtype=np.int64)) != 1:
-            raise SchemaError(f"{name!r} has {list(shape)} values per row, but {key_name(key)!r} has one")
-        shape = (1,)
-        kind = "bool" if key in FLAGS and kind else kind
-    if kind not in _FIELDS:
-        raise SchemaError(
-            f"{name!r} holds values of type {column.dtype}, which a field cannot have",
-            hint=f"leave it out with --map {name}=",
-        )
-    return Field(key, _FIELDS[kind], shape)
-
-
-def from_stored(entry: Field, values: Array, count: int) -> Array:
-    """Convert values to the dtype and shape of their field."""
-    if entry.dtype == "bfloat16":
-        values = narrow_to_bfloat16(values)
-    elif entry.dtype == "bool" and values.dtype != np.bool_:
-        values = values.astype(np.float64) > 0.5
-    return np.ascontiguousarray(values, entry.numpy_dtype).reshape(count, *entry.shape)
-
-
-class _Cutter:
-    """Assign episodes and steps to rows.
-
-    A new episode begins at a new name; without names it begins after an end flag or a gap. The last row of a
-    piece is held back, because only the next piece shows whether its episode continues.
-
-    Args:
-        schema: The fields.
+    The last row of a piece is kept back: only the next piece shows whether its episode continues.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        places = {entry.key: place for place, entry in enumerate(schema.fields)}
-        self._ends = [places[key] for key in FLAGS if key in places]
-        # Rows are missing where a next observation differs from the observation of the next row.
-        self._pairs = [
-            (places[key], places["next", *key])
-            for key in places
-            if key[0] == "observation" and ("next", *key) in places
-        ]
-        self._kept: tuple[list[Array], IntArray | None, int, int] | None = None
+    def __init__(self) -> None:
+        self._kept: tuple[list[Array], IntArray] | None = None
+        self._episode = self._step = 0
 
     def cut(
-        self, columns: list[Array], named: IntArray | None, *, more: bool
+        self, columns: list[Array], named: IntArray, *, more: bool
     ) -> tuple[list[Array], IntArray, IntArray, Array]:
         """Return the rows that are complete, their episodes and steps, and whether each ends its episode.
 
         Args:
             columns: Further rows. Shapes `(n, *row shape)`.
-            named: The numbers of their episodes, or None if the file has none. Shape `(n,)`.
+            named: The numbers of their episodes in the exported store. Shape `(n,)`.
             more: Whether further rows follow.
         """
-        episode, step = 0, 0
         if self._kept is not None:
-            rows, names, episode, step = self._kept
+            rows, names = self._kept
             columns = [np.concatenate(both) for both in zip(rows, columns, strict=True)]
-            named = None if named is None or names is None else np.concatenate([names, named])
-        begins = self._begins(columns, named)
-        episodes = episode + np.cumsum(begins)
+            named = np.concatenate([names, named])
+        begins = np.append(False, named[1:] != named[:-1])
         at = np.arange(begins.size)
         steps = at - np.maximum.accumulate(np.where(begins, at, 0))
-        steps[episodes == episode] += step
+        episodes = self._episode + np.cumsum(begins)
+        steps[episodes == self._episode] += self._step
         last = np.append(begins[1:], True)
+        self._episode, self._step = int(episodes[-1]), int(steps[-1])
         if not more:
             return columns, episodes, steps, last
-        self._kept = (
-            [column[-1:].copy() for column in columns],
-            None if named is None else named[-1:],
-            int(episodes[-1]),
-            int(steps[-1]),
-        )
+        self._kept = [column[-1:].copy() for column in columns], named[-1:]
         return [column[:-1] for column in columns], episodes[:-1], steps[:-1], last[:-1]
-
-    def _begins(self, columns: Sequence[Array], named: IntArray | None) -> Array:
-        """Return whether each row begins another episode than the previous row's. Shape `(n,)`."""
-        begins = np.zeros(len(columns[0]), bool)
-        if named is not None:
-            begins[1:] = named[1:] != named[:-1]
-            return begins
-        for place in self._ends:
-            flags = columns[place][:-1]
-            begins[1:] |= flags.any(tuple(range(1, flags.ndim)))
-        for now, following in self._pairs:
-            begins[1:] |= rows_differ(columns[following][:-1], columns[now][1:])
-        return begins
-
-
-def rows_differ(first: Array, second: Array) -> Array:
-    """Return which rows differ, compared byte by byte. Shape `(n,)`."""
-    if not len(first):
-        return np.zeros(0, bool)
-    raw = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (first, second)]
-    different: Array = (raw[0] != raw[1]).any(1)
-    return different

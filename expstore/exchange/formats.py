@@ -13,15 +13,15 @@ from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import Exported, Imported, open_to_read
 
-__all__ = ["EXPORTS", "IMPORTS", "MAPPED", "TABLES", "exporter", "format_of", "importer"]
+__all__ = ["ARRAYS", "EXPORTS", "IMPORTS", "TABLES", "exporter", "format_of", "importer"]
 
 #: The formats that can be exported, and those that can be imported.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
-IMPORTS = ("arrow", "hdf5", "npz", "parquet")
-#: Formats in which names can be mapped.
-MAPPED = ("hdf5", "npz")
+IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet")
+#: Formats of one array per field, which some data sets have too.
+ARRAYS = ("hdf5", "npz")
 #: Formats that support variable-length rows.
-TABLES = ("arrow", "parquet")
+TABLES = ("arrow", "csv", "parquet")
 
 _SUFFIXES = {
     ".parquet": "parquet",
@@ -29,10 +29,13 @@ _SUFFIXES = {
     ".arrow": "arrow",
     ".feather": "arrow",
     ".ipc": "arrow",
+    ".arrows": "arrow",
     ".h5": "hdf5",
     ".hdf5": "hdf5",
     ".hdf": "hdf5",
     ".npz": "npz",
+    ".csv": "csv",
+    ".tsv": "csv",
 }
 #: The first bytes of files.
 _HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n\x1a\n": "hdf5", b"PK\x03\x04": "npz"}
@@ -80,7 +83,7 @@ def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
                 return name
         if path.suffix.lower() in _SUFFIXES:
             return _SUFFIXES[path.suffix.lower()]
-    raise SchemaError(
-        f"{path} looks like none of the formats that can be imported",
-        hint="name its format with --format: " + ", ".join(choices),
-    )
+    hint = "name its format with --format: " + ", ".join(choices)
+    if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
+        hint = f"make a Parquet file of it: duckdb -c \"COPY (FROM '{path.name}') TO 'rows.parquet'\""
+    raise SchemaError(f"{path} looks like none of the formats that can be imported", hint=hint)

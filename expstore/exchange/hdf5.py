@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from expstore.core.values import Array
+from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
@@ -30,7 +30,9 @@ from expstore.exchange.base import (
     open_to_read,
 )
 from expstore.exchange.export import open_export
-from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
+from expstore.exchange.foreign_rows import Column
+from expstore.exchange.ring_buffers import Lanes, describe_lanes, find_lanes, tianshou_lanes
 from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "members", "reading_hdf5"]
@@ -39,6 +41,8 @@ __all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "member
 CHUNK_BYTES = 256 << 10
 #: Name of the group with facts about the file in files of other programs; it contains no rows.
 _METADATA = "metadata"
+#: Most environments of a buffer of Tianshou.
+_MANY_RINGS = 1 << 20
 
 
 def export_hdf5(
@@ -209,36 +213,67 @@ class _Reader:
     """
 
     def __init__(self, file: Any, path: Path) -> None:
-        self._file, self._path, self._at = file, path, 0
+        self._file, self._path = file, path
         self.about = str(file.attrs.get(ABOUT, ""))
         self.notes: list[str] = []
         self.columns: list[Column] = []
         self.lengths: list[int] = []
-        if not self.about:
+        self._sets: dict[Key, Any] = {}
+        single: list[str] = []
+        scalars: dict[str, float] = {name: file.attrs[name] for name in ("size",) if name in file.attrs}
+        group = _find_tianshou(file)
+        if not self.about and group is None:
             _refuse_groups_of_episodes(file, path)
             if alike := _find_alike(file):
                 self.notes.append(
                     f"{', '.join(alike[:3])}{', ...' if alike[3:] else ''} are read as fields of the same "
                     "rows, such as agents; if each group is an episode, rename it: episode_0, episode_1, ..."
                 )
-        for name, dataset in datasets_in(file):
+        for name, dataset in datasets_in(file if group is None else group):
             if name.split("/")[0] == _METADATA and not self.about:
                 if "'metadata' is about the file, and left out" not in self.notes:
                     self.notes.append("'metadata' is about the file, and left out")
             elif not dataset.shape:
-                self.notes.append(f"{name!r} is one value for all rows, and left out")
+                if dataset.shape is not None and dataset.dtype.kind in "biuf":
+                    scalars[name] = float(dataset[()])
+                single.append(name)
             else:
-                self.columns.append(Column(tuple(name.split("/")), dataset.dtype, dataset.shape[1:]))
+                column = Column(tuple(name.split("/")), dataset.dtype, dataset.shape[1:])
+                self.columns.append(column)
                 self.lengths.append(dataset.shape[0])
+                self._sets[column.path] = dataset
+        rows = max(self.lengths, default=0)
+        if group is None:
+            self.lanes: Lanes = [] if self.about else find_lanes(scalars, rows)
+        else:
+            self.lanes = tianshou_lanes(_read_facts(file), rows)
+        self.notes += describe_lanes(self.lanes, single)
 
-    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
-        """Return the next rows."""
-        part = slice(self._at, self._at + count)
-        self._at += count
+    def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
+        """Return rows, from row `first` of the file."""
+        part = slice(first, first + count)
         try:
-            return [np.asarray(self._file["/".join(column.path)][part]) for column in wanted]
+            return [np.asarray(self._sets[column.path][part]) for column in wanted]
         except OSError as exc:
             raise StorageError(f"cannot read {self._path}: {exc}") from exc
+
+
+def _find_tianshou(file: Any) -> Any:
+    """Return the group with the rows of a buffer that Tianshou saved; None for another file."""
+    group = dict(members(file)).get("_meta")
+    if group is None or not hasattr(group, "items"):
+        return None
+    is_batch = str(group.attrs.get("__data_type__", "")) == "Batch"
+    return group if is_batch else None
+
+
+def _read_facts(file: Any) -> dict[str, Any]:
+    """Return the attributes of a buffer that Tianshou saved, and the small arrays about its rings."""
+    found = dict(file.attrs)
+    for name in ("_offset", "_lengths", "last_index"):
+        if name in file and file[name].dtype.kind in "iu" and file[name].size <= _MANY_RINGS:
+            found[name] = file[name][()]
+    return found
 
 
 #: Group names that consist of a word and a number; a word of `_EPISODES` marks episodes even if there is only

@@ -27,7 +27,8 @@ from expstore.exchange.base import (
     piece_rows,
 )
 from expstore.exchange.export import open_export
-from expstore.exchange.flat_files import rows_differ, to_stored
+from expstore.exchange.flat_files import to_stored
+from expstore.exchange.foreign_rows import rows_differ
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.space_json import nest_spaces, space_of
 from expstore.schema.schema import Field

@@ -31,7 +31,16 @@ from expstore.exchange.base import (
     open_to_read,
 )
 from expstore.exchange.export import open_export
-from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
+from expstore.exchange.field_names import split_name
+from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
+from expstore.exchange.foreign_rows import Column
+from expstore.exchange.ring_buffers import (
+    Lanes,
+    SplitEnvironments,
+    describe_lanes,
+    find_lanes,
+    has_environments,
+)
 from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["export_npz", "import_npz"]
@@ -158,11 +167,16 @@ def import_npz(
 ) -> Imported:
     """Create a store from an NPZ file with one row per transition.
 
-    D4RL's names become fields: `observations` observation, `rewards` next.reward, `terminals`
-    next.terminated, `timeouts` next.truncated, `next_observations` next.observation; other names do not
-    change. Fields of an exported store get their own names again, unless `names` is given. Episodes end
-    where `terminals` or `timeouts` is True, and where the next observation differs from the observation of
-    the next row. The store is complete, or does not exist.
+    Usual names become fields: `obs` and `observations` observation, `act` and `actions` action, `rew` and
+    `rewards` next.reward, `terminals` and `terminated` next.terminated, `timeouts` and `truncated`
+    next.truncated, `done` next.done, `next_obs` and `obs2` next.observation, `eps_id` episode;
+    `expstore.exchange.field_names` has all of them. Other names do not change. Fields of an exported store
+    get their own names again, unless `names` is given.
+
+    An episode begins at another `episode`; after an end flag (0 or 1 of any dtype); where a column `t` or
+    `step` begins again; and, without ids of episodes, where the next observation of a row is not the
+    observation of the following row. A ring buffer of Spinning Up's form (`ptr`, `size`) is read from its
+    oldest row. The store is complete, or does not exist.
 
     Args:
         source: The file.
@@ -189,8 +203,9 @@ def import_npz(
     with ExitStack() as stack:
         try:
             reader = _Reader(path, stack)
+            split = not reader.about and has_environments(reader.scalars, reader.columns)
             return fill_flat(
-                reader,
+                SplitEnvironments(reader) if split else reader,
                 target,
                 given=names or {},
                 capacity=capacity,
@@ -222,6 +237,8 @@ class _Reader:
         self.columns: list[Column] = []
         self.lengths: list[int] = []
         self._names: dict[Key, str] = {}
+        self.scalars: dict[str, float] = {}
+        single: list[str] = []
         exported = ABOUT + ".npy" in self._file.namelist()
         for name in self._file.namelist():
             plain = name.removesuffix(".npy")
@@ -231,14 +248,25 @@ class _Reader:
             if plain == ABOUT and not shape and kind.kind == "U":
                 self.about = str(np.frombuffer(part.read(), kind).reshape(shape)[()])
             elif not shape:
-                self.notes.append(f"{plain!r} is one value for all rows, and left out")
+                if kind.hasobject:
+                    raise SchemaError(
+                        f"{plain!r} in {path} is a pickled object, which is not read",
+                        hint="save its arrays instead: numpy.savez(path, **arrays)",
+                    )
+                if kind.kind in "biuf":
+                    self.scalars[plain] = float(np.frombuffer(part.read(kind.itemsize), kind)[0])
+                single.append(plain)
             else:
                 # Other programs also join groups and names by dots; ours may be part of a name.
-                key = tuple((plain if exported else plain.replace(".", "/")).split("/"))
+                key = tuple(plain.split("/"))
+                key = key if exported else split_name(key)
                 self.columns.append(Column(key, kind, shape[1:]))
                 self.lengths.append(shape[0])
                 self._names[key] = name
-        self._parts: dict[Key, Any] = {}
+        rows = max(self.lengths, default=0)
+        self.lanes: Lanes = [] if self.about else find_lanes(self.scalars, rows)
+        self.notes += describe_lanes(self.lanes, single)
+        self._parts: dict[Key, tuple[Any, int]] = {}  # a reader of each array, and its next row
 
     def _begin(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
         """Open an array; return its shape, its dtype and a reader of its values."""
@@ -255,14 +283,23 @@ class _Reader:
             )
         return shape, kind, part
 
-    def read(self, wanted: Sequence[Column], count: int) -> list[Array]:
-        """Return the next rows."""
+    def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
+        """Return rows, from row `first` of the file."""
         found = []
         for column in wanted:
-            if column.path not in self._parts:
-                self._parts[column.path] = self._begin(self._names[column.path])[2]
-            data = self._parts[column.path].read(count * column.row_bytes)
-            if len(data) != count * column.row_bytes:
-                raise StorageError(f"cannot read {'/'.join(column.path)} in {self._path}: it ends early")
+            part, row = self._parts.get(column.path, (None, 0))
+            if part is None or first < row:
+                part, row = self._begin(self._names[column.path])[2], 0
+            self._parts[column.path] = part, first + count
+            skipped = (first - row) * column.row_bytes
+            while skipped > 0:
+                skipped -= len(self._take(part, column, min(skipped, _COPIED)))
+            data = self._take(part, column, count * column.row_bytes)
             found.append(np.frombuffer(data, column.dtype).reshape(count, *column.shape))
         return found
+
+    def _take(self, part: Any, column: Column, size: int) -> bytes:
+        data: bytes = part.read(size)
+        if len(data) != size:
+            raise StorageError(f"cannot read {column.name} in {self._path}: it ends early")
+        return data

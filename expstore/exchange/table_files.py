@@ -1,23 +1,30 @@
-"""Read Parquet and Arrow files of rows, batch by batch.
+"""Read Parquet, Arrow and CSV files of rows, batch by batch.
 
 Used by imports, which combine the rows. This module knows the files and their statistics, but no fields.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import csv
 
-from expstore.errors import StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import DiskFile, open_to_read
 
-__all__ = ["ArrowPart", "ParquetPart", "Part", "reading_arrow"]
+__all__ = ["ArrowPart", "CsvPart", "ParquetPart", "Part", "reading_arrow"]
+
+#: Metadata key under which pandas describes a frame.
+_PANDAS = b"pandas"
 
 
 @contextmanager
@@ -44,6 +51,8 @@ class Part(ABC):
     rows = 0
     #: Its schema.
     schema: Any
+    #: Descriptions of values that were changed.
+    notes: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,6 +66,10 @@ class Part(ABC):
     @abstractmethod
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches. `columns` names the needed columns, if reading only those is faster."""
+
+    def forget_description(self) -> None:
+        """Ignore what expstore's metadata says about the columns."""
+        self.schema = self.schema.remove_metadata()
 
     def first_id(self) -> int | None:
         """Return the smallest id, or None if unknown."""
@@ -83,7 +96,9 @@ class ParquetPart(Part):
         """Yield record batches, as `Part.batches`."""
         with open_to_read(self.path) as raw, reading_arrow(self.path):
             file = pq.ParquetFile(raw, metadata=self._metadata)
-            yield from file.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+            has_nan = _PANDAS in (file.schema_arrow.metadata or {})
+            for batch in file.iter_batches(batch_size=rows, columns=columns, use_threads=False):
+                yield _fill_floats(batch) if has_nan else batch
 
     def first_id(self) -> int | None:
         """Return the smallest id, if the statistics of the first row group contain it."""
@@ -118,18 +133,128 @@ class ParquetPart(Part):
 
 
 class ArrowPart(Part):
-    """An Arrow IPC file; its number of rows is unknown before the whole file is read."""
+    """An Arrow IPC file or stream; its number of rows is unknown before the whole file is read."""
 
     def _read_metadata(self, file: DiskFile) -> None:
-        self.schema = pa.ipc.open_file(file).schema
+        self._is_file = (file.read(6) or b"") == b"ARROW1"
+        file.seek(0)
+        self.schema = (pa.ipc.open_file if self._is_file else pa.ipc.open_stream)(file).schema
 
     def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
         """Yield record batches, as `Part.batches`."""
-        with open_to_read(self.path) as raw:
-            with reading_arrow(self.path):
+        with open_to_read(self.path) as raw, reading_arrow(self.path):
+            if self._is_file:
                 file = pa.ipc.open_file(raw)
-            for number in range(file.num_record_batches):
-                with reading_arrow(self.path):
-                    batch = file.get_batch(number)
+                found = map(file.get_batch, range(file.num_record_batches))
+            else:
+                found = iter(pa.ipc.open_stream(raw))
+            for batch in found:
                 for start in range(0, batch.num_rows, rows):
                     yield batch.slice(start, rows)
+
+
+def _fill_floats(batch: Any) -> Any:
+    """Return a batch in which missing floats are NaN: pandas writes NaN as a missing value."""
+    for place, column in enumerate(batch.columns):
+        if column.null_count and pa.types.is_floating(column.type):
+            filled = pc.fill_null(column, pa.scalar(float("nan"), column.type))
+            batch = batch.set_column(place, batch.schema.field(place), filled)
+    return batch
+
+
+class CsvPart(Part):
+    """A CSV file with a line of names, read as a whole: its types follow from all of its rows.
+
+    Args:
+        path: The file.
+    """
+
+    def _read_metadata(self, file: DiskFile) -> None:
+        head = file.read(_HEAD_BYTES) or b""
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise SchemaError(f"{self.path} is text in UTF-16", hint="save it as CSV in UTF-8")
+        line = head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[0].rstrip(b"\r")
+        separator = max(",;\t", key=lambda one: line.count(one.encode()))
+        self._check_names(line, separator)
+        file.seek(0)
+        table = self._read(file, separator, ".")
+        if _has_decimal_commas(table, thousands=separator == ","):
+            file.seek(0)
+            table = self._read(file, separator, ",")
+        table = table.rename_columns([name.strip() for name in table.column_names])
+        self._table, self.notes = _fill_missing(*_drop_empty_rows(table))
+        self.schema, self.rows = self._table.schema, self._table.num_rows
+
+    def _read(self, file: DiskFile, separator: str, decimal: str) -> Any:
+        parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        convert = csv.ConvertOptions(decimal_point=decimal, strings_can_be_null=True, null_values=_MISSING)
+        return csv.read_csv(file, parse_options=parse, convert_options=convert)
+
+    def _check_names(self, line: bytes, separator: str) -> None:
+        """Raise SchemaError if the first line has no names, or one twice."""
+        if not line.strip() or b"\x00" in line:
+            raise SchemaError(f"{self.path} is no CSV file in UTF-8: its first line has no names of columns")
+        names = [name.strip().strip('"') for name in line.decode(errors="replace").split(separator)]
+        if all(_NUMBER.fullmatch(name) for name in names):
+            raise SchemaError(
+                f"the first line of {self.path} has numbers where the names of the columns belong",
+                hint="add a line with names, such as episode,observation,action,reward,done",
+            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SchemaError(
+                f"two columns of {self.path} are called {twice[0]!r}", hint="rename one of them"
+            )
+
+    def batches(self, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Yield record batches, as `Part.batches`."""
+        table = self._table if columns is None else self._table.select(columns)
+        yield from table.combine_chunks().to_batches(max_chunksize=rows)
+
+
+_HEAD_BYTES = 1 << 20
+_NUMBER = re.compile(r"[-+]?\d*[.,]?\d+([eE][-+]?\d+)?")
+_THOUSANDS = r"^[-+]?\d{1,3}(,\d{3})+$"
+#: Texts that stand for a missing value.
+_MISSING = ["", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null", "None", "-nan", "<NA>"]
+
+
+def _has_decimal_commas(table: Any, *, thousands: bool) -> bool:
+    """Return whether a column of text has only numbers with a decimal comma.
+
+    Args:
+        table: The columns.
+        thousands: Whether commas in numbers such as 1,000 separate thousands.
+    """
+    for column in table.columns:
+        if pa.types.is_string(column.type) and column.null_count < len(column):
+            texts = column.drop_null()
+            commas = pc.all(pc.match_substring_regex(texts, r"^[-+]?\d*,?\d+([eE][-+]?\d+)?$")).as_py()
+            if commas and not (thousands and pc.any(pc.match_substring_regex(texts, _THOUSANDS)).as_py()):
+                return True
+    return False
+
+
+def _drop_empty_rows(table: Any) -> tuple[Any, list[str]]:
+    """Return a table without the rows at its end that have no value, as spreadsheets save them, and notes."""
+    count = table.num_rows
+    filled = np.zeros(count, bool)
+    for column in table.columns:
+        filled |= pc.is_valid(column).to_numpy()
+    rows = np.flatnonzero(filled)
+    stop = int(rows[-1]) + 1 if rows.size else 0
+    notes = [f"{count - stop:,} rows without any value at the end are left out"] if stop < count else []
+    return table.slice(0, stop), notes
+
+
+def _fill_missing(table: Any, notes: list[str]) -> tuple[Any, list[str]]:
+    """Return a table in which missing numbers are NaN, with notes about them appended to `notes`."""
+    for place, name in enumerate(table.column_names):
+        column = table.column(place)
+        missing = column.null_count
+        number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
+        if missing and number and missing < len(column):
+            filled = pc.fill_null(column.cast(pa.float64()), float("nan"))
+            table = table.set_column(place, name, filled)
+            notes.append(f"{name!r} has {missing:,} missing values, which become NaN")
+    return table, notes

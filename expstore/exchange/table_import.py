@@ -1,4 +1,4 @@
-"""Import Parquet and Arrow files as a new store.
+"""Import Parquet, Arrow and CSV files as a new store.
 
 Used by `expstore import` and programs. Rows that expstore exported are read in the order of their ids, with
 their episodes; rows of other programs in the order of the file. A few batches are in memory at a time, and
@@ -8,7 +8,7 @@ nothing is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.episodes.annotations import pack_info
@@ -34,18 +34,24 @@ from expstore.exchange.base import (
     open_to_read,
     piece_rows,
 )
+from expstore.exchange.field_names import split_name
 from expstore.exchange.fill import Facts, new_store, settings_of
-from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
+from expstore.exchange.foreign_rows import Column, ForeignRows, plan_rows
+from expstore.exchange.table_files import ArrowPart, CsvPart, ParquetPart, Part, reading_arrow
 from expstore.exchange.table_layout import Layout, Table, needs_survey, read_layout
 from expstore.exchange.table_survey import Survey
+from expstore.schema.arrow_types import describe
 from expstore.schema.row_selection import pick
+from expstore.schema.schema import Field
 from expstore.storages.snapshots.restore import join_parts
 
-__all__ = ["import_arrow", "import_parquet"]
+__all__ = ["import_arrow", "import_csv", "import_parquet"]
 
 #: Maximum number of rows that are read at a time if their lengths are unknown.
 LOOSE_ROWS = 1024
 Kind = Literal["zarr", "arrow"]
+#: Columns that RLlib compresses, and the begin of an LZ4 frame in base64.
+_PACKED_COLUMNS, _LZ4_FRAME = ("obs", "new_obs", "infos"), "BCJNGGh"
 _FACTS = ("episode_id", "source", "named", "trajectory_id", "length", "status", "info")
 
 
@@ -53,6 +59,7 @@ def import_parquet(
     source: str | Path,
     target: str | Path,
     *,
+    names: Mapping[str, str] | None = None,
     capacity: int | None = None,
     storage: Kind | None = None,
     progress: Progress = no_progress,
@@ -68,13 +75,16 @@ def import_parquet(
     From other Parquet files, columns of numbers, and lists of numbers that all have the same length, become
     fields of fixed size; structs become nested fields. Other lists of numbers become tensors of any length.
     Text, all other lists, and columns with missing values become variable-length fields, with None for
-    missing values. Episodes follow from flags and trajectory ids, as in `extend`, unless there are columns
-    `_episode` and `_step`; then the steps of an episode must be in order. The store is complete, or does not
-    exist.
+    missing values. Usual names become fields, and episodes begin, as described for `import_npz`, unless there
+    are columns `_episode` and `_step`; then the steps of an episode must be in order. Columns of numbers with
+    names such as `obs_0`, `obs_1`, ... become one vector. In files that pandas wrote, missing floats are NaN,
+    and its index is left out, like columns without any value. The store is complete, or does not exist.
 
     Args:
         source: A folder made by `export_parquet`, a folder of Parquet files, or a Parquet file.
         target: The store's folder, which must not exist yet.
+        names: Mapping from columns, or structs, in the file to fields, as in `{"rew": "next.reward"}`; a
+            name that is mapped to "" is left out. The file is then read as that of another program.
         capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
         storage: "arrow", which supports variable-length rows, or "zarr"; None: as the columns need it.
         progress: Called with the rows done and the rows in total.
@@ -97,13 +107,14 @@ def import_parquet(
     files = _parquet_files(source)
     parts = [ParquetPart(path) for path in files]
     facts = _read_facts(source / "episodes.parquet", pq.read_table)
-    return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
+    return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
     source: str | Path,
     target: str | Path,
     *,
+    names: Mapping[str, str] | None = None,
     capacity: int | None = None,
     storage: Kind | None = None,
     progress: Progress = no_progress,
@@ -115,6 +126,8 @@ def import_arrow(
     Args:
         source: A folder made by `export_arrow`, or an Arrow IPC file.
         target: The store's folder, which must not exist yet.
+        names: Mapping from columns, or structs, in the file to fields, as in `{"rew": "next.reward"}`; a
+            name that is mapped to "" is left out. The file is then read as that of another program.
         capacity: Maximum number of readable rows; None: that of the exported store, otherwise unbounded.
         storage: "arrow", which supports variable-length rows, or "zarr"; None: as the columns need it.
         progress: Called with the rows done and the rows in total.
@@ -136,7 +149,51 @@ def import_arrow(
     path = source / "rows.arrow" if _is_folder(source) else source
     part = ArrowPart(path)
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
+    return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+
+
+def import_csv(
+    source: str | Path,
+    target: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    capacity: int | None = None,
+    storage: Kind | None = None,
+    progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
+    disk: Disk | None = None,
+) -> Imported:
+    """Create a store from a CSV file whose first line has the names of the columns.
+
+    Values are separated by commas, semicolons or tabs, whichever the first line has most of; with semicolons,
+    numbers may have decimal commas. Types follow from all rows. Missing numbers become NaN. The columns are
+    read as in `import_parquet`. The file is read into memory as a whole.
+
+    Args:
+        source: The file, UTF-8.
+        target: The store's folder, which must not exist yet.
+        names: Mapping from columns to fields, as in `{"rew": "next.reward"}`; a name that is mapped to "" is
+            left out.
+        capacity: Maximum number of readable rows; None: unbounded.
+        storage: "arrow", which supports text, or "zarr"; None: as the columns need it.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
+        disk: Access to the file system.
+
+    Raises:
+        NotFoundError: The file, or the parent folder of the store, does not exist.
+        StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
+        SchemaError: The first line has no names, a name is there twice, or a column cannot be a field.
+        StateError: The target exists, or would be inside a store.
+        LockedError: Another process creates the store at the same time.
+
+    Example:
+        >>> import_csv("log.csv", "log.exp").rows
+        1000
+    """
+    part = CsvPart(local_path(source))
+    target = local_path(target)
+    return _fill([part], None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:
@@ -322,6 +379,7 @@ def _fill(
     parts: Sequence[Part],
     facts: _EpisodeFacts | None,
     target: Path,
+    given: Mapping[str, str],
     capacity: int | None,
     storage: Kind | None,
     progress: Progress,
@@ -330,30 +388,52 @@ def _fill(
 ) -> Imported:
     if storage not in (None, "zarr", "arrow"):
         raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
-    layout = _find_layout(parts)
+    if given:
+        for part in parts:
+            part.forget_description()
+    layout = _find_layout(parts, given)
+    about, plan = layout.about, None
+    notes = [*layout.notes, *(note for part in parts for note in part.notes)]
+    names: Mapping[str, str] = {}
+    if about:
+        schema = layout.schema
+    else:
+        _refuse_packed(parts, layout.fields)
+        columns = [
+            Column(split_name(f.key), np.dtype(object) if f.variable else f.numpy_dtype, f.shape, f.arrow)
+            for f in layout.fields
+        ]
+        plan = plan_rows(columns, {name: ours for name, ours in given.items() if not layout.leaves_out(name)})
+        schema, names = plan.schema, plan.names
+        notes += plan.notes
     if storage == "zarr":
-        layout.check_fixed()
-    elif layout.schema.variable:
+        layout.check_fixed(schema)
+    elif schema.variable:
         storage = "arrow"
-    about = layout.about
     total = sum(part.rows for part in parts) or int(about.get("rows", 0))
     numbered = {"_episode", "_step"} <= set(layout.own)
-    size = _rows_at_once(parts, layout.schema.row_bytes, loose=bool(layout.schema.variable))
+    row_bytes = sum(entry.row_bytes for entry in layout.fields)
+    size = _rows_at_once(parts, row_bytes, loose=any(entry.variable for entry in layout.fields))
     reading = (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
     room = about.get("capacity") if capacity is None else capacity
-    tell(layout.notes)
-    with new_store(
-        disk, target, room, settings_of(about, layout.schema), storage=storage or "zarr"
-    ) as filler:
-        specs = about.get("specs") or ""
-        filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)
+    tell(notes)
+    with new_store(disk, target, room, settings_of(about, schema), storage=storage or "zarr") as filler:
+        foreign = None
+        if plan is None or numbered:
+            above = facts.above if facts and numbered else None
+            filler.prepare(schema, specs=about.get("specs") or "", above=above)
+        else:
+            foreign = ForeignRows(plan, filler)
         done = 0
         ends = _Ends(parts, layout) if numbered and facts is None else None
-        for columns, own in reading:
-            if numbered:
+        for values, own in reading:
+            count = len(values[0])
+            if foreign is not None:
+                foreign.write(dict(enumerate(values)), count)
+            else:
                 _check_order(own["_episode"], own["_step"])
                 filler.put(
-                    columns,
+                    values if plan is None else plan.read(dict(enumerate(values)), count),
                     own["_episode"],
                     own["_step"],
                     facts=facts or _make_facts,
@@ -361,11 +441,32 @@ def _fill(
                     times=own.get("_time"),
                     priorities=own.get("_priority"),
                 )
-            else:
-                filler.add(columns)
-            done += len(columns[0])
+            done += count
             progress(done, max(done, total))
-        return filler.result(target, layout.notes)
+        warnings = [] if foreign is None else foreign.warnings()
+        return filler.result(target, notes, names=names, warnings=warnings)
+
+
+def _refuse_packed(parts: Sequence[Part], fields: Sequence[Field]) -> None:
+    """Raise SchemaError for files in which RLlib packed values that only it can read.
+
+    Source: ray.rllib.offline.offline_env_runner (2.x), with `output_write_episodes`, whose rows are episodes
+    in MessagePack, and `output_compress_columns`, whose values are pickles compressed by LZ4, in base64.
+    """
+    recipe = "record with config.offline_data(output_write_episodes=False, output_compress_columns=[])"
+    kinds = {key_name(f.key): describe(f.arrow) for f in fields if f.variable}
+    if len(fields) == 1 and kinds.get("item") in ("binary", "large_binary"):
+        raise SchemaError(f"{parts[0].path} holds packed episodes of RLlib, which are not read", hint=recipe)
+    names = [name for name in _PACKED_COLUMNS if kinds.get(name) in ("string", "large_string")]
+    if not names:
+        return
+    for batch in parts[0].batches(1, names):
+        for name in names:
+            if str(batch.column(batch.schema.get_field_index(name))[0].as_py()).startswith(_LZ4_FRAME):
+                raise SchemaError(
+                    f"{name!r} holds compressed pickles of RLlib, which are not read", hint=recipe
+                )
+        return
 
 
 def _check_order(episodes: IntArray, steps: IntArray) -> None:
@@ -381,21 +482,32 @@ def _check_order(episodes: IntArray, steps: IntArray) -> None:
         )
 
 
-def _find_layout(parts: Sequence[Part]) -> Layout:
+def _find_layout(parts: Sequence[Part], given: Mapping[str, str]) -> Layout:
     """Return the common layout of all parts.
+
+    Args:
+        parts: The files.
+        given: The user's mapping from names to fields.
 
     Raises:
         SchemaError: A column cannot be a field, or parts have different columns.
     """
     survey = Survey()
     for part in parts:
-        if names := [name for name in needs_survey(part.schema) if not part.is_full(name)]:
+        names = []
+        for name in needs_survey(part.schema):
+            if part.is_full(name):
+                survey.note_full(name)
+            else:
+                names.append(name)
+        if names:
             for batch in part.batches(_rows_at_once(parts, 0, loose=True), names):
                 survey.look(batch.select(names))
-    layout = read_layout(parts[0].schema, survey)
+    layout = read_layout(parts[0].schema, survey, given)
     for part in parts[1:]:
-        if (other := read_layout(part.schema, survey).schema) != layout.schema:
-            raise SchemaError(f"{part.path} has {other!r}, and {parts[0].path} {layout.schema!r}")
+        other = read_layout(part.schema, survey, given)
+        if other.fields != layout.fields:
+            raise SchemaError(f"{part.path} has {other.schema!r}, and {parts[0].path} {layout.schema!r}")
     return layout
 
 

@@ -7,6 +7,7 @@ from a survey of the rows. This module opens no files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from expstore.schema.schema import ARROW, Field, Schema
 
 __all__ = ["Layout", "Table", "needs_survey", "read_layout"]
 
+#: Names that pandas gives to an index without a name, in Parquet and CSV files.
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+|")
 _NAMES = {kind: name for name, kind in VALUES.items() if name not in ("bfloat16", "complex64")}
 
 
@@ -33,26 +36,46 @@ class Layout:
     """How an Arrow schema represents rows.
 
     Args:
-        schema: The fields.
+        fields: The fields, named like the columns.
+        form: The kind of container that rows are returned as; see `Schema`.
         own: The store's own columns that are present.
         about: expstore's part of the metadata; {} without one.
         reasons: For each column that seems to have a fixed size but does not: the reason, in words.
+        left_out: Columns that become no fields, with the reason.
     """
 
-    schema: Schema
+    fields: Sequence[Field]
+    form: str
     own: tuple[str, ...]
     about: Mapping[str, Any]
     reasons: Mapping[Key, str]
+    left_out: Mapping[Key, str]
+
+    @property
+    def schema(self) -> Schema:
+        """The fields as a schema.
+
+        Raises:
+            SchemaError: A column has a name that no field can have.
+        """
+        return Schema(self.fields, self.form)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Descriptions of data that is imported in another way than one may expect."""
-        return tuple(f"{key_name(key)!r} {why}" for key, why in self.reasons.items())
+        return tuple(f"{key_name(key)!r} {why}" for key, why in {**self.left_out, **self.reasons}.items())
 
-    def check_fixed(self) -> None:
-        """Raise SchemaError if a field has variable-length rows."""
-        for key in self.schema.variable:
-            why = self.reasons.get(key, f"is {self.schema[key]}")
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a column, or all columns of a group, became no fields."""
+        path = tuple(name.split("/"))
+        return any(key[: len(path)] == path for key in self.left_out) and not any(
+            key[: len(path)] == path for key in (entry.key for entry in self.fields)
+        )
+
+    def check_fixed(self, schema: Schema) -> None:
+        """Raise SchemaError if a field of the new store has variable-length rows."""
+        for key in schema.variable:
+            why = self.reasons.get(key, f"is {schema[key]}")
             raise SchemaError(
                 f"column {key_name(key)!r} {why}: a zarr storage needs rows of fixed size",
                 hint='import with storage="arrow" (--storage arrow), or leave that column out',
@@ -85,12 +108,13 @@ def _has_lists(kind: Any) -> bool:
     return False
 
 
-def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
+def read_layout(schema: Any, survey: Survey | None = None, given: Mapping[str, str] | None = None) -> Layout:
     """Find out which fields are in an Arrow schema.
 
     Args:
         schema: The schema.
         survey: The result for the columns that `needs_survey` names, over all rows; None if it names none.
+        given: The user's mapping from names, or groups, to fields; "": left out.
 
     Raises:
         SchemaError: There are no fields, or a column has a type that no field can have.
@@ -99,18 +123,32 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
     known = _read_known_fields(about)
     fields: list[Field] = []
     reasons: dict[Key, str] = {}
+    left_out: dict[Key, str] = {}
     for key, kind, _ in _leaves(schema, None, _whole(schema, known, survey)):
         if key[0] in OWN and len(key) == 1:
             continue
+        if key not in known:
+            above = {"/".join(key[:length]) for length in range(1, len(key) + 1)}
+            mapped = [ours for theirs, ours in (given or {}).items() if theirs in above]
+            if "" in mapped:
+                left_out[key] = "is left out"
+                continue
+            if pa.types.is_null(_plain(kind)) or survey.of(key).empty:
+                left_out[key] = "has no value in any row, and is left out"
+                continue
+            if not mapped and len(key) == 1 and _INDEX.fullmatch(key[0]):
+                left_out[key] = "is the index of a pandas frame, and left out"
+                continue
         entry, why = _field(key, kind, known.get(key), survey.of(key))
         fields.append(entry)
         if why:
             reasons[key] = why
     if not fields:
-        raise SchemaError("no column can be a field", hint="use numbers, text, or lists of these")
+        why = "".join(f"; {key_name(key)!r} {reason}" for key, reason in left_out.items())
+        raise SchemaError(f"no column can be a field{why}", hint="use numbers, text, or lists of these")
     own = tuple(name for name in OWN if name in schema.names)
     form = about.get("form", "") if len(known) == len(fields) else ""
-    return Layout(Schema(fields, form), own, about, reasons)
+    return Layout(fields, form, own, about, reasons, left_out)
 
 
 def _read_known_fields(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
@@ -244,12 +282,12 @@ class Table:
         Raises:
             SchemaError: A value is missing, or rows do not match the layout.
         """
-        whole = set(self._layout.schema.variable)
+        whole = {entry.key for entry in self._layout.fields if entry.variable}
         found = {key: column for key, _, column in _leaves(batch.schema, batch, whole)}
-        missing = [entry.key for entry in self._layout.schema.fields if entry.key not in found]
+        missing = [entry.key for entry in self._layout.fields if entry.key not in found]
         if missing:
             raise SchemaError(f"column {key_name(missing[0])!r} is missing in some of the files")
-        return [_to_column(entry, found[entry.key], batch.num_rows) for entry in self._layout.schema.fields]
+        return [_to_column(entry, found[entry.key], batch.num_rows) for entry in self._layout.fields]
 
     def own(self, batch: Any, names: Sequence[str] | None = None) -> dict[str, Array]:
         """Return the store's own columns that are present, or only those in `names`. Shapes `(n,)`."""

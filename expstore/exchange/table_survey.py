@@ -24,11 +24,20 @@ class Seen:
 
     Args:
         lacks: Whether a value, a list or an item is missing somewhere.
+        rows: Number of rows that were read.
+        filled: Whether a row has a value.
         lengths: The shortest and the longest list of each level, outermost first.
     """
 
     lacks: bool = False
+    rows: int = 0
+    filled: bool = False
     lengths: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are rows, and none has a value."""
+        return self.rows > 0 and not self.filled
 
     def size(self, depth: int) -> int | None:
         """Return the length of all lists of a level; None without lists, or if it is 0 or varies."""
@@ -49,6 +58,10 @@ class Survey:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             self._look((name,), column)
 
+    def note_full(self, name: str) -> None:
+        """Add rows of a column that all have a value, without reading them."""
+        self._seen.setdefault((name,), Seen()).filled = True
+
     def of(self, key: Key) -> Seen:
         """Return what was found in a column, or in a member of a struct column."""
         return self._seen.get(key, Seen())
@@ -57,6 +70,8 @@ class Survey:
         array = plain_array(array)
         seen = self._seen.setdefault(key, Seen())
         seen.lacks |= bool(array.null_count)
+        seen.rows += len(array)
+        seen.filled |= array.null_count < len(array)
         if pa.types.is_struct(array.type):
             for number, part in enumerate(array.type):
                 self._look((*key, part.name), array.field(number))

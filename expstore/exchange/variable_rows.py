@@ -78,6 +78,8 @@ def plain_array(array: Any) -> Any:
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = plain_type(array.type)
+    if pa.types.is_dictionary(array.type):  # dictionaries of string views cannot be cast as they are
+        array = array.dictionary.cast(kind).take(array.indices)
     return array if array.type == kind else array.cast(kind)
 
 
