@@ -544,12 +544,13 @@ class ForeignRows:
         codes = codes[order]
         heads = np.append(True, codes[1:] != codes[:-1])
         begins = np.append(False, ends[order][:-1]) & ~heads
-        time = None if self._time is None else fields[self._time].reshape(-1)[order]
+        time = None if self._time is None else fields[self._time].reshape(-1)[order].astype(np.float64)
         if self._start is not None:
             begins |= fields[self._start].reshape(-1)[order].astype(bool)
         if time is not None:
             before = np.append(time[:1], time[:-1])
             falls = ~heads & ~begins & (time < before)
+            # With ids, a counter that falls to 0 or 1 begins another episode; otherwise rows are out of order.
             if ids is not None and (wrong := np.flatnonzero(falls & (time > 1))).size:
                 raise self._build_order_error(int(codes[wrong[0]]), time[wrong[0]], before[wrong[0]])
             begins |= falls | ((time == 0) & time.any())

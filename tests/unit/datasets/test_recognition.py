@@ -153,4 +153,4 @@ def test_an_unrecognised_source_is_refused_with_all_formats(
         assert "looks like none of the formats" in told
         named = told.partition("--format: ")[2].strip().split(", ")
         assert named == sorted({*IMPORTS, *DATASETS})
-        assert len(named) == 16
+        assert {"csv", "npz", "rlds"} <= set(named)
