@@ -190,7 +190,7 @@ def import_(
             "--format",
             metavar="NAME",
             help="arrow, atari-dqn, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
-            "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
+            "rlds, robomimic, roboset, sb3, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
         ),
     ] = None,
     names: Annotated[

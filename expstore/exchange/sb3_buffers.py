@@ -96,6 +96,8 @@ def import_sb3(
     check_target(disk, target)  # before a large file is read
     with open_to_read(path) as file:
         try:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
             found = load_object(io.BufferedReader(file), _PACKAGES)
         except ExpStoreError as exc:
             raise type(exc)(f"{path}: {exc.message}", hint=exc.hint) from exc
@@ -110,6 +112,8 @@ def import_sb3(
             hint="open or copy that store",
         )
     name = f"{path}, a {found.module}.{found.name},"
+    if (held := _count_bytes(found.attributes)) > size:
+        raise SchemaError(f"{name} has {held} bytes of arrays in a file of {size} bytes")
     return import_sb3_object(
         name, found.attributes, target, capacity=capacity, progress=progress, tell=tell, disk=disk
     )
@@ -158,6 +162,15 @@ def import_sb3_object(
             filler.put(columns, episodes[part], steps[part], facts=facts, last=last[part])
             progress(part.stop, total)
         return filler.result(target, saved.notes)
+
+
+def _count_bytes(attributes: Mapping[str, Any]) -> int:
+    """Return the size of all arrays. Arrays that share bytes, which buffers never have, count each."""
+    count = 0
+    for value in attributes.values():
+        parts = value.values() if isinstance(value, dict) else (value,)
+        count += sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+    return count
 
 
 @dataclass(frozen=True, slots=True)

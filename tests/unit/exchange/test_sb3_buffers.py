@@ -313,8 +313,8 @@ def test_damaged_pickles_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         import_sb3(tmp_path / "none.pkl", tmp_path / "new.exp")
     (tmp_path / "new.exp").mkdir()
-    with pytest.raises(StateError):
-        import_sb3(tmp_path / "good.pkl", tmp_path / "new.exp")
+    with pytest.raises(StateError):  # before the file is read
+        import_sb3(tmp_path / "bad.pkl", tmp_path / "new.exp")
 
 
 def test_pickles_of_old_spaces_are_read(tmp_path: Path) -> None:
@@ -323,6 +323,16 @@ def test_pickles_of_old_spaces_are_read(tmp_path: Path) -> None:
     vars(buffer.observation_space)["spaces"] = OrderedDict(buffer.observation_space.spaces)
     import_sb3(save(tmp_path / "buffer.pkl", buffer), tmp_path / "new.exp")
     assert episodes_of(tmp_path / "new.exp") == whole()
+
+
+def test_arrays_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    buffer = hostile(rewards=np.zeros((50, 1), np.float32))
+    one = np.zeros((50, 1, 1000), np.float32)
+    buffer.observations = buffer.next_observations = {str(number): one for number in range(10_000)}
+    source = save(tmp_path / "buffer.pkl", buffer)
+    assert source.stat().st_size < 500_000  # and 4 GB in a store
+    with pytest.raises(SchemaError, match=r"has 4\d{9} bytes of arrays in a file of \d{6} bytes"):
+        import_sb3(source, tmp_path / "new.exp")
 
 
 def test_lengths_in_a_pickle_reserve_no_memory(tmp_path: Path) -> None:
