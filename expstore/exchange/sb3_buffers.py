@@ -100,7 +100,9 @@ def import_sb3(
             file.seek(0)
             found = load_object(io.BufferedReader(file), _PACKAGES)
         except ExpStoreError as exc:
-            raise type(exc)(f"{path}: {exc.message}", hint=exc.hint) from exc
+            advice = "of pickles, only replay buffers of stable-baselines3 can be imported"
+            hint = f"{exc.hint}; {advice}" if exc.hint else advice
+            raise type(exc)(f"{path}: {exc.message}", hint=hint) from exc
     if not isinstance(found, PickledObject):
         raise SchemaError(
             f"{path} is a pickle of a {type(found).__name__}, not of a replay buffer of stable-baselines3",
