@@ -190,7 +190,7 @@ def import_(
             "--format",
             metavar="NAME",
             help="arrow, atari-dqn, csv, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
-            "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
+            "rlds, robomimic, roboset, sb3, tensordict, vd4rl. Default: recognized from SOURCE, if possible.",
         ),
     ] = None,
     names: Annotated[
@@ -258,6 +258,10 @@ def import_(
         done = _import_data_set(format, source, store, options)
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}
+        if more and format == "sb3":
+            raise typer.BadParameter(
+                "does not apply to sb3, whose fields are those of a model", param_hint="--map"
+            )
         if storage is not None:
             more["storage"] = _kind(storage, format, TABLES)
         make = importer(format)

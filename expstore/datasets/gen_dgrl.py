@@ -16,12 +16,12 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.numpy_unpickler import load_object_npy
 from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
+from expstore.exchange.numpy_unpickler import load_object_npy
 
 __all__ = ["GenDGRLReader"]
 

@@ -22,12 +22,12 @@ from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import decode_image, decode_images
-from expstore.datasets.numpy_unpickler import load_arrays
 from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
+from expstore.exchange.numpy_unpickler import load_arrays
 
 __all__ = ["OpenXReader"]
 

@@ -17,7 +17,7 @@ __all__ = ["ARRAYS", "EXPORTS", "IMPORTS", "TABLES", "exporter", "format_of", "i
 
 #: The formats that can be exported, and those that can be imported.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
-IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet")
+IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet", "sb3")
 #: Formats of one array per field, which some data sets have too.
 ARRAYS = ("hdf5", "npz")
 #: Formats that support variable-length rows.
@@ -38,7 +38,13 @@ _SUFFIXES = {
     ".tsv": "csv",
 }
 #: The first bytes of files.
-_HEADS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\x89HDF\r\n\x1a\n": "hdf5", b"PK\x03\x04": "npz"}
+_HEADS = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\x89HDF\r\n\x1a\n": "hdf5",
+    b"PK\x03\x04": "npz",
+    **{bytes((0x80, protocol)): "sb3" for protocol in range(2, 6)},  # pickles
+}
 
 
 def exporter(name: str) -> Callable[..., Exported]:

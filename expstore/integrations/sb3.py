@@ -1,7 +1,7 @@
 """Stable-Baselines3's replay buffers over a store: `expstore.sb3`.
 
 Built on the buffers; needs stable-baselines3. The classes have the constructors and methods of its own, so
-that an algorithm takes them as `replay_buffer_class`.
+that an algorithm takes them as `replay_buffer_class`. `convert` makes a store from a buffer of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import ReadingDisk
 from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
+from expstore.exchange.base import Imported
+from expstore.exchange.sb3_buffers import import_sb3, import_sb3_object
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.specs import Categorical, MultiCategorical, TensorSpec
 from expstore.storages.engine.store import Store, forget_silently
@@ -57,6 +59,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",
     "ReplayBuffer",
+    "convert",
 ]
 
 #: Entries of the observations of goal environments.
@@ -89,6 +92,51 @@ _PREDICTS = (
 _REWARDS = "rewards_of_steps"
 #: Stores that buffers of this process have open, by uuid.
 _open_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+
+
+def convert(buffer: buffers.ReplayBuffer | str | Path, path: str | Path) -> Imported:
+    """Create a store with the rows of a replay buffer of stable-baselines3, so that a model continues in it.
+
+    The oldest row comes first. Episodes end where the buffer says so, by truncation where it recorded a time
+    limit; the last episode of each environment is cut. The capacity of the store is the size of the buffer. A
+    file is read without running code that it names.
+
+    Args:
+        buffer: `model.replay_buffer`, or the file that `model.save_replay_buffer` wrote.
+        path: Folder of the store, which must not exist yet.
+
+    Raises:
+        ArgumentError: The buffer is over a store already, or is something else.
+        SchemaError: The file holds something else, the buffer has no rows, or its arrays do not fit together.
+        NotFoundError: The file, or the parent folder of the store, does not exist.
+        StateError: There is something at the path.
+        StorageError: The file cannot be read, or the disk failed. Nothing is left behind.
+
+    Warns:
+        UserWarning: The buffer lacks something, such as final observations; the message says what.
+
+    Example:
+        >>> convert("replay_buffer.pkl", "run.exp").rows
+        10000
+        >>> kwargs = {"path": "run.exp"}
+        >>> model = DQN.load("dqn", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs)
+    """
+    if isinstance(buffer, ReplayBuffer):
+        raise ArgumentError(
+            f"the rows of this buffer are in the store {buffer.path} already; open or copy it"
+        )
+    if isinstance(buffer, buffers.ReplayBuffer):
+        done = import_sb3_object(f"the {type(buffer).__name__}", vars(buffer), path)
+    elif isinstance(buffer, (str, Path)):
+        done = import_sb3(buffer, path)
+    else:
+        raise ArgumentError(
+            f"convert() got a {type(buffer).__name__}; pass model.replay_buffer, or the path of the file "
+            "that model.save_replay_buffer wrote"
+        )
+    for note in done.notes:
+        warnings.warn(note, stacklevel=2)
+    return done
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -127,7 +175,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
     store, not its rows. Loading raises NotFoundError if there is no store at the path, and StateError if it
     is another store. The loaded buffer opens the store when it is first used. One buffer at a time can have a
     store open: `load_replay_buffer` closes the model's own buffer, and any other buffer of the store must be
-    closed first, such as the buffer of another model.
+    closed first, such as the buffer of another model. Do not load a file that was saved from a buffer of
+    stable-baselines3: that buffer, in memory, would replace this one. Pass the file to `convert` instead.
 
     Threads: as expstore's buffers. Processes: one has the store open for writing. Crashes: what `add` has
     stored survives the process; with `flush_steps=n` the last n - 1 steps may be lost. Rows of the last
@@ -159,7 +208,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         StateError: The store has another capacity, or rows of another environment; nothing was changed.
 
     Warns:
-        UserWarning: A model that has made steps was loaded, and there are no rows at its path.
+        UserWarning: A model that has made steps was loaded, and there are no rows at its path. Or the buffer
+            of the model was replaced by one of stable-baselines3; the warning may come later, when the former
+            buffer is garbage.
 
     Example:
         >>> kwargs = {"path": "run.exp"}
@@ -215,20 +266,21 @@ class ReplayBuffer(buffers.ReplayBuffer):
             self._store.close()
             raise
         self.buffer_size = max(self._store.capacity // n_envs, 1)
-        self._warn_if_rows_are_missing()
+        model = _find_model("_setup_model")
+        self._warn_when_replaced(model)
+        self._warn_if_rows_are_missing(model)
 
-    def _warn_if_rows_are_missing(self) -> None:
+    def _warn_when_replaced(self, model: Any) -> None:
+        """Warn when the model has dropped this buffer for one of stable-baselines3, as from a file."""
+        if model is not None:
+            weakref.finalize(self, _warn_if_replaced, weakref.ref(model), self.path).atexit = False
+
+    def _warn_if_rows_are_missing(self, model: Any) -> None:
         """Warn if the store has no rows, although the model has made steps: it may be at another place.
 
-        Loading a model makes its buffer anew from the saved arguments. It tells the buffer nothing else, so
-        the model is looked for in the frames of the callers.
+        Loading a model makes its buffer anew from the saved arguments.
         """
-        if self.rb.write_count:
-            return
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_name != "_setup_model":
-            frame = frame.f_back
-        steps = 0 if frame is None else getattr(frame.f_locals.get("self"), "num_timesteps", 0)
+        steps = 0 if self.rb.write_count else getattr(model, "num_timesteps", 0)
         if steps:
             warnings.warn(
                 f"the model has made {steps} steps, and its store {self.path} has no rows; if they are in "
@@ -431,6 +483,30 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """
         state["_store"].check_saved()
         self.__dict__.update(state)
+        self._warn_when_replaced(_find_model("load_replay_buffer"))
+
+
+def _find_model(method: str) -> Any:
+    """Return the model of which a method is being called; None: of none.
+
+    A model tells its buffer nothing about itself, so it is looked for in the frames of the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != method:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
+
+
+def _warn_if_replaced(model: weakref.ref[Any], path: Path) -> None:
+    """Warn if the replay buffer of a model, whose buffer over a store was dropped, is over no store."""
+    found = getattr(model(), "replay_buffer", None)
+    if isinstance(found, buffers.ReplayBuffer) and not isinstance(found, ReplayBuffer):
+        warnings.warn(
+            f"the model's buffer of {path} was replaced by a {type(found).__name__} of stable-baselines3, as "
+            "load_replay_buffer does: the model's steps are not stored. To keep the rows of a saved buffer, "
+            "make a store of the file with expstore.sb3.convert, and load the model with its path",
+            stacklevel=4,  # the caller of load_replay_buffer
+        )
 
 
 class DictReplayBuffer(ReplayBuffer, buffers.DictReplayBuffer):

@@ -127,7 +127,7 @@ ARRAY_FILE_FUNCTIONS = {"fromfile", "load", "loadtxt", "memmap", "save", "savetx
 FILE_EXCEPTIONS: dict[str, set[str]] = {
     "datasets.gen_dgrl": {".open()"},  # tarfile.open, of a file that the Disk has opened
     "datasets.minari_folder": {".open()"},  # Image.open, of bytes
-    "datasets.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
+    "exchange.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
     "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
     "datasets.tensordict_folder": {"np.memmap"},  # of a file whose size was compared with its shape
     "datasets.vd4rl": {"np.load"},  # of such a file

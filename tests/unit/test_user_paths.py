@@ -69,7 +69,7 @@ IN_PYTHON: dict[str, Callable[[Any], Any]] = {
         f"import_{name}, {which}": lambda url, name=name, which=which: getattr(exchange, f"import_{name}")(
             *((url, "new.exp") if which == "source" else ("none", url))
         )
-        for name in ("arrow", "hdf5", "npz", "parquet")
+        for name in ("arrow", "hdf5", "npz", "parquet", "sb3")
         for which in ("source", "target")
     },
     "import_dataset": lambda url: import_dataset(None, url),  # type: ignore[arg-type]

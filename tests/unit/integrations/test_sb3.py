@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 import re
@@ -416,6 +417,117 @@ def test_a_model_saves_and_loads_its_replay_buffer(store_path: Path, tmp_path: P
     assert model.replay_buffer.size() == 152
     assert "cut" in {status for status, _ in lengths(model.replay_buffer.rb)}
     model.replay_buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("observation", "action", "n_envs"),
+    [("vector", "float64", 3), ("discrete", "multi", 1), ("dict-discrete", "discrete", 2)],
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_converted_buffer_has_the_same_samples(
+    store_path: Path, tmp_path: Path, observation: str, action: str, n_envs: int, saved: bool
+) -> None:
+    is_dict = observation.startswith("dict")
+    kind = buffers.DictReplayBuffer if is_dict else buffers.ReplayBuffer
+    given = OBSERVATIONS[observation], ACTIONS[action], "cpu", n_envs
+    theirs: Any = kind(40, *given)
+    for step in steps_of(OBSERVATIONS[observation], ACTIONS[action], n_envs, 11):
+        theirs.add(*step)
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(theirs))
+    done = sb3.convert(tmp_path / "buffer.pkl" if saved else theirs, store_path)
+    assert done.rows == 11 * n_envs
+    ours = (sb3.DictReplayBuffer if is_dict else sb3.ReplayBuffer)(40, *given, path=store_path)
+    assert (ours.size(), ours.pos, ours.full) == (theirs.size(), theirs.pos, theirs.full)
+    numbers = np.array([0, 3, 7, 10, 10, 2])
+    np.random.seed(4)
+    wanted = theirs._get_samples(numbers)
+    np.random.seed(4)
+    assert_same(ours._get_samples(numbers), wanted)
+    ours.close()
+
+
+def test_a_model_continues_in_the_store_of_a_converted_buffer(store_path: Path, tmp_path: Path) -> None:
+    model = DQN(
+        "MlpPolicy", gym.make("CartPole-v1"), buffer_size=80, learning_starts=10, device="cpu", seed=0
+    )
+    model.learn(100)
+    model.save(tmp_path / "model.zip")
+    assert model.replay_buffer is not None
+    sb3.convert(model.replay_buffer, store_path)
+    loaded = DQN.load(
+        tmp_path / "model.zip",
+        env=gym.make("CartPole-v1"),
+        replay_buffer_class=sb3.ReplayBuffer,
+        replay_buffer_kwargs={"path": store_path},
+    )
+    rb = loaded.replay_buffer.rb
+    oldest = np.roll(model.replay_buffer.rewards[:, 0], -model.replay_buffer.pos)
+    np.testing.assert_array_equal(rb[:]["next", "reward"][:, 0].numpy(), oldest)
+    loaded.learn(32, reset_num_timesteps=False)
+    assert loaded.replay_buffer.full
+    assert rb.write_count == 112
+    assert rb.specs["action"].n == 2
+    loaded.replay_buffer.close()
+
+
+def test_what_cannot_be_converted(store_path: Path, tmp_path: Path) -> None:
+    model = model_of(store_path)
+    with pytest.raises(expstore.ArgumentError, match=re.escape(f"in the store {store_path} already")):
+        sb3.convert(model.replay_buffer, tmp_path / "new.exp")
+    with pytest.raises(expstore.ArgumentError, match=r"got a DQN; pass model\.replay_buffer"):
+        sb3.convert(model, tmp_path / "new.exp")  # type: ignore[arg-type]
+    model.save_replay_buffer(tmp_path / "ours.pkl")
+    with pytest.raises(expstore.SchemaError, match="has the path of its store, not its rows"):
+        sb3.convert(tmp_path / "ours.pkl", tmp_path / "new.exp")
+    model.replay_buffer.close()
+    plain = buffers.ReplayBuffer(40, VECTOR, ACTIONS["discrete"], "cpu", handle_timeout_termination=False)
+    with pytest.raises(expstore.SchemaError, match="the ReplayBuffer has no rows"):
+        sb3.convert(plain, tmp_path / "new.exp")
+    for step in steps_of(VECTOR, ACTIONS["discrete"], 1, 4):
+        plain.add(*step)
+    assert not (tmp_path / "new.exp").exists()
+    with pytest.warns(UserWarning, match="handle_timeout_termination=False"):
+        sb3.convert(plain, tmp_path / "new.exp")
+
+
+def test_a_buffer_that_a_file_replaces_warns(store_path: Path, tmp_path: Path) -> None:
+    theirs = buffers.ReplayBuffer(40, gym.make("CartPole-v1").observation_space, ACTIONS["discrete"], "cpu")
+    (tmp_path / "theirs.pkl").write_bytes(pickle.dumps(theirs))
+    model = model_of(store_path)
+    what = re.escape(
+        f"the model's buffer of {store_path} was replaced by a ReplayBuffer of stable-baselines3"
+    )
+    with pytest.warns(UserWarning, match=what), pytest.warns(ResourceWarning, match="without close"):
+        model.load_replay_buffer(tmp_path / "theirs.pkl")
+    model = model_of(store_path)
+    model.learn(8)  # leaves references to the buffer in cycles
+    model.load_replay_buffer(tmp_path / "theirs.pkl")
+    with pytest.warns(UserWarning, match=what), pytest.warns(ResourceWarning, match="without close"):
+        gc.collect()
+
+
+def test_a_buffer_that_its_own_file_replaces_does_not_warn(
+    store_path: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = model_of(store_path)
+    model.save_replay_buffer(tmp_path / "ours.pkl")
+    model.load_replay_buffer(tmp_path / "ours.pkl")
+    model.learn(4)
+    model.replay_buffer.close()  # type: ignore[union-attr]
+    model.replay_buffer = None
+    del model
+    gc.collect()
+    assert not [str(found.message) for found in recwarn if "replaced" in str(found.message)]
+
+
+def test_a_loaded_buffer_that_a_file_replaces_warns(store_path: Path, tmp_path: Path) -> None:
+    theirs = buffers.ReplayBuffer(40, gym.make("CartPole-v1").observation_space, ACTIONS["discrete"], "cpu")
+    (tmp_path / "theirs.pkl").write_bytes(pickle.dumps(theirs))
+    model = model_of(store_path)
+    model.save_replay_buffer(tmp_path / "ours.pkl")
+    model.load_replay_buffer(tmp_path / "ours.pkl")
+    with pytest.warns(UserWarning, match="are not stored"):
+        model.load_replay_buffer(tmp_path / "theirs.pkl")
 
 
 def test_a_loaded_model_continues_in_the_store(store_path: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from expstore import SchemaError, StorageError
-from expstore.datasets.numpy_unpickler import load_arrays, load_object_npy
+from expstore.exchange.numpy_unpickler import load_arrays, load_object_npy
 
 VALUES: dict[str, Any] = {
     "u1": np.random.default_rng(0).integers(0, 255, (3, 4, 5), np.uint8),

@@ -1,8 +1,9 @@
 """Read pickles of NumPy arrays and plain containers without running code that they name.
 
-Used by readers of formats with pickled dicts of arrays. A pickle may name any function. Here the names that
-NumPy's arrays, dtypes and scalars use are mapped to replacements in this module, and every other name is an
-error. NumPy's `__setstate__` methods never get data of the pickle. Before anything is created, the
+Used by readers of formats with pickled dicts of arrays, or with pickled objects that hold arrays. A pickle
+may name any function. Here the names that NumPy's arrays, dtypes and scalars use are mapped to replacements
+in this module, and every other name is an error; `load_object` reads objects of other classes as their
+attributes. NumPy's `__setstate__` methods never get data of the pickle. Before anything is created, the
 instructions are checked for input that would crash Python's own unpickler or fill the memory.
 """
 
@@ -11,15 +12,16 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from expstore.core.values import Array
 from expstore.errors import SchemaError, StorageError
 
-__all__ = ["load_arrays", "load_object_npy"]
+__all__ = ["PickledObject", "load_arrays", "load_object", "load_object_npy"]
 
 _KINDS = "biufcSU"
 #: Maximum nesting of containers; Python's hash of deeper tuples overflows the C stack.
@@ -27,8 +29,25 @@ _DEEPEST = 100
 _CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 
 
+@dataclass(frozen=True, slots=True)
+class PickledObject:
+    """An object in a pickle whose class was not loaded.
+
+    Args:
+        module: Module of its class.
+        name: Name of its class.
+        arguments: What its constructor would have been called with.
+        attributes: Its attributes by name; empty if its state is not a dict.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+    attributes: Mapping[str, Any]
+
+
 def load_arrays(file: BinaryIO) -> Any:
-    """Return the content of a pickle: dicts, lists, tuples, texts, bytes, numbers, None and NumPy arrays.
+    """Return the content of a pickle: dicts, lists, tuples, texts, bytes, numbers, None, dtypes and arrays.
 
     Args:
         file: File opened for reading, at the beginning of the pickle.
@@ -37,19 +56,41 @@ def load_arrays(file: BinaryIO) -> Any:
         SchemaError: The pickle contains something else; the message names it.
         StorageError: The file is not a pickle, or ends early.
     """
+    return _load(io.BytesIO(file.read()), ())
+
+
+def load_object(file: BinaryIO, packages: tuple[str, ...]) -> Any:
+    """Return the content of a pickle as in `load_arrays`; instances of classes become `PickledObject`s.
+
+    The file is read twice, and not held in memory as a whole.
+
+    Args:
+        file: Seekable file opened for reading, at the beginning of the pickle.
+        packages: Top-level packages whose names the pickle may call. Nothing is called: the result is a
+            `PickledObject` too.
+
+    Raises:
+        SchemaError: The pickle calls a function of another package, or contains itself; the message names it.
+        StorageError: The file is not a pickle, or ends early.
+    """
+    return _load(file, packages)
+
+
+def _load(file: BinaryIO, packages: tuple[str, ...]) -> Any:
     try:
-        data = file.read()
-        _check(data)
-        return _plain(_Unpickler(io.BytesIO(data)).load())
+        start = file.tell()
+        _check(file)
+        file.seek(start)
+        return _plain(_Unpickler(file, packages).load())
     except SchemaError:
         raise
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError) as exc:
         raise StorageError(f"cannot read a pickle: {exc}") from exc
-    except (AttributeError, UnicodeDecodeError, MemoryError, OverflowError, RecursionError) as exc:
+    except (AttributeError, BufferError, MemoryError, OverflowError, RecursionError) as exc:
         raise StorageError(f"cannot read a pickle: {exc!r}") from exc
 
 
-def _check(data: bytes) -> None:
+def _check(file: BinaryIO) -> None:
     """Raise SchemaError for a pickle that nests too deeply, or whose memo indices would fill the memory.
 
     The stack is simulated as in `pickletools.dis`, with the depth of each value instead of the value.
@@ -57,7 +98,7 @@ def _check(data: bytes) -> None:
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
         name, before = opcode.name, opcode.stack_before
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             place = len(memo) if argument is None else argument
@@ -161,7 +202,7 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: str) -> _Array:
     found = _Array()
     if not isinstance(data, (bytes, bytearray)):
         raise SchemaError(f"the values of an array are {type(data).__name__}")
-    found.value = _build_array(shape, dtype, order == "F", bytes(data))
+    found.value = _build_array(shape, dtype, order == "F", data)
     return found
 
 
@@ -194,7 +235,7 @@ def _build_array(shape: Any, dtype: Any, is_fortran: bool, data: Any) -> Any:
         if not isinstance(data, list):
             raise SchemaError("an array of objects is not a list")
         return data
-    if not isinstance(data, bytes):
+    if not isinstance(data, (bytes, bytearray)):
         raise SchemaError(f"the values of an array are {type(data).__name__}")
     flat: Array = np.frombuffer(data, dtype.dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C")
@@ -235,12 +276,58 @@ _MODULES = {
 }
 
 
+class _InertClass(type):
+    """The type of the classes that replace classes of a pickle: instances are made, calls may be refused.
+
+    Pickles create instances by `__new__`, which skips this `__call__`, and call functions.
+    """
+
+    path: tuple[str, str]
+    may_call: bool
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        if not cls.may_call:
+            raise SchemaError(f"the pickle calls {'.'.join(cls.path)}", hint="no code of it was run")
+        return super().__call__(*arguments, **named)
+
+
+class _Inert(metaclass=_InertClass):
+    """Replace an instance of a class, or the result of a call: keep the arguments and the state."""
+
+    __slots__ = ("arguments", "state")
+    path, may_call = ("", ""), False
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any, **_: Any) -> Self:
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _make_dict(*pairs: Any) -> dict[Any, Any]:
+    """Replace `collections.OrderedDict`."""
+    return dict(*pairs)
+
+
 #: Placeholder for a value that `_plain` is still building.
 _UNFINISHED = object()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that finds only the replacements in this module."""
+    """Unpickler that finds only the replacements in this module.
+
+    Args:
+        file: The pickle.
+        packages: Packages whose names may be called; (): every name without a replacement is an error.
+    """
+
+    def __init__(self, file: BinaryIO, packages: tuple[str, ...]) -> None:
+        super().__init__(file)
+        self._packages = packages
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement for a name.
@@ -249,12 +336,19 @@ class _Unpickler(pickle.Unpickler):
             SchemaError: The name has no replacement.
         """
         found = _STAND_INS.get((_MODULES.get(module, ""), name))
-        if found is None:
+        if found is not None:
+            return _StandIn(found)
+        if not self._packages:
             raise SchemaError(
                 f"the pickle names {module}.{name}, which is neither an array nor a plain value",
                 hint="no code of it was run",
             )
-        return _StandIn(found)
+        if (module, name) == ("collections", "OrderedDict"):
+            return _StandIn(_make_dict)
+        may_call = module.partition(".")[0] in self._packages
+        return _InertClass(
+            "_Found", (_Inert,), {"__slots__": (), "path": (module, name), "may_call": may_call}
+        )
 
     def persistent_load(self, pid: object) -> Any:
         """Raise SchemaError: the pickle refers to an object outside of it."""
@@ -280,6 +374,12 @@ def _plain(value: Any, known: dict[int, Any] | None = None) -> Any:
     found: Any
     if isinstance(value, _Array):
         found = _plain(value.value, known)
+    elif isinstance(value, _Inert):
+        found = _describe(value, known)
+    elif isinstance(value, _InertClass):
+        found = ".".join(value.path)
+    elif isinstance(value, _Dtype):
+        found = value.dtype
     elif isinstance(value, dict):
         found = {_plain(key, known): _plain(below, known) for key, below in value.items()}
     elif isinstance(value, list):
@@ -292,3 +392,13 @@ def _plain(value: Any, known: dict[int, Any] | None = None) -> Any:
         )
     known[id(value)] = found
     return found
+
+
+def _describe(value: _Inert, known: dict[int, Any]) -> PickledObject:
+    """Return what is known about an instance of a class that was not loaded."""
+    parts = value.state if isinstance(value.state, tuple) else (value.state,)  # with `__slots__`: two dicts
+    attributes: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            attributes |= {str(name): _plain(below, known) for name, below in part.items()}
+    return PickledObject(*type(value).path, _plain(value.arguments, known), attributes)
