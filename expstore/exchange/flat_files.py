@@ -15,6 +15,7 @@ import numpy as np
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
+from expstore.episodes.sources import lane_names
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, Tell, piece_rows
 from expstore.exchange.export import Tally
@@ -204,8 +205,9 @@ def fill_flat(
             begin = writer.find_seam(read, rows)
             lanes = [[(begin, rows), (0, begin)]] if begin else [[(0, rows)]]
         total = sum(stop - start for lane in lanes for start, stop in lane)
-        for number, lane in enumerate(lanes):
-            writer.begin_lane(number if len(lanes) > 1 else None)
+        sources = lane_names("env", "", len(lanes)) if len(lanes) > 1 else [None]
+        for source, lane in zip(sources, lanes, strict=True):
+            writer.begin_lane(source)
             for start, stop in lane:
                 for first in range(start, stop, size):
                     count = min(size, stop - first)

@@ -369,9 +369,13 @@ class ForeignRows:
     def _is_scalar(schema: Schema, key: Key) -> bool:
         return key in schema and schema[key].row_items == 1 and schema[key].numpy_dtype.kind in "biuf"
 
-    def begin_lane(self, number: int | None) -> None:
-        """Begin the rows of another environment, which continue no episode; None: the only one."""
-        self._source = None if number is None else f"env-{number}"
+    def begin_lane(self, source: str | None) -> None:
+        """Begin the rows of another environment, which continue no episode.
+
+        Args:
+            source: Name of the source of the rows; None: the import's own source.
+        """
+        self._source = source
         self._open.clear()
         self._after = None
 
@@ -550,7 +554,7 @@ class ForeignRows:
         if time is not None:
             before = np.append(time[:1], time[:-1])
             falls = ~heads & ~begins & (time < before)
-            # With ids, a counter that falls to 0 or 1 begins another episode; otherwise rows are out of order.
+            # With ids, a counter that falls to 0 or 1 begins another episode; else rows are out of order.
             if ids is not None and (wrong := np.flatnonzero(falls & (time > 1))).size:
                 raise self._build_order_error(int(codes[wrong[0]]), time[wrong[0]], before[wrong[0]])
             begins |= falls | ((time == 0) & time.any())

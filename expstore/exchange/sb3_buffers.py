@@ -31,7 +31,7 @@ from expstore.exchange.base import (
     piece_rows,
 )
 from expstore.exchange.fill import Facts, new_store
-from expstore.exchange.flat_files import Column, from_stored, rows_differ, to_field
+from expstore.exchange.foreign_rows import Column, from_stored, rows_differ, to_field
 from expstore.exchange.numpy_unpickler import PickledObject, load_object
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import check_target
@@ -352,7 +352,8 @@ def _take(value: _Values, steps: IntArray) -> Array:
     """Return the rows of some steps. Shape `(steps * lanes, *row shape)`."""
     rows = value.array[steps]
     count = rows.shape[0] * rows.shape[1]
-    return from_stored(value.field, rows.reshape(count, *rows.shape[2:]), count)
+    found: Array = from_stored(value.field, rows.reshape(count, *rows.shape[2:]), count)
+    return found
 
 
 def _shift_to_next(field: Field) -> Field:
