@@ -57,13 +57,15 @@ class _Readers:
         schema: The schema.
         steps: Reads the episode fields of rows: lanes, trajectory ids, ends.
         intake: Fast reader of batches that match the schema; None: rows need the general path.
-        rows: Fast path of single rows; None: rows need the general path.
+        rows: Fast path of single rows; None: rows need the general path, or no row has been added yet.
+        has_rows: Whether `rows` is final: its code, which takes long for many fields, is compiled by an `add`.
     """
 
     schema: Schema
     steps: StepReader
     intake: Intake | None
-    rows: _RowIntake | None
+    rows: _RowIntake | None = None
+    has_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class Ingest(StorePart):
             source: As in `WriteOptions`.
         """
         storage, readers = self._store.storage, self._readers
+        if readers is not None and not readers.has_rows:
+            readers = self._compile_rows(storage, readers)
         intake = None if readers is None else readers.rows
         if (
             intake is None
@@ -227,6 +231,16 @@ class Ingest(StorePart):
             row_id = intake.appender.append(source, intake.runs.read(), linked=True)
         capacity = storage.geometry.capacity
         return row_id - 1 if capacity is None or not row_id else (row_id - 1) % capacity
+
+    def _compile_rows(self, storage: ReadView, readers: _Readers) -> _Readers | None:
+        """Return readers with the fast path of single rows, unless there is none or the fields have changed."""
+        with storage.lock:
+            if readers is self._readers and readers.schema is storage.schema:
+                rows = None
+                if readers.intake is not None and self._store.proxy is None:
+                    rows = _RowIntake.for_storage(storage.writer(), readers.schema)
+                self._readers = replace(readers, rows=rows, has_rows=True)
+            return self._readers
 
     def append(self, data: Any, options: WriteOptions, *, single: bool = False) -> IntArray:
         """Append rows, all of them or none.
@@ -516,8 +530,6 @@ class Ingest(StorePart):
             if self._limiter is None and storage.draws.limits[1]:
                 storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
             readers = self._readers = self._make_readers(storage, schema)
-            if readers.intake is not None:
-                readers = self._readers = replace(readers, rows=_RowIntake.for_storage(storage, schema))
         return readers
 
     def _make_readers(self, storage: ReadView, schema: Schema) -> _Readers:
@@ -530,7 +542,7 @@ class Ingest(StorePart):
             and not self._index.time_dim
         )
         steps = StepReader(schema, storage.keys)
-        return _Readers(schema, steps, Intake(schema) if is_quick else None, None)
+        return _Readers(schema, steps, Intake(schema) if is_quick else None)
 
     # -- data as columns -----------------------------------------------------------------------------
 

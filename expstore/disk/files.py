@@ -39,6 +39,8 @@ _Ints = NDArray[np.int64]
 #: A write of more bytes releases the GIL: its copy takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
+#: Instead of so many folders, the file system is synced as a whole.
+MANY_FOLDERS = 256
 #: Errors of a file system that does not support hard links, or not of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -58,6 +60,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
 _pwrite.restype = ctypes.c_ssize_t
+_pread = ctypes.PyDLL(None, use_errno=True).pread
+_pread.argtypes = _pwrite.argtypes
+_pread.restype = ctypes.c_ssize_t
 
 
 def _sync_data(fd: int) -> None:
@@ -201,6 +206,14 @@ class File:
             raise _to_error("read", self.path, exc) from exc
         return b"".join(parts)
 
+    def read_cached(self, offset: int, out: NDArray[Any]) -> bool:
+        """Fill a C-contiguous array with bytes that are probably in memory, without releasing the GIL.
+
+        Returns:
+            Whether the file has as many bytes and the array has them now.
+        """
+        return bool(_pread(self.fd, address_of(out), out.nbytes, offset) == out.nbytes)
+
     def size(self) -> int:
         """Return the length in bytes."""
         try:
@@ -235,6 +248,22 @@ class File:
         """Make the system start writing, without waiting, so that later syncs of many files overlap."""
         if sys.platform == "linux":
             _libc.sync_file_range(self.fd, ctypes.c_longlong(0), ctypes.c_longlong(0), _RANGE_WRITE)
+
+    def sync_file_system(self) -> bool:
+        """Sync everything on the file system of this file; return False, without a sync, if it cannot.
+
+        It takes as long as syncing a few files if there are thousands of them, but also syncs files of other
+        programs. Linux reports failures since 5.8, of writes after this file was opened.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        if sys.platform != "linux" or not self.disk.in_bulk:
+            return False
+        self.disk.count_syncs()
+        if _libc.syncfs(self.fd) != 0:
+            raise _to_error("sync", self.path, _system_error(ctypes.get_errno()))
+        return True
 
     def truncate(self, size: int) -> None:
         """Set the length; bytes beyond the old length read as zeros and take no space."""
@@ -349,7 +378,7 @@ class Disk:
         """
         flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
-            if create and not path.exists():
+            if create and not self.in_bulk and not path.exists():
                 self.gate("create", path)
             kind = File if write or create else _ReadFile
             return kind(self, path, _open_regular(path, flags))
@@ -429,7 +458,7 @@ class Disk:
 
     def make_dir(self, path: Path) -> None:
         """Create a folder and its parents, if they do not exist."""
-        if not self.is_dir(path):
+        if self.in_bulk or not self.is_dir(path):
             self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def make_temp_dir(self, prefix: str) -> Path:
@@ -472,6 +501,10 @@ class Disk:
         """Sync files and folders, in parallel if there is a pool; raise the first failure."""
         names = list(folders)
         groups = list(files)
+        if len(names) >= MANY_FOLDERS:
+            with contextlib.closing(self.open(names[0], write=False)) as folder:
+                if folder.sync_file_system():
+                    names = []
         acts: list[Callable[[], None]]
         if self.kernels is not None and sys.platform == "linux" and len(groups) > _SYNC_GROUPS:
             # Each return from a sync takes the GIL for a moment; a few groups take it less often.

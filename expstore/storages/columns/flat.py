@@ -452,7 +452,14 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         size = count * self.row_bytes
         if self.blank:
             return zeros_sum(size)  # a hole: reading it would fill memory with zeros
-        rows: NDArray[np.uint8] = self.copy(slot, count).reshape(-1).view(np.uint8)
+        number, row = divmod(slot, self.rows)
+        rows: NDArray[np.uint8]
+        if self.files and size <= KEEP_GIL_BYTES and row + count <= self.rows:
+            # A map reads ahead where a page is not in memory: megabytes, for a block with a few rows.
+            rows = np.empty(size, np.uint8)
+            if self.files[number].read_cached(row * self.row_bytes, rows):
+                return int(google_crc32c.value(rows))
+        rows = self.copy(slot, count).reshape(-1).view(np.uint8)
         if size <= PIECE_BYTES:
             crc: int = google_crc32c.value(rows)
             return crc
