@@ -23,7 +23,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
-from expstore.core.arguments import check_whole, refuse_keywords, refuse_unknown
+from expstore.core.arguments import check_capacity, check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, check_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
@@ -34,6 +34,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName, make_sampler
 from expstore.schema.field_parser import schema_of
+from expstore.schema.row_fields import check_no_sample_entry
 from expstore.schema.schema import Schema
 from expstore.specs import Composite, TensorSpec
 from expstore.storages.engine.open_settings import Mode, Settings
@@ -176,7 +177,7 @@ def open(
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
-    capacity = None if capacity is None else check_whole("capacity", capacity)
+    capacity = None if capacity is None else check_capacity(capacity)
     seed = None if seed is None else check_whole("seed", seed)
     sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
     check_drawing(
@@ -223,8 +224,10 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         ArgumentError: The argument is not a schema.
     """
     if isinstance(given, Composite):
+        check_no_sample_entry((name,) for name in given.keys())
         return None, row_text(given)
     if given is None or isinstance(given, Schema):
+        check_no_sample_entry(() if given is None else given.keys)
         return given, ""
     if not isinstance(given, Mapping):
         raise ArgumentError(
@@ -234,6 +237,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         )
     specs: dict[Key, TensorSpec] = {}
     schema = schema_of(_split_specs(given, (), specs))
+    check_no_sample_entry(schema.keys)
     return schema, row_text(Composite(specs)) if specs else ""
 
 

@@ -76,7 +76,7 @@ class NewStore(RequestModel):
         json_schema_extra={"examples": [{"capacity": 1000, "fields": FIELDS, "seed": 3}]}
     )
 
-    capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
+    capacity: int | None = Field(None, ge=1, le=MOST_ROWS, description="Most readable rows; null: no bound.")
     fields: dict[str, Any] | None = Field(
         None,
         description="Type of each field by its key: a dtype, or a dtype and a row shape with null where rows "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict, is_tensor_collection
 
-from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain
+from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain, set_types
 from expstore.buffers.episodes import remote_session
 from expstore.buffers.indexing import RowIndex
 from expstore.buffers.row_styles import RowStyle
@@ -40,10 +40,10 @@ from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
 from expstore.storages.read_view import ReadView, keys_for
-from expstore.storages.sessions import end_stream
+from expstore.storages.sessions import end_stream, warn_once
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
-from expstore.wire.tables import is_table, take_table
+from expstore.wire.tables import describe_left_out, find_names, is_table, take_table
 from expstore.writers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Ingest", "WriteOptions", "make_key"]
@@ -518,6 +518,7 @@ class Ingest(StorePart):
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
         """Return the readers of the schema, which the first rows fix. The caller holds the lock."""
         if storage.schema is None:
+            set_types(batch, storage)
             first = Schema.infer(batch.signature(), batch.form)
             self.writer.check_fields(first)
             # Rows that are refused do not fix the fields.
@@ -566,9 +567,11 @@ class Ingest(StorePart):
         skip = self._sampling.own_keys
         if self._skips_metadata:
             skip |= {"metadata"}
+        schema = self._store.storage.schema
+        if schema is None and (names := find_names(data, skip)):
+            warn_once(self._store.storage, describe_left_out(names), "left out")
         if not self._has_fields(data):
             return take(data, layout, single=single, skip=skip)
-        schema = self._store.storage.schema
         if isinstance(data, Mapping):  # TensorDicts, which are Mappings too, were handled above
             return take_mapping(data, layout, single=single, skip=skip, schema=schema)
         if single:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "finish", "link_error", "link_if"]
+__all__ = ["Disk", "File", "ReadingDisk", "address_of", "deleted_error", "finish", "link_error", "link_if"]
 
 _Ints = NDArray[np.int64]
 
@@ -82,6 +82,16 @@ def _to_error(act: str, path: Path, exc: OSError) -> StorageError:
         error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
         error.errno = exc.errno
     error.lost = act in _SYNCS
+    return error
+
+
+def deleted_error(path: Path) -> StorageError:
+    """Return the error for a store whose files were deleted, moved or replaced while it was open."""
+    error = StorageError(
+        f"{path} was deleted, moved or replaced while its store was open",
+        hint="close the store, and restore the folder or use another",
+    )
+    error.errno, error.lost = errno.ENOENT, True
     return error
 
 
@@ -230,6 +240,20 @@ class File:
             return os.lseek(self.fd, offset, os.SEEK_DATA)
         except (OSError, AttributeError) as exc:
             return self.size() if getattr(exc, "errno", None) == errno.ENXIO else offset
+
+    def check_linked(self) -> None:
+        """Raise StorageError if the file was deleted while it was open: what is written to it is lost."""
+        if os.fstat(self._descriptor()).st_nlink == 0:
+            raise deleted_error(self.path)
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether a path leads to this file or folder, which may have been deleted, moved or replaced."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as exc:
+            raise _to_error("look at", path, exc) from exc
 
     def inode(self) -> int:
         """Return the file's inode number."""
