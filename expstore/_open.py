@@ -224,7 +224,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         ArgumentError: The argument is not a schema.
     """
     if isinstance(given, Composite):
-        check_no_sample_entry((name,) for name in given.keys())
+        check_no_sample_entry((name,) for name in given.keys())  # noqa: SIM118 - see Composite
         return None, row_text(given)
     if given is None or isinstance(given, Schema):
         check_no_sample_entry(() if given is None else given.keys)

@@ -32,6 +32,7 @@ from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import check_ids, take_rows
 from expstore.api.samplers import Limited
 from expstore.api.stores import Served
+from expstore.core.arguments import MOST_ROWS
 from expstore.errors import SchemaError
 
 router = APIRouter(tags=["writing"])

@@ -58,7 +58,7 @@ class _Readers:
         steps: Reads the episode fields of rows: lanes, trajectory ids, ends.
         intake: Fast reader of batches that match the schema; None: rows need the general path.
         rows: Fast path of single rows; None: rows need the general path, or no row has been added yet.
-        has_rows: Whether `rows` is final: its code, which takes long for many fields, is compiled by an `add`.
+        has_rows: Whether `rows` is final; an `add` compiles its code, which takes long for many fields.
     """
 
     schema: Schema
@@ -233,7 +233,7 @@ class Ingest(StorePart):
         return row_id - 1 if capacity is None or not row_id else (row_id - 1) % capacity
 
     def _compile_rows(self, storage: ReadView, readers: _Readers) -> _Readers | None:
-        """Return readers with the fast path of single rows, unless there is none or the fields have changed."""
+        """Return readers with the fast path of single rows, if there is one and the fields are the same."""
         with storage.lock:
             if readers is self._readers and readers.schema is storage.schema:
                 rows = None

@@ -13,13 +13,14 @@ import fcntl
 import hashlib
 import mmap
 import os
+import resource
 import shutil
 import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,17 @@ from numpy.typing import NDArray
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "deleted_error", "finish", "link_error", "link_if"]
+__all__ = [
+    "Disk",
+    "File",
+    "ReadingDisk",
+    "ReopenedFile",
+    "address_of",
+    "deleted_error",
+    "finish",
+    "link_error",
+    "link_if",
+]
 
 _Ints = NDArray[np.int64]
 
@@ -171,6 +182,10 @@ class File:
         self.path = path
         self.fd = fd
 
+    def opened(self) -> contextlib.AbstractContextManager[File]:
+        """Return a context in which the file has a descriptor."""
+        return contextlib.nullcontext(self)
+
     def write(self, data: bytes | NDArray[Any], offset: int) -> None:
         """Write all of `data` at `offset`; arrays must be C-contiguous."""
         size = len(data) if isinstance(data, bytes) else data.nbytes
@@ -247,7 +262,7 @@ class File:
             raise deleted_error(self.path)
 
     def is_at(self, path: Path) -> bool:
-        """Return whether a path leads to this file or folder, which may have been deleted, moved or replaced."""
+        """Return whether a path leads to this file or folder, and to no other that replaced it."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.stat(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -276,8 +291,8 @@ class File:
     def sync_file_system(self) -> bool:
         """Sync everything on the file system of this file; return False, without a sync, if it cannot.
 
-        It takes as long as syncing a few files if there are thousands of them, but also syncs files of other
-        programs. Linux reports failures since 5.8, of writes after this file was opened.
+        It takes as long as syncing a few files, also if there are thousands, but other programs' files are
+        synced, too. Linux reports failures since 5.8, of writes after this file was opened.
 
         Raises:
             StorageError: The disk failed.
@@ -370,6 +385,76 @@ class File:
                 os.close(fd)
 
 
+class ReopenedFile(File):
+    """A file that is opened whenever it is used, because a process may have a limited number of files open.
+
+    Any number of threads may use it: each use has a descriptor of its own.
+
+    Args:
+        file: The open file, which is closed.
+    """
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file.disk, file.path, -1)
+        self._inode = file.inode()
+        file.close()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[File]:
+        """Open the file for a while.
+
+        Raises:
+            StorageError: It cannot be opened, or another file has its path.
+        """
+        with contextlib.closing(self.disk.open(self.path)) as file:
+            if file.inode() != self._inode:
+                raise deleted_error(self.path)
+            yield file
+
+    def write(self, data: bytes | NDArray[Any], offset: int) -> None:
+        """Write all of `data` at `offset`; arrays must be C-contiguous."""
+        with self.opened() as file:
+            file.write(data, offset)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read up to `size` bytes at `offset`."""
+        with self.opened() as file:
+            return file.read(offset, size)
+
+    def read_cached(self, offset: int, out: NDArray[Any]) -> bool:
+        """Fill an array; see `File`."""
+        with self.opened() as file:
+            return file.read_cached(offset, out)
+
+    def size(self) -> int:
+        """Return the length in bytes."""
+        with self.opened() as file:
+            return file.size()
+
+    def next_data(self, offset: int) -> int:
+        """Return the position of the first byte that is not in a hole; see `File`."""
+        with self.opened() as file:
+            return file.next_data(offset)
+
+    def sync(self) -> None:
+        """Bring the file's bytes and length to the disk."""
+        with self.opened() as file:
+            file.sync()
+
+    def start_sync(self) -> None:
+        """Do nothing: `sync` writes the file."""
+
+    def truncate(self, size: int) -> None:
+        """Set the length."""
+        with self.opened() as file:
+            file.truncate(size)
+
+    def release(self, start: int, stop: int) -> None:
+        """Free disk blocks; see `File`."""
+        with self.opened() as file:
+            file.release(start, stop)
+
+
 class _ReadFile(File):
     """A file that is open for reading; it is closed when it is garbage-collected."""
 
@@ -387,6 +472,7 @@ class Disk:
         self.syncs = 0
         #: Number of syncs that each thread requested, by thread id.
         self.syncs_of: dict[int, int] = {}
+        self._kept_open = 0  # files that `keep_open` has left open
         self._warmed = False
         self._kernel: Any = None
         self.kernels: ModuleType | None = None  # set after the loops were compiled
@@ -408,6 +494,23 @@ class Disk:
             return kind(self, path, _open_regular(path, flags))
         except OSError as exc:
             raise _to_error("open", path, exc) from exc
+
+    def keep_open(self, file: File) -> File:
+        """Return an open file itself, or closed and opened again for each use if many others are open.
+
+        Files that stay open take up to a quarter of the descriptors that the process may have.
+        """
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most != resource.RLIM_INFINITY and self._kept_open >= most // 4:
+            return ReopenedFile(file)
+        self._kept_open += 1
+        return file
+
+    def close_kept(self, files: Iterable[File]) -> None:
+        """Close files that `keep_open` has returned."""
+        for file in files:
+            self._kept_open -= file.fd >= 0
+            file.close()
 
     def warm(self) -> None:
         """Load the compiled loop for small writes, in the background."""
@@ -525,14 +628,18 @@ class Disk:
         """Sync files and folders, in parallel if there is a pool; raise the first failure."""
         names = list(folders)
         groups = list(files)
+        number = len(groups) + len(names)
         if len(names) >= MANY_FOLDERS:
             with contextlib.closing(self.open(names[0], write=False)) as folder:
                 if folder.sync_file_system():
                     names = []
         acts: list[Callable[[], None]]
         if self.kernels is not None and sys.platform == "linux" and len(groups) > _SYNC_GROUPS:
+            reopened = [file for file in groups if file.fd < 0]
+            groups = [file for file in groups if file.fd >= 0]
             # Each return from a sync takes the GIL for a moment; a few groups take it less often.
             acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in range(_SYNC_GROUPS)]
+            acts += [file.sync for file in reopened]
         else:
             acts = [file.sync for file in groups]
         acts += [partial(self.sync_dir, name) for name in names]
@@ -548,7 +655,7 @@ class Disk:
             acts = acts[len(jobs) :]
         else:
             acts = []
-            self.count_syncs(len(groups) + len(names), of_all=False)
+            self.count_syncs(number, of_all=False)
         finally:
             finish(jobs)
         for act in acts:

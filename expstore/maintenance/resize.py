@@ -13,7 +13,6 @@ from pathlib import Path
 from expstore.core.arguments import check_capacity
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest

@@ -153,7 +153,7 @@ def _is_whole(kind: pa.DataType) -> bool:
 
 
 def widen_unsigned(table: pa.Table, kinds: Sequence[object]) -> pa.Table:
-    """Return a table whose UHUGEINT columns have their values: DuckDB gives those above 2^127 as negative ones.
+    """Return a table whose UHUGEINT columns have their values: DuckDB returns large ones as negative ones.
 
     Args:
         table: Rows of DuckDB.

@@ -30,7 +30,7 @@ def to_table(data: Any) -> Any:
 
 
 def find_names(data: Any, names: frozenset[str]) -> list[str]:
-    """Return which of these names rows have at their root: rows of any kind, or a list of rows."""
+    """Return which of these names rows of any kind, or a list of rows, have at their root."""
     rows = data[0] if isinstance(data, list) and data else data
     found = rows.schema.names if is_table(rows) else getattr(rows, "keys", tuple)()
     return sorted(names.intersection(name for name in found if isinstance(name, str)))
@@ -39,8 +39,8 @@ def find_names(data: Any, names: frozenset[str]) -> list[str]:
 def describe_left_out(names: Sequence[str]) -> str:
     """Return a warning about names of the first rows that a store leaves out, because samples add them."""
     return (
-        f"the first rows have {', '.join(map(repr, names))}, which the store leaves out, because samples have "
-        "entries of these names; rename them before you write rows, if they are fields of yours"
+        f"the first rows have {', '.join(map(repr, names))}, which the store leaves out, because samples "
+        "have entries of these names; rename them before you write rows, if they are fields of yours"
     )
 
 

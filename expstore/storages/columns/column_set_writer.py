@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WritableColumns"]
 
-#: From so many fields on, the file system is synced as a whole when the columns are created: syncing each small
-#: file takes longer.
+#: From so many fields on, the file system is synced as a whole when the columns are created, as syncing each
+#: small file takes longer.
 MANY_FIELDS = 256
 #: Threads that write long runs of rows.
 WRITERS = 2

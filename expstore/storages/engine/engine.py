@@ -135,7 +135,7 @@ class Engine:
         """Check that the store's folder is where it was, before files in it are opened by their paths.
 
         Raises:
-            StorageError: It was deleted or moved, or another folder has its path: nothing is written any more.
+            StorageError: It was deleted or moved, or another folder has its path; later writes are refused.
         """
         if self.lock_file.held and not self.lock_file.is_in_place:
             error = deleted_error(self.path)

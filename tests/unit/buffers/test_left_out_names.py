@@ -1,4 +1,4 @@
-"""Names that samples add to rows: the first rows of a store lose them with a warning, and no field has one."""
+"""Names that samples add to rows: first rows lose them with a warning, and no field has one."""
 
 from __future__ import annotations
 

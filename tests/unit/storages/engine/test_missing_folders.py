@@ -16,6 +16,7 @@ from expstore.core import tuning
 from expstore.errors import SchemaError, StateError, StorageError
 from expstore.maintenance.verify import verify
 from expstore.storages.format import journal
+from expstore.storages.format.journal import Kind
 from tests.support.stores import NoKeeper
 
 ROWS = {"x": np.arange(3)}
@@ -74,13 +75,14 @@ def test_rows_follow_a_folder_that_is_moved_until_a_checkpoint_says_so(
 
 
 def test_a_store_that_takes_the_place_of_another_is_not_written_to(
-    rb: TensorDictReplayBuffer, store_path: Path, monkeypatch: pytest.MonkeyPatch
+    rb: TensorDictReplayBuffer, store_path: Path
 ) -> None:
     other = store_path.rename(store_path.with_name("other.exp"))
     with expstore.open(store_path) as instead:
         instead.extend({"y": np.arange(2)})
     with pytest.raises(StorageError, match=GONE):
-        rb.extend({"x": np.arange(tuning.JOURNAL_SEGMENT_BYTES // 8 + 1)})
+        rb.storage.engine.append_record(Kind.CLOSE, bytes(2 * tuning.JOURNAL_SEGMENT_BYTES))
+    with pytest.raises(StateError, match=GONE):
         rb.flush()
     rb.close()
     assert [finding for finding in verify(store_path) if finding.kind != "index"] == []
