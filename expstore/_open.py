@@ -124,7 +124,8 @@ def open(
             ("next", "reward"): "float32"}`. A type is a dtype; a dtype and a row shape, with None for sizes
             that differ between rows; str; bytes; a pyarrow type; or a spec such as `Categorical(3)`, which
             also says which values are allowed. A `Composite` has specs of some fields, and the first batch
-            fixes the others. Rows with other fields, dtypes or shapes are refused;
+            fixes the others. A field that is None in all first rows has the type of its spec; a `NonTensor`
+            without an example is text. Rows with other fields, dtypes or shapes are refused;
             `extend(validate="domain")` also checks values.
         episodes: Which fields identify episodes: an `EpisodeKeys`, or a dict of its parts. By default a new
             store finds these fields by TorchRL's names.

@@ -39,7 +39,7 @@ __all__ = [
     "ReadingDisk",
     "ReopenedFile",
     "address_of",
-    "deleted_error",
+    "build_deleted_error",
     "finish",
     "link_error",
     "link_if",
@@ -96,7 +96,7 @@ def _to_error(act: str, path: Path, exc: OSError) -> StorageError:
     return error
 
 
-def deleted_error(path: Path) -> StorageError:
+def build_deleted_error(path: Path) -> StorageError:
     """Return the error for a store whose files were deleted, moved or replaced while it was open."""
     error = StorageError(
         f"{path} was deleted, moved or replaced while its store was open",
@@ -182,7 +182,7 @@ class File:
         self.path = path
         self.fd = fd
 
-    def opened(self) -> contextlib.AbstractContextManager[File]:
+    def use(self) -> contextlib.AbstractContextManager[File]:
         """Return a context in which the file has a descriptor."""
         return contextlib.nullcontext(self)
 
@@ -259,7 +259,7 @@ class File:
     def check_linked(self) -> None:
         """Raise StorageError if the file was deleted while it was open: what is written to it is lost."""
         if os.fstat(self._descriptor()).st_nlink == 0:
-            raise deleted_error(self.path)
+            raise build_deleted_error(self.path)
 
     def is_at(self, path: Path) -> bool:
         """Return whether a path leads to this file or folder, and to no other that replaced it."""
@@ -400,7 +400,7 @@ class ReopenedFile(File):
         file.close()
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[File]:
+    def use(self) -> Iterator[File]:
         """Open the file for a while.
 
         Raises:
@@ -408,37 +408,37 @@ class ReopenedFile(File):
         """
         with contextlib.closing(self.disk.open(self.path)) as file:
             if file.inode() != self._inode:
-                raise deleted_error(self.path)
+                raise build_deleted_error(self.path)
             yield file
 
     def write(self, data: bytes | NDArray[Any], offset: int) -> None:
         """Write all of `data` at `offset`; arrays must be C-contiguous."""
-        with self.opened() as file:
+        with self.use() as file:
             file.write(data, offset)
 
     def read(self, offset: int, size: int) -> bytes:
         """Read up to `size` bytes at `offset`."""
-        with self.opened() as file:
+        with self.use() as file:
             return file.read(offset, size)
 
     def read_cached(self, offset: int, out: NDArray[Any]) -> bool:
         """Fill an array; see `File`."""
-        with self.opened() as file:
+        with self.use() as file:
             return file.read_cached(offset, out)
 
     def size(self) -> int:
         """Return the length in bytes."""
-        with self.opened() as file:
+        with self.use() as file:
             return file.size()
 
     def next_data(self, offset: int) -> int:
         """Return the position of the first byte that is not in a hole; see `File`."""
-        with self.opened() as file:
+        with self.use() as file:
             return file.next_data(offset)
 
     def sync(self) -> None:
         """Bring the file's bytes and length to the disk."""
-        with self.opened() as file:
+        with self.use() as file:
             file.sync()
 
     def start_sync(self) -> None:
@@ -446,12 +446,12 @@ class ReopenedFile(File):
 
     def truncate(self, size: int) -> None:
         """Set the length."""
-        with self.opened() as file:
+        with self.use() as file:
             file.truncate(size)
 
     def release(self, start: int, stop: int) -> None:
         """Free disk blocks; see `File`."""
-        with self.opened() as file:
+        with self.use() as file:
             file.release(start, stop)
 
 

@@ -149,7 +149,7 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 def _is_whole(kind: pa.DataType) -> bool:
     """Return whether a type is that of 128-bit integers, which Arrow does not have."""
-    return pa.types.is_decimal(kind) and kind.precision >= 38 and kind.scale == 0
+    return bool(pa.types.is_decimal(kind) and kind.precision >= 38 and kind.scale == 0)
 
 
 def widen_unsigned(table: pa.Table, kinds: Sequence[object]) -> pa.Table:

@@ -145,7 +145,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
     def _reserve(self, shards: int) -> None:
         addresses = AddressRange(shards * self.rows * self.row_bytes)
         for number, kept in enumerate(self.files):
-            with kept.opened() as file:
+            with kept.use() as file:
                 self._attach(addresses, number, file)
         for number in range(self._looked):
             self._look_at(addresses, number)
@@ -429,7 +429,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         shards, places = np.unique(numbers, return_inverse=True)
         chosen = [self.files[number] for number in shards.tolist()]
         with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(file.opened()) for file in chosen]
+            files = [opened.enter_context(file.use()) for file in chosen]
             self._disk.scatter(
                 rows,
                 [files[place] for place in places.tolist()],

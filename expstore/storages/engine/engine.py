@@ -15,7 +15,7 @@ from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed
-from expstore.disk.files import Disk, deleted_error
+from expstore.disk.files import Disk, build_deleted_error
 from expstore.disk.threads import Threads
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import StateError, StorageError
@@ -138,7 +138,7 @@ class Engine:
             StorageError: It was deleted or moved, or another folder has its path; later writes are refused.
         """
         if self.lock_file.held and not self.lock_file.is_in_place:
-            error = deleted_error(self.path)
+            error = build_deleted_error(self.path)
             self.health.note_failure(error)
             raise error
 
