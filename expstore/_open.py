@@ -25,7 +25,7 @@ from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
 from expstore.core.arguments import check_capacity, check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
-from expstore.core.values import Key, check_key, key_name
+from expstore.core.values import Key, check_key, key_name, to_key
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock, read_owner
@@ -225,7 +225,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         ArgumentError: The argument is not a schema.
     """
     if isinstance(given, Composite):
-        check_no_sample_entry((name,) for name in given.keys())  # noqa: SIM118 - see Composite
+        check_no_sample_entry(to_key(name) for name in given.keys())  # noqa: SIM118 - see Composite
         return None, row_text(given)
     if given is None or isinstance(given, Schema):
         check_no_sample_entry(() if given is None else given.keys)
@@ -238,7 +238,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         )
     specs: dict[Key, TensorSpec] = {}
     schema = schema_of(_split_specs(given, (), specs))
-    check_no_sample_entry(schema.keys)
+    check_no_sample_entry(() if schema is None else schema.keys)
     return schema, row_text(Composite(specs)) if specs else ""
 
 
