@@ -23,9 +23,9 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cold.object_storage import ObjectStorage, is_object_url
 from expstore.cold.reader import open_cached
-from expstore.core.arguments import check_whole, refuse_keywords, refuse_unknown
+from expstore.core.arguments import check_capacity, check_whole, refuse_keywords, refuse_unknown
 from expstore.core.retention_policy import Retain
-from expstore.core.values import Key, check_key, key_name
+from expstore.core.values import Key, check_key, key_name, to_key
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock, read_owner
@@ -34,6 +34,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName, make_sampler
 from expstore.schema.field_parser import schema_of
+from expstore.schema.row_fields import check_no_sample_entry
 from expstore.schema.schema import Schema
 from expstore.specs import Composite, TensorSpec
 from expstore.storages.engine.open_settings import Mode, Settings
@@ -123,7 +124,8 @@ def open(
             ("next", "reward"): "float32"}`. A type is a dtype; a dtype and a row shape, with None for sizes
             that differ between rows; str; bytes; a pyarrow type; or a spec such as `Categorical(3)`, which
             also says which values are allowed. A `Composite` has specs of some fields, and the first batch
-            fixes the others. Rows with other fields, dtypes or shapes are refused;
+            fixes the others. A field that is None in all first rows has the type of its spec; a `NonTensor`
+            without an example is text. Rows with other fields, dtypes or shapes are refused;
             `extend(validate="domain")` also checks values.
         episodes: Which fields identify episodes: an `EpisodeKeys`, or a dict of its parts. By default a new
             store finds these fields by TorchRL's names.
@@ -176,7 +178,7 @@ def open(
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
-    capacity = None if capacity is None else check_whole("capacity", capacity)
+    capacity = None if capacity is None else check_capacity(capacity)
     seed = None if seed is None else check_whole("seed", seed)
     sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
     check_drawing(
@@ -223,8 +225,10 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         ArgumentError: The argument is not a schema.
     """
     if isinstance(given, Composite):
+        check_no_sample_entry(to_key(name) for name in given.keys())  # noqa: SIM118 - see Composite
         return None, row_text(given)
     if given is None or isinstance(given, Schema):
+        check_no_sample_entry(() if given is None else given.keys)
         return given, ""
     if not isinstance(given, Mapping):
         raise ArgumentError(
@@ -234,6 +238,7 @@ def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[
         )
     specs: dict[Key, TensorSpec] = {}
     schema = schema_of(_split_specs(given, (), specs))
+    check_no_sample_entry(() if schema is None else schema.keys)
     return schema, row_text(Composite(specs)) if specs else ""
 
 

@@ -32,6 +32,7 @@ from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import check_ids, take_rows
 from expstore.api.samplers import Limited
 from expstore.api.stores import Served
+from expstore.core.arguments import MOST_ROWS
 from expstore.errors import SchemaError
 
 router = APIRouter(tags=["writing"])
@@ -76,7 +77,7 @@ class NewStore(RequestModel):
         json_schema_extra={"examples": [{"capacity": 1000, "fields": FIELDS, "seed": 3}]}
     )
 
-    capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
+    capacity: int | None = Field(None, ge=1, le=MOST_ROWS, description="Most readable rows; null: no bound.")
     fields: dict[str, Any] | None = Field(
         None,
         description="Type of each field by its key: a dtype, or a dtype and a row shape with null where rows "

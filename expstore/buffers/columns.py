@@ -21,6 +21,7 @@ from expstore.core.casts import cast_floats, find_lost
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.containers import form_of
 from expstore.errors import ArgumentError, QueryError, SchemaError, StateError
+from expstore.schema.row_fields import check_no_sample_entry
 from expstore.schema.schema import DTYPES, Field
 from expstore.schema.spec_text import check_specs, leaves_of
 from expstore.specs import Composite
@@ -113,6 +114,7 @@ class Columns:
             >>> rb.columns.add(("next", "value"), fill=0.0)
         """
         storage, key = self._store.storage, to_key(name)
+        check_no_sample_entry([key])
         if (fill is not _NOTHING) + (function is not None) + (sql is not None) != 1:
             raise ArgumentError("columns.add() takes one of fill=, function= and sql=")
         fields = _fields_of(storage)

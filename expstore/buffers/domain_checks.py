@@ -16,19 +16,32 @@ from expstore.core.values import Key, key_name
 from expstore.data.batch import Batch, StepReader
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_tensor
+from expstore.data.variable_rows import UNKNOWN, column_of_rows
 from expstore.errors import ArgumentError, SchemaError, StateError
-from expstore.schema.arrow_types import ragged_of
+from expstore.schema.arrow_types import ragged_of, ragged_text
+from expstore.schema.casting import fit_arrow
 from expstore.schema.row_selection import pick
-from expstore.schema.schema import Field, Schema
+from expstore.schema.schema import ARROW, Field, Schema, arrow_dtype
 from expstore.schema.spec_text import describe, unpack_specs
-from expstore.specs import Composite, TensorSpec
+from expstore.specs import Composite, NonTensor, TensorSpec
 from expstore.specs.base import LeafSpec
 from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
 from expstore.storages.read_view import ReadView, keys_for
 
-__all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "row_text", "select_specs", "specs_of"]
+__all__ = [
+    "NO_DOMAIN",
+    "Domain",
+    "asks_for_domain",
+    "check_domain",
+    "row_text",
+    "select_specs",
+    "set_types",
+    "specs_of",
+]
 
+#: The type of a NonTensor field without an example, if its first rows are None.
+_TEXT = arrow_dtype('"string"')
 _MAX_CHARACTERS = 200  # characters of a value in a message
 
 #: The text of specs, and the parsed specs: parsing takes as long as checking a row.
@@ -71,6 +84,37 @@ def select_specs(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
     kinds = {(field.key, f"torch.{field.dtype}", field.shape) for field in schema.fields}
     fits = {key: spec for key, spec in specs.items() if (key, str(spec.dtype), tuple(spec.shape)) in kinds}
     return Composite(fits)
+
+
+def set_types(batch: Batch, storage: ReadView) -> None:
+    """Give columns whose rows are all None or empty the types of their specs.
+
+    A NonTensor spec has the type of its example, or text without one.
+
+    Args:
+        batch: The first rows of the storage.
+        storage: The storage.
+    """
+    places = [
+        place
+        for place, (dtype, array) in enumerate(zip(batch.dtypes, batch.arrays, strict=True))
+        if dtype == UNKNOWN or 0 in getattr(array, "shape", ())[1:]
+    ]
+    specs = specs_of(storage) if places else None
+    known = {} if specs is None else dict(specs.items(include_nested=True, leaves_only=True))
+    for place in places:
+        key, dtype, array = batch.keys[place], batch.dtypes[place], batch.arrays[place]
+        spec = known.get(key if len(key) > 1 else key[0])
+        if isinstance(spec, NonTensor):
+            _, dtype = column_of_rows(key, [spec.example_data], typed=True)
+            dtype = _TEXT if dtype == UNKNOWN else dtype
+        elif spec is not None and spec.dtype is not None and any(size < 0 for size in spec.shape):
+            sizes = tuple(None if size < 0 else size for size in spec.shape)
+            dtype = arrow_dtype(ragged_text(str(spec.dtype).removeprefix("torch."), sizes))
+        if dtype != batch.dtypes[place] and dtype.startswith(ARROW):
+            text = dtype.removeprefix(arrow_dtype(""))
+            batch.arrays[place] = fit_arrow(key, text, array, batch.dtypes[place])
+            batch.dtypes[place] = dtype
 
 
 def asks_for_domain(validate: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict, is_tensor_collection
 
-from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain
+from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain, set_types
 from expstore.buffers.episodes import remote_session
 from expstore.buffers.indexing import RowIndex
 from expstore.buffers.row_styles import RowStyle
@@ -40,10 +40,10 @@ from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
 from expstore.storages.read_view import ReadView, keys_for
-from expstore.storages.sessions import end_stream
+from expstore.storages.sessions import end_stream, warn_once
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
-from expstore.wire.tables import is_table, take_table
+from expstore.wire.tables import describe_left_out, find_names, is_table, take_table
 from expstore.writers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Ingest", "WriteOptions", "make_key"]
@@ -57,13 +57,15 @@ class _Readers:
         schema: The schema.
         steps: Reads the episode fields of rows: lanes, trajectory ids, ends.
         intake: Fast reader of batches that match the schema; None: rows need the general path.
-        rows: Fast path of single rows; None: rows need the general path.
+        rows: Fast path of single rows; None: rows need the general path, or no row has been added yet.
+        has_rows: Whether `rows` is final; an `add` compiles its code, which takes long for many fields.
     """
 
     schema: Schema
     steps: StepReader
     intake: Intake | None
-    rows: _RowIntake | None
+    rows: _RowIntake | None = None
+    has_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class Ingest(StorePart):
             source: As in `WriteOptions`.
         """
         storage, readers = self._store.storage, self._readers
+        if readers is not None and not readers.has_rows:
+            readers = self._compile_rows(storage, readers)
         intake = None if readers is None else readers.rows
         if (
             intake is None
@@ -227,6 +231,16 @@ class Ingest(StorePart):
             row_id = intake.appender.append(source, intake.runs.read(), linked=True)
         capacity = storage.geometry.capacity
         return row_id - 1 if capacity is None or not row_id else (row_id - 1) % capacity
+
+    def _compile_rows(self, storage: ReadView, readers: _Readers) -> _Readers | None:
+        """Return readers with the fast path of single rows, if there is one and the fields are the same."""
+        with storage.lock:
+            if readers is self._readers and readers.schema is storage.schema:
+                rows = None
+                if readers.intake is not None and self._store.proxy is None:
+                    rows = _RowIntake.for_storage(storage.writer(), readers.schema)
+                self._readers = replace(readers, rows=rows, has_rows=True)
+            return self._readers
 
     def append(self, data: Any, options: WriteOptions, *, single: bool = False) -> IntArray:
         """Append rows, all of them or none.
@@ -504,6 +518,7 @@ class Ingest(StorePart):
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
         """Return the readers of the schema, which the first rows fix. The caller holds the lock."""
         if storage.schema is None:
+            set_types(batch, storage)
             first = Schema.infer(batch.signature(), batch.form)
             self.writer.check_fields(first)
             # Rows that are refused do not fix the fields.
@@ -516,8 +531,6 @@ class Ingest(StorePart):
             if self._limiter is None and storage.draws.limits[1]:
                 storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
             readers = self._readers = self._make_readers(storage, schema)
-            if readers.intake is not None:
-                readers = self._readers = replace(readers, rows=_RowIntake.for_storage(storage, schema))
         return readers
 
     def _make_readers(self, storage: ReadView, schema: Schema) -> _Readers:
@@ -530,7 +543,7 @@ class Ingest(StorePart):
             and not self._index.time_dim
         )
         steps = StepReader(schema, storage.keys)
-        return _Readers(schema, steps, Intake(schema) if is_quick else None, None)
+        return _Readers(schema, steps, Intake(schema) if is_quick else None)
 
     # -- data as columns -----------------------------------------------------------------------------
 
@@ -554,9 +567,11 @@ class Ingest(StorePart):
         skip = self._sampling.own_keys
         if self._skips_metadata:
             skip |= {"metadata"}
+        schema = self._store.storage.schema
+        if schema is None and (names := find_names(data, skip)):
+            warn_once(self._store.storage, describe_left_out(names), "left out")
         if not self._has_fields(data):
             return take(data, layout, single=single, skip=skip)
-        schema = self._store.storage.schema
         if isinstance(data, Mapping):  # TensorDicts, which are Mappings too, were handled above
             return take_mapping(data, layout, single=single, skip=skip, schema=schema)
         if single:

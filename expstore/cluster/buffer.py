@@ -47,6 +47,7 @@ from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.transport import Retries
+from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
 from expstore.sql.result import Result
@@ -58,8 +59,6 @@ __all__ = ["By", "Down", "ShardedReplayBuffer"]
 Down = Literal["raise", "wait", "partial"]
 By = Literal["mass", "member"]
 _Found = TypeVar("_Found")
-#: Entries of samples that are not fields.
-_OWN = ("index", "id", "index_generation", "priority_weight")
 #: The kinds of samplers that may be given by name only.
 _KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
@@ -242,9 +241,9 @@ class ShardedReplayBuffer(ServedBuffer):
                 (drawn,) = self._macro.fetch(_OTHER, self._others, 1, size)
                 self._others += 1
         batch = self._convert(drawn)
-        info = {name: found for name in _OWN if (found := batch.get(name)) is not None}
+        info = {name: found for name in SAMPLE_ENTRIES if (found := batch.get(name)) is not None}
         if include_info is False:
-            batch = batch.exclude(*_OWN)
+            batch = batch.exclude(*SAMPLE_ENTRIES)
         batch = self._to_numpy(batch, as_numpy)
         return (batch, self._to_numpy(info, as_numpy) | {"draw": drawn.draw}) if return_info else batch
 

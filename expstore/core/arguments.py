@@ -15,6 +15,8 @@ from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
 __all__ = [
+    "MOST_ROWS",
+    "check_capacity",
     "check_numbers",
     "check_params",
     "check_whole",
@@ -22,6 +24,9 @@ __all__ = [
     "refuse_unknown",
     "unknown_keyword",
 ]
+
+#: The largest capacity of a store on disk, rows.
+MOST_ROWS = 1 << 40
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -56,6 +61,26 @@ def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 
         return operator.index(value)
     except TypeError:
         raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint) from None
+
+
+def check_capacity(capacity: Any) -> int:
+    """Return a capacity as an integer.
+
+    Raises:
+        ArgumentError: It is not a whole number, or not between 1 and 2^40, which files can address.
+    """
+    if isinstance(capacity, bool):
+        raise ArgumentError(
+            f"capacity must be a number of rows, got {capacity}", hint="use a number such as 1e6"
+        )
+    number = check_whole("capacity", capacity)
+    if not 1 <= number <= MOST_ROWS:
+        wanted = "at least 1" if number < 1 else "at most 2^40"
+        raise ArgumentError(
+            f"capacity must be {wanted}, got {number}",
+            hint="" if number < 1 else "omit capacity for a store that grows without bound",
+        )
+    return number
 
 
 def check_numbers(name: str, values: np.ndarray[Any, Any]) -> None:

@@ -21,6 +21,7 @@ from expstore.core.values import key_name, to_key
 from expstore.data.to_arrays import to_arrays
 from expstore.datasets.registry import load_dataset
 from expstore.errors import ArgumentError, SchemaError
+from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.storages.read_view import ReadView
 from expstore.storages.torchrl_tensors import LazyTensorStorage
 from expstore.transforms import Compose
@@ -28,8 +29,6 @@ from expstore.transforms import Compose
 __all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
 
 _TRANSFORMS = (1 << 62) + 1  # a stream that neither readers nor ensembles use
-#: Keys of batches that identify rows of one buffer.
-_TOLD = ("id", "index", "index_generation", "priority_weight")
 
 
 class OfflineToOnlineReplayBuffer:
@@ -280,7 +279,7 @@ def _join(offline: Any, online: Any) -> Any:
         return torch.cat(parts)
     names = [{to_key(key) for key in part.keys(True, True)} for part in parts]
     differing = names[0] ^ names[1]
-    lone = {key for key in differing if key[0] in _TOLD}
+    lone = {key for key in differing if key[0] in SAMPLE_ENTRIES}
     if differing - lone:
         alone = [sorted(key_name(key) for key in own - other - lone) for own, other in (names, names[::-1])]
         raise SchemaError(

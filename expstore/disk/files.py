@@ -13,13 +13,14 @@ import fcntl
 import hashlib
 import mmap
 import os
+import resource
 import shutil
 import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -32,13 +33,25 @@ from numpy.typing import NDArray
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["Disk", "File", "ReadingDisk", "address_of", "finish", "link_error", "link_if"]
+__all__ = [
+    "Disk",
+    "File",
+    "ReadingDisk",
+    "ReopenedFile",
+    "address_of",
+    "build_deleted_error",
+    "finish",
+    "link_error",
+    "link_if",
+]
 
 _Ints = NDArray[np.int64]
 
 #: A write of more bytes releases the GIL: its copy takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
+#: Instead of so many folders, the file system is synced as a whole.
+MANY_FOLDERS = 256
 #: Errors of a file system that does not support hard links, or not of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -58,6 +71,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
 _pwrite.restype = ctypes.c_ssize_t
+_pread = ctypes.PyDLL(None, use_errno=True).pread
+_pread.argtypes = _pwrite.argtypes
+_pread.restype = ctypes.c_ssize_t
 
 
 def _sync_data(fd: int) -> None:
@@ -77,6 +93,16 @@ def _to_error(act: str, path: Path, exc: OSError) -> StorageError:
         error = StorageError(f"cannot {act} {path}: {exc.strerror or exc}", kind=kind, hint=hint)
         error.errno = exc.errno
     error.lost = act in _SYNCS
+    return error
+
+
+def build_deleted_error(path: Path) -> StorageError:
+    """Return the error for a store whose files were deleted, moved or replaced while it was open."""
+    error = StorageError(
+        f"{path} was deleted, moved or replaced while its store was open",
+        hint="close the store, and restore the folder or use another",
+    )
+    error.errno, error.lost = errno.ENOENT, True
     return error
 
 
@@ -156,6 +182,10 @@ class File:
         self.path = path
         self.fd = fd
 
+    def use(self) -> contextlib.AbstractContextManager[File]:
+        """Return a context in which the file has a descriptor."""
+        return contextlib.nullcontext(self)
+
     def write(self, data: bytes | NDArray[Any], offset: int) -> None:
         """Write all of `data` at `offset`; arrays must be C-contiguous."""
         size = len(data) if isinstance(data, bytes) else data.nbytes
@@ -201,6 +231,14 @@ class File:
             raise _to_error("read", self.path, exc) from exc
         return b"".join(parts)
 
+    def read_cached(self, offset: int, out: NDArray[Any]) -> bool:
+        """Fill a C-contiguous array with bytes that are probably in memory, without releasing the GIL.
+
+        Returns:
+            Whether the file has as many bytes and the array has them now.
+        """
+        return bool(_pread(self.fd, address_of(out), out.nbytes, offset) == out.nbytes)
+
     def size(self) -> int:
         """Return the length in bytes."""
         try:
@@ -217,6 +255,20 @@ class File:
             return os.lseek(self.fd, offset, os.SEEK_DATA)
         except (OSError, AttributeError) as exc:
             return self.size() if getattr(exc, "errno", None) == errno.ENXIO else offset
+
+    def check_linked(self) -> None:
+        """Raise StorageError if the file was deleted while it was open: what is written to it is lost."""
+        if os.fstat(self._descriptor()).st_nlink == 0:
+            raise build_deleted_error(self.path)
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether a path leads to this file or folder, and to no other that replaced it."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as exc:
+            raise _to_error("look at", path, exc) from exc
 
     def inode(self) -> int:
         """Return the file's inode number."""
@@ -235,6 +287,22 @@ class File:
         """Make the system start writing, without waiting, so that later syncs of many files overlap."""
         if sys.platform == "linux":
             _libc.sync_file_range(self.fd, ctypes.c_longlong(0), ctypes.c_longlong(0), _RANGE_WRITE)
+
+    def sync_file_system(self) -> bool:
+        """Sync everything on the file system of this file; return False, without a sync, if it cannot.
+
+        It takes as long as syncing a few files, also if there are thousands, but other programs' files are
+        synced, too. Linux reports failures since 5.8, of writes after this file was opened.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        if sys.platform != "linux" or not self.disk.in_bulk:
+            return False
+        self.disk.count_syncs()
+        if _libc.syncfs(self.fd) != 0:
+            raise _to_error("sync", self.path, _system_error(ctypes.get_errno()))
+        return True
 
     def truncate(self, size: int) -> None:
         """Set the length; bytes beyond the old length read as zeros and take no space."""
@@ -317,6 +385,76 @@ class File:
                 os.close(fd)
 
 
+class ReopenedFile(File):
+    """A file that is opened whenever it is used, because a process may have a limited number of files open.
+
+    Any number of threads may use it: each use has a descriptor of its own.
+
+    Args:
+        file: The open file, which is closed.
+    """
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file.disk, file.path, -1)
+        self._inode = file.inode()
+        file.close()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[File]:
+        """Open the file for a while.
+
+        Raises:
+            StorageError: It cannot be opened, or another file has its path.
+        """
+        with contextlib.closing(self.disk.open(self.path)) as file:
+            if file.inode() != self._inode:
+                raise build_deleted_error(self.path)
+            yield file
+
+    def write(self, data: bytes | NDArray[Any], offset: int) -> None:
+        """Write all of `data` at `offset`; arrays must be C-contiguous."""
+        with self.use() as file:
+            file.write(data, offset)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read up to `size` bytes at `offset`."""
+        with self.use() as file:
+            return file.read(offset, size)
+
+    def read_cached(self, offset: int, out: NDArray[Any]) -> bool:
+        """Fill an array; see `File`."""
+        with self.use() as file:
+            return file.read_cached(offset, out)
+
+    def size(self) -> int:
+        """Return the length in bytes."""
+        with self.use() as file:
+            return file.size()
+
+    def next_data(self, offset: int) -> int:
+        """Return the position of the first byte that is not in a hole; see `File`."""
+        with self.use() as file:
+            return file.next_data(offset)
+
+    def sync(self) -> None:
+        """Bring the file's bytes and length to the disk."""
+        with self.use() as file:
+            file.sync()
+
+    def start_sync(self) -> None:
+        """Do nothing: `sync` writes the file."""
+
+    def truncate(self, size: int) -> None:
+        """Set the length."""
+        with self.use() as file:
+            file.truncate(size)
+
+    def release(self, start: int, stop: int) -> None:
+        """Free disk blocks; see `File`."""
+        with self.use() as file:
+            file.release(start, stop)
+
+
 class _ReadFile(File):
     """A file that is open for reading; it is closed when it is garbage-collected."""
 
@@ -334,6 +472,7 @@ class Disk:
         self.syncs = 0
         #: Number of syncs that each thread requested, by thread id.
         self.syncs_of: dict[int, int] = {}
+        self._kept_open = 0  # files that `keep_open` has left open
         self._warmed = False
         self._kernel: Any = None
         self.kernels: ModuleType | None = None  # set after the loops were compiled
@@ -349,12 +488,29 @@ class Disk:
         """
         flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
         try:
-            if create and not path.exists():
+            if create and not self.in_bulk and not path.exists():
                 self.gate("create", path)
             kind = File if write or create else _ReadFile
             return kind(self, path, _open_regular(path, flags))
         except OSError as exc:
             raise _to_error("open", path, exc) from exc
+
+    def keep_open(self, file: File) -> File:
+        """Return an open file itself, or closed and opened again for each use if many others are open.
+
+        Files that stay open take up to a quarter of the descriptors that the process may have.
+        """
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most != resource.RLIM_INFINITY and self._kept_open >= most // 4:
+            return ReopenedFile(file)
+        self._kept_open += 1
+        return file
+
+    def close_kept(self, files: Iterable[File]) -> None:
+        """Close files that `keep_open` has returned."""
+        for file in files:
+            self._kept_open -= file.fd >= 0
+            file.close()
 
     def warm(self) -> None:
         """Load the compiled loop for small writes, in the background."""
@@ -429,7 +585,7 @@ class Disk:
 
     def make_dir(self, path: Path) -> None:
         """Create a folder and its parents, if they do not exist."""
-        if not self.is_dir(path):
+        if self.in_bulk or not self.is_dir(path):
             self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def make_temp_dir(self, prefix: str) -> Path:
@@ -472,10 +628,18 @@ class Disk:
         """Sync files and folders, in parallel if there is a pool; raise the first failure."""
         names = list(folders)
         groups = list(files)
+        number = len(groups) + len(names)
+        if len(names) >= MANY_FOLDERS:
+            with contextlib.closing(self.open(names[0], write=False)) as folder:
+                if folder.sync_file_system():
+                    names = []
         acts: list[Callable[[], None]]
         if self.kernels is not None and sys.platform == "linux" and len(groups) > _SYNC_GROUPS:
+            reopened = [file for file in groups if file.fd < 0]
+            groups = [file for file in groups if file.fd >= 0]
             # Each return from a sync takes the GIL for a moment; a few groups take it less often.
             acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in range(_SYNC_GROUPS)]
+            acts += [file.sync for file in reopened]
         else:
             acts = [file.sync for file in groups]
         acts += [partial(self.sync_dir, name) for name in names]
@@ -491,7 +655,7 @@ class Disk:
             acts = acts[len(jobs) :]
         else:
             acts = []
-            self.count_syncs(len(groups) + len(names), of_all=False)
+            self.count_syncs(number, of_all=False)
         finally:
             finish(jobs)
         for act in acts:

@@ -100,6 +100,11 @@ class WriterLock:
         self.held = True
         _held.add(self)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder that is locked is still at its path."""
+        return self._folder.is_at(self._folder.path)
+
     def release(self) -> None:
         """Release the lock."""
         self.held = False

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from expstore.core.arguments import check_whole
+from expstore.core.arguments import check_capacity
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.atomic_build import build_atomically
@@ -128,8 +128,7 @@ def merge(
         20000
     """
     disk, target = disk or Disk(), local_path(out)
-    if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
-        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
+    capacity = None if capacity is None else check_capacity(capacity)
     found = [store_meant(disk, local_path(path)) for path in paths]
     _check_paths(found)
     check_target(disk, target)

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.core.arguments import check_whole
+from expstore.core.arguments import check_capacity
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest
@@ -103,8 +102,7 @@ def open_for_resize(
         called.
     """
     disk, path = disk or Disk(), local_path(path)
-    if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
-        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
+    capacity = None if capacity is None else check_capacity(capacity)
     Manifest.load(disk, path)  # raises if there is no store: resizing must not create one
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:

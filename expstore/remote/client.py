@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
@@ -32,6 +33,7 @@ from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.stream import Feed
 from expstore.remote.transport import ARROW, Answer, Connection
+from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
 from expstore.sql.result import Result
 from expstore.storages.episode_lookup import check_episode
@@ -39,13 +41,12 @@ from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
-from expstore.wire.tables import is_table, take_table, to_table
+from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
 __all__ = ["RemoteReplayBuffer", "send_priorities"]
 
 _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
-#: The entries of samples that are not fields.
-_OWN = ("index", "id", "index_generation", "priority_weight")
+_logger = logging.getLogger("expstore")
 
 
 class RemoteReplayBuffer(ServedBuffer):
@@ -108,6 +109,7 @@ class RemoteReplayBuffer(ServedBuffer):
             raise ArgumentError("draw= is the number of a draw of a seed; give seed= too")
         self._connection, self._decoder = connection, Decoder()
         self._fields: Schema | None = None
+        self._has_warned = False  # of names that are left out
         self._seed, self._draw = seed, draw
         self._asked = {
             "sampler": dict(sampler) if isinstance(sampler, Mapping) else sampler, "where": where,
@@ -211,15 +213,19 @@ class RemoteReplayBuffer(ServedBuffer):
 
     def _tensordict_of(self, data: Any, *, single: bool) -> Any:
         """Return rows as a TensorDict, which is what is sent; return other values unchanged."""
-        first = data[0] if isinstance(data, list) and data else data
+        first, skip = data[0] if isinstance(data, list) and data else data, frozenset(SAMPLE_ENTRIES)
+        names = [] if self._has_warned else find_names(data, skip)
+        if names and self._fetch_fields() is None:
+            self._has_warned = True
+            _logger.warning(describe_left_out(names))
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
         if is_table(data) and not single:
-            told, columns = take_table(data, self._fetch_fields(), skip=frozenset(_OWN))
+            told, columns = take_table(data, self._fetch_fields(), skip=skip)
             return Codec(told.schema).build(columns, told.batch_size, told.names)
         if not isinstance(first, Mapping):
             return data
-        layout, skip, schema = Layout(typed=True), frozenset(_OWN), self._fetch_fields()
+        layout, schema = Layout(typed=True), self._fetch_fields()
         if isinstance(data, list):
             return tensordict_of(take_mappings(data, layout, skip=skip, schema=schema), single=False)
         batch = take_mapping(data, layout, single=single, skip=skip, schema=schema)
@@ -259,7 +265,7 @@ class RemoteReplayBuffer(ServedBuffer):
         }  # fmt: skip
         if not data.numel():
             return np.zeros(0, np.int64)
-        own = [name for name in _OWN if data.get(name) is not None]
+        own = [name for name in SAMPLE_ENTRIES if data.get(name) is not None]
         if own:  # a sample is stored again without them, as in a local store
             data = data.exclude(*own)
         wishes = {name: value for name, value in told.items() if value is not None}
@@ -408,9 +414,9 @@ class RemoteReplayBuffer(ServedBuffer):
         return made if self._device is None else made.to(self._device)
 
     def _split_info(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
-        info = {name: found for name in _OWN if (found := batch.get(name)) is not None}
+        info = {name: found for name in SAMPLE_ENTRIES if (found := batch.get(name)) is not None}
         if include_info is False:
-            batch = batch.exclude(*_OWN)
+            batch = batch.exclude(*SAMPLE_ENTRIES)
         return (batch, info) if return_info else batch
 
     # -- named samplers --------------------------------------------------------------------------

@@ -121,6 +121,17 @@ class ConsumingSampler(Sampler):
         """
         return self._take(storage, _NONE, batch_size, generator)
 
+    def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
+        """Return the error for a draw that finds no row, which usually means that all rows were drawn."""
+        if not len(storage):
+            return super().build_no_rows_error(storage)
+        times = "once" if self._limit == 1 else f"{self._limit} times"
+        which = "" if self.filter is None else " that matches where"
+        return NotReadyError(
+            f"Cannot sample: {type(self).__name__} returns each row{which} {times}, and none is left",
+            hint="extend() the buffer, or set a sampler with a larger max_sample_count",
+        )
+
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:

@@ -93,7 +93,7 @@ class Field:
     @property
     def row_items(self) -> int:
         """Number of values per row; 0 for a variable-length field."""
-        return 0 if self.variable else int(np.prod(self.shape, dtype=np.int64))
+        return 0 if self.variable else math.prod(self.shape)
 
     @property
     def row_bytes(self) -> int:

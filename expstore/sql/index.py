@@ -36,7 +36,7 @@ from expstore.sql import delta as delta_tables
 from expstore.sql.delta import Delta, Position
 from expstore.sql.messages import explain_refusal
 from expstore.sql.migrate import create, migrate
-from expstore.sql.result import Result
+from expstore.sql.result import Result, widen_unsigned
 from expstore.sql.views import Column, Relations
 
 __all__ = ["COMPARED", "CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
@@ -536,7 +536,8 @@ def _answer(
     cursor.execute("BEGIN TRANSACTION READ ONLY")
     try:
         relation = cursor.sql(statement, params=values)
-        return Result(relation.to_arrow_table() if read is None else read(relation))
+        table = relation.to_arrow_table() if read is None else read(relation)
+        return Result(widen_unsigned(table, relation.types))
     except Exception as exc:
         if refused:  # DuckDB's own error only says that reading a column failed
             raise refused[0] from None

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from expstore.errors import QueryError
 from expstore.sql.index import CONFIG
-from expstore.sql.result import Result
+from expstore.sql.result import Result, widen_unsigned
 
 __all__ = ["SHARD", "join_parts", "query_parts"]
 
@@ -61,6 +61,7 @@ def query_parts(
                 raise QueryError("the query is not one SELECT", hint="read from the relation parts")
             con.register("parts", parts.arrow())
             values = dict(params) if isinstance(params, Mapping) else params and list(params)
-            return Result(con.sql(query, params=values or None).to_arrow_table())
+            relation = con.sql(query, params=values or None)
+            return Result(widen_unsigned(relation.to_arrow_table(), relation.types))
         except duckdb.Error as exc:
             raise QueryError(str(exc).strip(), hint="the only relation is parts") from exc

@@ -7,7 +7,8 @@ store do not affect it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from os import PathLike
 from typing import Any
 
@@ -19,7 +20,7 @@ from expstore.core.tables import ITEMS, PREVIEW_ROWS, ListHead, Table, build_tab
 from expstore.disk.local_path import local_path
 from expstore.errors import StorageError
 
-__all__ = ["Result", "table_stream"]
+__all__ = ["Result", "table_stream", "widen_unsigned"]
 
 
 class Result:
@@ -135,13 +136,42 @@ def _clear_nulls(array: pa.Array) -> pa.Array:
 
 def _tuples(table: pa.Table) -> list[tuple[Any, ...]]:
     # Not Table.to_pylist: its rows are dicts, which lose columns of the same name.
-    return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+    return list(zip(*map(_values, table.columns), strict=True))
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column as Python values; integers above 64 bits, too, are int."""
+    values = column.to_pylist()
+    if not _is_whole(column.type):
+        return list(values)
+    return [None if value is None else int(value) for value in values]
+
+
+def _is_whole(kind: pa.DataType) -> bool:
+    """Return whether a type is that of 128-bit integers, which Arrow does not have."""
+    return bool(pa.types.is_decimal(kind) and kind.precision >= 38 and kind.scale == 0)
+
+
+def widen_unsigned(table: pa.Table, kinds: Sequence[object]) -> pa.Table:
+    """Return a table whose UHUGEINT columns have their values: DuckDB returns large ones as negative ones.
+
+    Args:
+        table: Rows of DuckDB.
+        kinds: DuckDB's type of each column.
+    """
+    for place, kind in enumerate(kinds):
+        values = table.column(place).to_pylist() if str(kind) == "UHUGEINT" else []
+        if any(value is not None and value < 0 for value in values):
+            whole = [None if value is None else Decimal(int(value) % 2**128) for value in values]
+            column = pa.array(whole, pa.decimal256(39, 0))
+            table = table.set_column(place, table.schema.field(place).name, column)
+    return table
 
 
 def _plain_integers(table: pa.Table) -> pa.Table:
     """Convert the 128-bit integers of sum() and count() to int64 where the values fit."""
     for place, field in enumerate(table.schema):
-        if pa.types.is_decimal128(field.type) and field.type.precision == 38 and field.type.scale == 0:
+        if _is_whole(field.type):
             try:
                 column = table.column(place).cast(pa.int64())
             except pa.ArrowInvalid:

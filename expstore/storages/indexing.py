@@ -21,7 +21,7 @@ from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.read_view import keys_for
-from expstore.storages.sessions import next_observations, observe, reopen_session, warn_of
+from expstore.storages.sessions import next_observations, observe, reopen_session, warn_of, warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -376,6 +376,14 @@ def append_rows(
     assignment = table.assign(steps, source=source, joins=joins, low=window.low, first_id=first, time=time)
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
+    capacity = storage.geometry.capacity
+    if capacity is not None and steps.count > capacity and storage.open_archive() is None:
+        warn_once(
+            storage,
+            f"a batch of {steps.count} rows was written to a store with capacity={capacity}: its first "
+            f"{steps.count - capacity} rows are lost at once; use a larger capacity, or smaller batches",
+            "long batch",
+        )
     if joins is not None:
         joins.note(assignment.segments)
     if assignment.sources or assignment.restarted:

@@ -36,6 +36,7 @@ __all__ = [
     "reopen_session",
     "resume",
     "warn_of",
+    "warn_once",
 ]
 
 _logger = logging.getLogger("expstore")
@@ -71,7 +72,7 @@ def warn_of(
         session: The session that has written them; None: the storage's own.
     """
     for name in assignment.restarted:
-        _warn(
+        warn_once(
             storage,
             f"source {name} began another episode under the trajectory id of its open one, which is cut: "
             "two collectors write under one name, or one has restarted; give each its own source=, "
@@ -82,7 +83,7 @@ def warn_of(
         table = storage.episodes
         own = table.sources_named(source, session=session or storage.episodes.session)
         if len(table.sources_named(source)) > len(own):
-            _warn(
+            warn_once(
                 storage,
                 f"several sessions write to source {source} at the same time: each has episodes of its "
                 "own; give each its own source= to tell them apart",
@@ -90,7 +91,14 @@ def warn_of(
             )
 
 
-def _warn(storage: ReadView, text: str, once: Hashable) -> None:
+def warn_once(storage: ReadView, text: str, once: Hashable) -> None:
+    """Log a warning about how a storage is written to, unless it was logged before.
+
+    Args:
+        storage: The storage.
+        text: The warning.
+        once: Its name.
+    """
     if once not in storage.episodes.joins.warned:
         storage.episodes.joins.warned.add(once)
         _logger.warning(text)

@@ -5,6 +5,7 @@ Column names are dotted field names (`next.reward`); the types are those of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
 
-__all__ = ["is_table", "take_table", "to_table"]
+__all__ = ["describe_left_out", "find_names", "is_table", "take_table", "to_table"]
 
 
 def is_table(data: Any) -> bool:
@@ -26,6 +27,21 @@ def to_table(data: Any) -> Any:
     if isinstance(data, pa.RecordBatchReader):
         return data.read_all()
     return pa.Table.from_batches([data]) if isinstance(data, pa.RecordBatch) else data
+
+
+def find_names(data: Any, names: frozenset[str]) -> list[str]:
+    """Return which of these names rows of any kind, or a list of rows, have at their root."""
+    rows = data[0] if isinstance(data, list) and data else data
+    found = rows.schema.names if is_table(rows) else getattr(rows, "keys", tuple)()
+    return sorted(names.intersection(name for name in found if isinstance(name, str)))
+
+
+def describe_left_out(names: Sequence[str]) -> str:
+    """Return a warning about names of the first rows that a store leaves out, because samples add them."""
+    return (
+        f"the first rows have {', '.join(map(repr, names))}, which the store leaves out, because samples "
+        "have entries of these names; rename them before you write rows, if they are fields of yours"
+    )
 
 
 def take_table(

@@ -83,6 +83,16 @@ def _nested(levels: int) -> dict[str, Any]:
 NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
     ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+    ({"capacity": -1}, ValueError, "capacity must be at least 1, got -1"),
+    ({"capacity": True}, TypeError, "capacity must be a number of rows, got True"),
+    (
+        {"capacity": 2**40 + 1},
+        ValueError,
+        "capacity must be at most 2\\^40, got 1099511627777; omit capacity",
+    ),
+    ({"capacity": 2**62}, ValueError, "capacity must be at most"),
+    ({"capacity": 2**80}, ValueError, "capacity must be at most"),
+    ({"capacity": math.inf}, TypeError, "capacity must be an integer, got inf"),
     ({"capacity": 2.5}, TypeError, "integer"),
     ({"seed": "x"}, TypeError, "integer"),
     ({"meta": {"a": object()}}, SchemaError, "meta has values that JSON cannot store; use"),

@@ -5,7 +5,9 @@ Used by the storages on disk. The storage decides in which order rows and their 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ import google_crc32c
 
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
+from expstore.disk.bulk_files import sync_paths
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File, finish
 from expstore.disk.filesystem import fills_holes
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WritableColumns"]
 
+#: From so many fields on, the file system is synced as a whole when the columns are created, as syncing each
+#: small file takes longer.
+MANY_FIELDS = 256
 #: Threads that write long runs of rows.
 WRITERS = 2
 
@@ -132,7 +138,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         disk.remove_tree(temporary)
         disk.remove_tree(folder)
         folders = {temporary}
-        files = []
+        paths = []
         if any(entry.variable for entry in fields):
             segments = folder.parent / SEGMENTS
             disk.remove_tree(segments)
@@ -145,19 +151,18 @@ class WritableColumns(ColumnSet, Checkpointed):
         ]
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
-        try:
-            made = make_metadata(fields, rows, slots, attributes, packings=packings)
-            for name, data in made.items():
+        disk.make_dir(temporary)
+        with contextlib.closing(disk.open(temporary, write=False)) as here:
+            for name, data in make_metadata(fields, rows, slots, attributes, packings=packings).items():
                 path = temporary / name
-                disk.make_dir(path.parent)
-                folders.update(p for p in path.parents if p.is_relative_to(temporary))
-                file = disk.open(path, create=True)
-                files.append(file)
-                file.write(data, 0)
-            disk.sync_all(files, sorted(folders), pool)
-        finally:
-            for file in files:
-                file.close()
+                if path.parent not in folders:
+                    disk.make_dir(path.parent)
+                    folders.update(itertools.takewhile(lambda parent: parent not in folders, path.parents))
+                with contextlib.closing(disk.open(path, create=True)) as file:
+                    file.write(data, 0)
+                paths.append(path)
+            if len(paths) < MANY_FIELDS or not here.sync_file_system():
+                sync_paths(disk, paths, sorted(folders), pool)
         disk.rename(temporary, folder)
         disk.sync_dir(folder.parent)
 

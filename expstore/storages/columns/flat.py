@@ -7,6 +7,7 @@ creates the metadata and never runs when rows are written or read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,8 +144,9 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     def _reserve(self, shards: int) -> None:
         addresses = AddressRange(shards * self.rows * self.row_bytes)
-        for number, file in enumerate(self.files):
-            self._attach(addresses, number, file)
+        for number, kept in enumerate(self.files):
+            with kept.use() as file:
+                self._attach(addresses, number, file)
         for number in range(self._looked):
             self._look_at(addresses, number)
         shape = (shards * self.rows, *self.entry.shape)
@@ -185,7 +187,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         except BaseException:
             file.close()
             raise
-        self.files.append(file)
+        self.files.append(self._disk.keep_open(file))
         parents = [path.parent]
         while parents[-1] != self.folder:
             parents.append(parents[-1].parent)
@@ -202,7 +204,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             if number == self._shards:
                 self._reserve(2 * self._shards)
             self._attach(self._addresses, number, file)
-            self.files.append(file)
+            self.files.append(self._disk.keep_open(file))
         if self._limit is None and len(self.files) > 1:
             grow_shape(self._disk, self.folder, self.ready)
         self._look_for_true()
@@ -424,18 +426,19 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Write single rows one by one, by a compiled loop."""
         rows, count = np.ascontiguousarray(values).reshape(slots.size, -1), slots.size
         numbers = slots // self.rows
-        shards = numbers.tolist()
-        held = np.array([file.fd for file in self.files])
-        files = [self.files[number] for number in shards]
-        self._disk.scatter(
-            rows,
-            files,
-            held[numbers],
-            address_of(rows) + self.row_bytes * np.arange(count),
-            np.full(count, self.row_bytes),
-            (slots - numbers * self.rows) * self.row_bytes,
-        )
-        return [self.files[number] for number in sorted(set(shards))]
+        shards, places = np.unique(numbers, return_inverse=True)
+        chosen = [self.files[number] for number in shards.tolist()]
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(file.use()) for file in chosen]
+            self._disk.scatter(
+                rows,
+                [files[place] for place in places.tolist()],
+                np.array([file.fd for file in files])[places],
+                address_of(rows) + self.row_bytes * np.arange(count),
+                np.full(count, self.row_bytes),
+                (slots - numbers * self.rows) * self.row_bytes,
+            )
+        return chosen
 
     # -- sums and space --------------------------------------------------------------------------
 
@@ -452,7 +455,14 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         size = count * self.row_bytes
         if self.blank:
             return zeros_sum(size)  # a hole: reading it would fill memory with zeros
-        rows: NDArray[np.uint8] = self.copy(slot, count).reshape(-1).view(np.uint8)
+        number, row = divmod(slot, self.rows)
+        rows: NDArray[np.uint8]
+        if self.files and size <= KEEP_GIL_BYTES and row + count <= self.rows:
+            # A map reads ahead where a page is not in memory: megabytes, for a block with a few rows.
+            rows = np.empty(size, np.uint8)
+            if self.files[number].read_cached(row * self.row_bytes, rows):
+                return int(google_crc32c.value(rows))
+        rows = self.copy(slot, count).reshape(-1).view(np.uint8)
         if size <= PIECE_BYTES:
             crc: int = google_crc32c.value(rows)
             return crc
@@ -509,8 +519,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     def close(self) -> None:
         """Close the files; the map is removed with the last array over it."""
-        for file in self.files:
-            file.close()
+        self._disk.close_kept(self.files)
         self.files = []
 
 

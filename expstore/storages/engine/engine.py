@@ -15,7 +15,7 @@ from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed
-from expstore.disk.files import Disk
+from expstore.disk.files import Disk, build_deleted_error
 from expstore.disk.threads import Threads
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import StateError, StorageError
@@ -131,12 +131,24 @@ class Engine:
         self._set_manifest(manifest)
         self.checkpointer.restart(rows.journal.sequence, rows.last, rows.draws)
 
+    def check_in_place(self) -> None:
+        """Check that the store's folder is where it was, before files in it are opened by their paths.
+
+        Raises:
+            StorageError: It was deleted or moved, or another folder has its path; later writes are refused.
+        """
+        if self.lock_file.held and not self.lock_file.is_in_place:
+            error = build_deleted_error(self.path)
+            self.health.note_failure(error)
+            raise error
+
     def save(self, manifest: Manifest) -> None:
         """Write expstore.json.
 
         Raises:
             StorageError: The disk failed; nothing was changed.
         """
+        self.check_in_place()
         with self.health.guard():
             manifest.save(self.disk, self.path)
         self._set_manifest(manifest)
@@ -238,6 +250,7 @@ class Engine:
         return lsn, pin
 
     def _start_segment(self, room: int = 0) -> None:
+        self.check_in_place()
         rows = self.rows
         rows.journal.start_segment(rows.base_record(self.manifest.generation, opening=False), room=room)
 
@@ -252,6 +265,7 @@ class Engine:
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
         """
+        self.check_in_place()
         self.checkpointer.run(self, enough)
 
     @property
@@ -406,6 +420,7 @@ class Engine:
 
     def tend(self) -> None:
         """Write a heartbeat, and write changed values to the page cache."""
+        self.check_in_place()
         self.shared.beat()
         self.write_values()
 

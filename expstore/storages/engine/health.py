@@ -51,7 +51,7 @@ class Health:
         if self.failure is not None:
             deleted = self.failure.errno == errno.ENOENT
             raise StateError(
-                f"{self._path} can no longer be written: {self.failure}",
+                f"{self._path} can no longer be written: {self.failure.message if deleted else self.failure}",
                 kind="poisoned",
                 hint="the folder was deleted or moved: close the store, and restore the folder or use another"
                 if deleted

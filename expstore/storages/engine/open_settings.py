@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from expstore.core.arguments import check_whole
+from expstore.core.arguments import check_capacity
 from expstore.core.geometry import check_ndim, round_up
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, to_key
@@ -127,8 +127,6 @@ def enter(
     if settings.min_free_bytes < 0:
         raise ArgumentError(f"min_free_bytes must not be negative, got {settings.min_free_bytes}")
     capacity, settings = _plain(capacity, dataclasses.replace(settings, storage=settings.storage or kind))
-    if capacity is not None and capacity < 1:
-        raise ArgumentError(f"capacity must be at least 1, got {capacity}")
     for name, known in _REDUCTIONS.items():
         if (value := getattr(settings, name)) not in (None, *known):
             raise ArgumentError(f"{name} must be one of {', '.join(known)}, got {value!r}")
@@ -250,7 +248,7 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         refuse_objects(settings.schema)
         check_specs(settings.specs, settings.schema)
     if capacity is not None:
-        capacity = check_whole("capacity", capacity)
+        capacity = check_capacity(capacity)
         if settings.retain:
             raise ArgumentError(
                 "capacity and retain exclude each other: a store with a capacity keeps the newest rows"

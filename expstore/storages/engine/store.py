@@ -27,7 +27,7 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
@@ -66,6 +66,8 @@ __all__ = ["Store", "forget_silently"]
 _logger = logging.getLogger("expstore")
 #: Bytes of variable-length rows that may be unsynced before `extend` waits for the disk.
 UNSYNCED_BYTES = 256 << 20
+#: Bytes of flat columns of a ring: they are mapped as a whole, and a process has 128 TiB of addresses.
+MOST_BYTES = 64 << 40
 
 
 class Store(Storage):
@@ -502,7 +504,17 @@ class Store(Storage):
         chunk = layout.chunk_rows(schema.fields)
         step = math.lcm(ring.lanes, chunk)
         reach = round_up(back + chunk, step) if back or layout.packs(schema.fields) else 0
-        return ring.with_slots(round_up(ring.depth, step) - ring.capacity, reach)
+        ring = ring.with_slots(round_up(ring.depth, step) - ring.capacity, reach)
+        packings = layout.packings(schema.fields, ring.slots, reach)
+        flat = [entry for entry, packing in zip(schema.fields, packings, strict=True) if packing is None]
+        size = sum(entry.row_bytes for entry in flat) * (ring.slots or 0)
+        if size > MOST_BYTES:
+            raise SchemaError(
+                f"{ring.capacity} rows of this batch's fields take {size} bytes, but a process can map only "
+                f"{MOST_BYTES}",
+                hint="create the store with a smaller capacity",
+            )
+        return ring
 
     def _create(self, schema: Schema, keys: Keys) -> None:
         engine, ring, state = self.engine, self.geometry, self._state

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -39,6 +40,8 @@ _PAGE = 4096
 #: Least room for records in a segment, bytes: otherwise a checkpoint and a close record could need another
 #: segment.
 _LEAST_ROOM = 1024
+#: Seconds between two lookups of whether the newest segment still has a name.
+_LOOK_SECONDS = 0.001
 #: Length of a segment if every record is synced: longer, because starting a segment costs three syncs.
 SYNC_SEGMENT_BYTES = 64 << 20
 
@@ -302,6 +305,7 @@ class Journal:
         self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
         self._file: File | None = None
         self._older: list[File] = []
+        self._linked_at = 0.0  # when the newest segment was found to have a name, monotonic seconds
         self._fresh = True  # older segments, or the newest one's name, may not be synced yet
         self._room = 0
         self._at = 0
@@ -366,8 +370,13 @@ class Journal:
         return self._at + HEADER.size + size + 4 * ALIGN <= self._room
 
     def append(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, whose body may consist of parts, and return its LSN."""
+        """Append a record, whose body may consist of parts, and return its LSN.
+
+        Raises:
+            StorageError: The disk failed, or the segment was deleted; nothing was appended.
+        """
         assert self._file is not None
+        self._check_linked(self._file)
         frame = _frame(self._salt, self.sequence + 1, kind, *body)
         self._file.write(frame, self._at)
         self.sequence += 1
@@ -384,6 +393,7 @@ class Journal:
             size: Length of the body, bytes.
         """
         assert self._file is not None
+        self._check_linked(self._file)
         sequence = self.sequence + 1
         HEADER.pack_into(frame.data, 0, size, 0, self._salt, sequence, kind)
         crc = google_crc32c.value(frame[:4])  # of everything except the checksum itself
@@ -392,6 +402,16 @@ class Journal:
         self.sequence = sequence
         self._at += len(frame)
         return sequence
+
+    def _check_linked(self, file: File) -> None:
+        """Raise StorageError if the segment was deleted; looked up at most once a millisecond.
+
+        A lookup takes a microsecond or more, and deleting a store takes longer than this pause.
+        """
+        now = time.monotonic()
+        if now - self._linked_at > _LOOK_SECONDS:
+            file.check_linked()
+            self._linked_at = now
 
     @property
     def length(self) -> int:

@@ -451,3 +451,38 @@ def test_objects_and_choices_are_validated_row_by_row() -> None:
     with pytest.raises(SchemaError, match="'level': the specs say objects, the rows have float32"):
         rb.set_specs(Composite(level=NonTensor()))
     assert len(rb) == 6
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "then", "kind"),
+    [
+        (expstore.NonTensor(shape=()), None, "go", "string"),
+        (expstore.NonTensor(shape=(), example_data=1.5), None, 0.5, "float64"),
+        (expstore.Unbounded(shape=(-1,), dtype=torch.float32), None, [1.0], "float32[?]"),
+        (expstore.Unbounded(shape=(-1,), dtype=torch.float32), [], [1.0], "float32[?]"),
+    ],
+    ids=str,
+)
+def test_rows_that_begin_with_none_have_the_type_of_their_spec(
+    store_path: Path, spec: Any, first: Any, then: Any, kind: str
+) -> None:
+    """Also in a group; a NonTensor without an example is text."""
+    specs = expstore.Composite(
+        t=expstore.Unbounded(shape=(), dtype=torch.int64),
+        note=spec,
+        inner=expstore.Composite(note=spec.clone()),
+    )
+    with expstore.open(store_path, layout="arrow", schema=specs) as rb:
+        for t, value in enumerate((first, then, first)):
+            rb.add({"t": t, "note": value, "inner": {"note": value}})
+        assert rb.storage.schema is not None
+        assert [str(entry) for entry in rb.storage.schema.fields[1:]] == [kind, kind]
+        assert rb[:]["t"].tolist() == [0, 1, 2]
+
+
+def test_a_field_with_a_spec_may_not_be_absent_at_first(store_path: Path) -> None:
+    specs = expstore.Composite(note=expstore.NonTensor(shape=()))
+    with expstore.open(store_path, layout="arrow", schema=specs) as rb:
+        with pytest.raises(SchemaError, match="the specs have a field 'note' .*, the rows have none"):
+            rb.add({"t": 0})
+        rb.add({"t": 0, "note": None})

@@ -959,3 +959,18 @@ def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_32_clients_and_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 32, 60)
+
+
+def test_first_rows_with_names_of_samples_warn_once(
+    server: Serving, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rb = connect(server, name)
+    columns = {"x": np.arange(2), "index": np.arange(2), "id": np.arange(2)}
+    with caplog.at_level("WARNING", "expstore"):
+        for _ in range(2):
+            rb.extend(TensorDict({key: torch.from_numpy(value) for key, value in columns.items()}, [2]))
+            rb.extend(columns)
+            rb.extend(pa.table(columns))
+    (text,) = [text for text in caplog.messages if "leaves out" in text]
+    assert "the first rows have 'id', 'index'" in text
+    assert len(rb) == 12

@@ -77,7 +77,7 @@ def test_lengths_counts_and_ends_are_those_of_torchrl(whose: str, limit: int, co
         storage, sampler = theirs.LazyTensorStorage(24), theirs.ConsumingSampler(limit)
         rb = theirs.ReplayBuffer(storage=storage, sampler=sampler, batch_size=size)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        with pytest.raises(RuntimeError, match="Cannot sample"):
             rb.sample()
     handed: Counter[int] = Counter()
     for first in (0, count):
@@ -91,7 +91,7 @@ def test_lengths_counts_and_ends_are_those_of_torchrl(whose: str, limit: int, co
             left = sum(handed[n] < limit for n in range(first + count))
             assert rb.sampler.ran_out == (left == 0)
         assert handed == dict.fromkeys(range(first + count), limit)
-        with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
+        with pytest.raises(RuntimeError, match="Cannot sample"):
             rb.sample()
     if whose == "own":
         assert rb[:]["number"].tolist() == list(range(2 * count)), "what was consumed can still be read"
@@ -764,3 +764,25 @@ def test_damage_of_the_column_is_found_and_repaired(damage: str, tmp_path: Path)
     kept = 1000 if damage == "cut" else 0 if damage == "gone" else 3000
     with opened(path) as rb:
         assert counts(rb) == {n: count * (n < kept) for n, count in before.items()}
+
+
+@pytest.mark.parametrize(("count", "times"), [(1, "once"), (2, "2 times")])
+def test_when_all_rows_were_drawn_the_error_says_so(count: int, times: str) -> None:
+    rb = memory_buffer(10, batch_size=4, sampler=ConsumingSampler(count))
+    with pytest.raises(NotReadyError, match="empty storage"):
+        rb.sample()
+    rb.extend(numbered_rows(4))
+    for _ in range(count):
+        rb.sample()
+    with pytest.raises(
+        NotReadyError, match=f"Cannot sample: ConsumingSampler returns each row {times}, and none is left"
+    ):
+        rb.sample()
+
+
+def test_when_all_rows_that_match_were_drawn_the_error_says_so(store_path: Path) -> None:
+    with expstore.open(store_path, batch_size=4, sampler=ConsumingSampler(where="number < 2")) as rb:
+        rb.extend(numbered_rows(4))
+        assert sorted(rb.sample()["number"].tolist()) == [0, 1]
+        with pytest.raises(NotReadyError, match="each row that matches where once, and none is left"):
+            rb.sample()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore.sql.result import table_stream
+from expstore.sql.result import Result, table_stream, widen_unsigned
 
 SECRET = b"\xa5secret\xa5"
 
@@ -61,3 +62,18 @@ def test_tables_are_streams() -> None:
         pa.table({"words": pa.array(["x", None]).dictionary_encode()}),
     ):
         assert pa.ipc.open_stream(table_stream(one)).read_all() == one
+
+
+def test_integers_of_128_bits_keep_their_values() -> None:
+    with duckdb.connect() as con:
+        relation = con.sql(
+            "SELECT 340282366920938463463374607431768211455::UHUGEINT - n::UHUGEINT AS u, n::UHUGEINT AS v, "
+            "9223372036854775807::HUGEINT + n AS h FROM range(2) AS t(n) UNION ALL SELECT NULL, NULL, NULL"
+        )
+        result = Result(widen_unsigned(relation.to_arrow_table(), relation.types))
+    assert result.fetchall() == [
+        (2**128 - 1, 0, 2**63 - 1),
+        (2**128 - 2, 1, 2**63),
+        (None, None, None),
+    ]
+    assert [type(value) for value in result.fetchall()[1]] == [int, int, int]

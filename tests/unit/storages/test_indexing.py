@@ -25,3 +25,35 @@ def test_a_row_given_twice_gets_the_last_value(tmp_path: Path, kind: str) -> Non
         expected = [106, 1, 104, 3, 4, 5, 6, 105, 8, 103]
         assert rb[:]["x"].tolist() == expected
         assert rb[:]["y"].flatten().tolist() == [n + 0.25 if n >= 100 else n * 0.5 for n in expected]
+
+
+def _long_batches(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "lost at once" in text]
+
+
+@pytest.mark.parametrize("kind", ["memory", "zarr"])
+def test_a_batch_longer_than_the_capacity_warns_once(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = expstore.MemoryStorage(10) if kind == "memory" else expstore.ZarrStorage(tmp_path / "a.exp", 10)
+    with caplog.at_level("WARNING", "expstore"), expstore.TensorDictReplayBuffer(storage=storage) as rb:
+        for _ in range(3):
+            rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+        assert not _long_batches(caplog)
+        for _ in range(3):
+            rb.extend(TensorDict({"x": torch.arange(12)}, [12]))
+        assert rb[:]["x"].sort().values.tolist() == list(range(2, 12))
+    (text,) = _long_batches(caplog)
+    assert "a batch of 12 rows was written to a store with capacity=10: its first 2 rows are lost" in text
+
+
+def test_a_long_batch_that_is_archived_does_not_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = tmp_path / "archive.exp"
+    with (
+        caplog.at_level("WARNING", "expstore"),
+        expstore.open(tmp_path / "a.exp", capacity=10, archive=archive) as rb,
+    ):
+        rb.extend(TensorDict({"x": torch.arange(12)}, [12]))
+    assert not _long_batches(caplog)
