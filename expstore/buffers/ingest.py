@@ -134,6 +134,7 @@ class Ingest(StorePart):
         self._index = index
         self._sampling = sampling
         self._style = style
+        self._takes_priorities = style.takes_priorities(None)
         self._transform = transform
         #: Assigns places to rows.
         self.writer = writer
@@ -198,7 +199,9 @@ class Ingest(StorePart):
             else make_key(self.writer, idempotency_key, digest),
             None if session is None else remote_session(session),
             validate != "schema" and asks_for_domain(validate),
-            self._style.takes_priorities(update_priority),
+            self._takes_priorities
+            if update_priority is None
+            else self._style.takes_priorities(update_priority),
             return_ids,
         )
 
@@ -454,8 +457,7 @@ class Ingest(StorePart):
                 )
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
-        takes_priorities = self._style.takes_priorities(None)
-        options = WriteOptions(source, info, takes_priorities=takes_priorities, return_ids=True)
+        options = WriteOptions(source, info, takes_priorities=self._takes_priorities, return_ids=True)
         proxy = self._store.proxy
         if proxy is not None:
             proxy.append(batch, options, storage.schema)

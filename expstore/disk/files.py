@@ -258,7 +258,11 @@ class File:
 
     def check_linked(self) -> None:
         """Raise StorageError if the file was deleted while it was open: what is written to it is lost."""
-        if os.fstat(self._descriptor()).st_nlink == 0:
+        try:
+            is_linked = os.fstat(self.fd).st_nlink > 0
+        except OSError as exc:
+            raise _to_error("look at", self.path, exc) from exc
+        if not is_linked:
             raise build_deleted_error(self.path)
 
     def is_at(self, path: Path) -> bool:

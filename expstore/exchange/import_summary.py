@@ -56,7 +56,7 @@ def summarize_import(
         found.append("there is no reward: returns are 0")
     if not roles["end flags"]:
         found.append("there is no end flag: episodes that ended count as cut")
-    if episodes == 1 and rows > 1:
+    if episodes == 1 and kept == rows > 1:
         found.append(f"one episode holds all {rows:,} rows")
     return Imported(
         path=path,

@@ -40,7 +40,8 @@ _PAGE = 4096
 #: Least room for records in a segment, bytes: otherwise a checkpoint and a close record could need another
 #: segment.
 _LEAST_ROOM = 1024
-#: Seconds between two lookups of whether the newest segment still has a name.
+#: Seconds between two lookups of whether the newest segment still has a name. A lookup takes a microsecond or
+#: more, and deleting a store takes longer than this pause.
 _LOOK_SECONDS = 0.001
 #: Length of a segment if every record is synced: longer, because starting a segment costs three syncs.
 SYNC_SEGMENT_BYTES = 64 << 20
@@ -376,7 +377,9 @@ class Journal:
             StorageError: The disk failed, or the segment was deleted; nothing was appended.
         """
         assert self._file is not None
-        self._check_linked(self._file)
+        if (now := time.monotonic()) - self._linked_at > _LOOK_SECONDS:
+            self._file.check_linked()
+            self._linked_at = now
         frame = _frame(self._salt, self.sequence + 1, kind, *body)
         self._file.write(frame, self._at)
         self.sequence += 1
@@ -393,7 +396,9 @@ class Journal:
             size: Length of the body, bytes.
         """
         assert self._file is not None
-        self._check_linked(self._file)
+        if (now := time.monotonic()) - self._linked_at > _LOOK_SECONDS:
+            self._file.check_linked()
+            self._linked_at = now
         sequence = self.sequence + 1
         HEADER.pack_into(frame.data, 0, size, 0, self._salt, sequence, kind)
         crc = google_crc32c.value(frame[:4])  # of everything except the checksum itself
@@ -402,16 +407,6 @@ class Journal:
         self.sequence = sequence
         self._at += len(frame)
         return sequence
-
-    def _check_linked(self, file: File) -> None:
-        """Raise StorageError if the segment was deleted; looked up at most once a millisecond.
-
-        A lookup takes a microsecond or more, and deleting a store takes longer than this pause.
-        """
-        now = time.monotonic()
-        if now - self._linked_at > _LOOK_SECONDS:
-            file.check_linked()
-            self._linked_at = now
 
     @property
     def length(self) -> int:

@@ -241,7 +241,7 @@ def test_the_command_line_recognizes_the_file(tmp_path: Path, capsys: pytest.Cap
     )
     assert episodes_of(tmp_path / "small.exp") == whole()[2:]
     assert run(["import", str(source), str(tmp_path / "c.exp"), "--map", "a=b"]) == 2
-    assert "applies to hdf5 and npz only" in capsys.readouterr().err
+    assert "does not apply to sb3" in capsys.readouterr().err
 
 
 def test_no_library_is_loaded_for_a_pickle(tmp_path: Path) -> None:
