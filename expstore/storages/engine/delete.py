@@ -161,9 +161,8 @@ class Deletion:
         # Pages of rows deleted earlier may become free only together with these rows.
         pages = dead.intersect(going.widen(_PAGE))
         # One record has all that is deleted, because a kill may follow it at once.
-        gaps = pack_ids(going.between(through, window.last))
-        record = {"through": through, "blocks": _blocks_of(pages), "gaps": gaps}
-        body = json.dumps(record).encode()
+        new = pack_ids(going.between(through, window.last))
+        body = json.dumps({"through": through, "blocks": _blocks_of(pages), "gaps": new}).encode()
         sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
         # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
         # treat deleted rows as live.
