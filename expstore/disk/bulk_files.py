@@ -199,7 +199,7 @@ def sync_paths(
 ) -> None:
     """Sync closed files, however many, and folders."""
     for start in range(0, max(1, len(paths)), _TOGETHER):
-        files = [disk.open(path) for path in paths[start : start + _TOGETHER]]
+        files = [disk.open(path, write=False) for path in paths[start : start + _TOGETHER]]
         last = start + _TOGETHER >= len(paths)
         try:
             for file in files:

@@ -52,6 +52,8 @@ KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
 #: Instead of so many folders, the file system is synced as a whole.
 MANY_FOLDERS = 256
+#: Bytes that `Disk.unshare` copies at a time.
+_COPY_BYTES = 8 << 20
 #: Errors of a file system that does not support hard links, or not of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -140,6 +142,20 @@ def _is_regular(mode: int) -> bool:
 
 def _system_error(code: int) -> OSError:
     return OSError(code, os.strerror(code))
+
+
+def _copy(old: File, new: File) -> None:
+    """Copy the content of a file into an empty file; holes remain holes."""
+    size, at = old.size(), 0
+    new.truncate(size)
+    while (at := old.next_data(at)) < size:
+        end = old.next_hole(at)
+        while at < end:
+            part = old.read(at, min(_COPY_BYTES, end - at))
+            if not part:
+                raise StorageError(f"{old.path} was truncated while it was copied", hint="try again")
+            new.write(part, at)
+            at += len(part)
 
 
 def address_of(array: NDArray[Any]) -> int:
@@ -274,9 +290,21 @@ class File:
         except OSError as exc:
             raise _to_error("look at", path, exc) from exc
 
+    def next_hole(self, offset: int) -> int:
+        """Return the position of the first hole from `offset` on, or the length if the system cannot tell."""
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_HOLE)
+        except (OSError, AttributeError):
+            return self.size()
+
     def inode(self) -> int:
         """Return the file's inode number."""
         return os.fstat(self.fd).st_ino
+
+    def links(self) -> int:
+        """Return how many names the file has; 1 for a folder."""
+        found = os.fstat(self.fd)
+        return found.st_nlink if stat.S_ISREG(found.st_mode) else 1
 
     def sync(self) -> None:
         """Bring the file's bytes and length to the disk."""
@@ -487,6 +515,9 @@ class Disk:
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         """Open a file, or a folder for reading; with `create`, make it if it is missing.
 
+        A file that is opened for writing and has hard links is copied first (`unshare`): a copy of a folder
+        that `cp -al` or `rsync --link-dest` made shares its files with the folder.
+
         Raises:
             StorageError: The path cannot be opened, or is neither a file nor a folder.
         """
@@ -495,6 +526,14 @@ class Disk:
             if create and not self.in_bulk and not path.exists():
                 self.gate("create", path)
             kind = File if write or create else _ReadFile
+            file = kind(self, path, _open_regular(path, flags))
+            if not write or file.links() < 2:
+                return file
+        except OSError as exc:
+            raise _to_error("open", path, exc) from exc
+        file.close()
+        self.unshare(path)
+        try:
             return kind(self, path, _open_regular(path, flags))
         except OSError as exc:
             raise _to_error("open", path, exc) from exc
@@ -515,6 +554,34 @@ class Disk:
         for file in files:
             self._kept_open -= file.fd >= 0
             file.close()
+
+    def unshare(self, path: Path) -> None:
+        """Replace a file that has hard links by a copy, so that a write does not change the linked files.
+
+        Does nothing if the file is missing or has one name. Holes remain holes. The copy is durable when this
+        returns; after a crash the path names the former file or the copy.
+
+        Raises:
+            StorageError: The disk failed or is full; the path names the former file.
+        """
+        if not self.exists(path) or self.count_links(path) < 2:
+            return
+        temp = path.with_name(f".{path.name}.tmp")
+        self.unlink(temp)  # left over from a process that was killed; it may have links, too
+        try:
+            with contextlib.closing(self.open(path, write=False)) as old:
+                with contextlib.closing(self.open(temp, create=True)) as new:
+                    os.fchmod(new.fd, os.fstat(old.fd).st_mode & 0o777)
+                    _copy(old, new)
+                    new.sync()
+            self.rename(temp, path)
+        except BaseException as exc:
+            with contextlib.suppress(StorageError):
+                self.unlink(temp)
+            if isinstance(exc, StorageError):
+                exc.message = f"cannot copy {path}, which has hard links, before writing to it: {exc.message}"
+            raise
+        self.sync_dir(path.parent)
 
     def warm(self) -> None:
         """Load the compiled loop for small writes, in the background."""
@@ -623,7 +690,7 @@ class Disk:
 
     def sync_path(self, path: Path) -> None:
         """Sync a file that is not open."""
-        with contextlib.closing(self.open(path)) as file:
+        with contextlib.closing(self.open(path, write=False)) as file:
             file.sync()
 
     def sync_all(

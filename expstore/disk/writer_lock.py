@@ -89,6 +89,7 @@ class WriterLock:
         try:
             if not _take(self._folder):
                 raise _build_locked_error(path.parent, _text_of(disk, path))
+            _drop_hard_link(disk, path)
             self._file = file = disk.open(path, create=True)
             if not _take(file):
                 raise _build_locked_error(path.parent, file.read(0, 4096))
@@ -129,6 +130,24 @@ def is_locked(disk: Disk, path: Path) -> bool:
     finally:
         for file in files:
             file.close()
+
+
+def _drop_hard_link(disk: Disk, path: Path) -> None:
+    """Remove a LOCK that has hard links: it may be any file, or the LOCK of a store of which this is a copy.
+
+    Raises:
+        LockedError: It is locked. Then the store may be a copy of one that is being written to.
+    """
+    if not disk.exists(path):
+        return
+    file = disk.open(path, write=False)
+    try:
+        if file.links() > 1:
+            if not _take(file):
+                raise _build_locked_error(path.parent, _text_of(disk, path))
+            disk.unlink(path)
+    finally:
+        file.close()
 
 
 def _open_folder(disk: Disk, path: Path) -> File:

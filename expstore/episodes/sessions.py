@@ -101,7 +101,8 @@ class Resume:
     Args:
         time: Microseconds since 1970.
         session: The session that had ended.
-        sources: Sources of another session that adopt its episodes. Empty: the session itself continues.
+        sources: Sources of another session that adopt its episodes; if that one has ended, it continues, too.
+            Empty: the session itself continues.
         numbers: For each of `sources` the number of the ended session's source.
         episodes: Ids of the episodes. A reader may still know cut episodes that the writer has dropped.
     """

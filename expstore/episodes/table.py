@@ -468,6 +468,8 @@ class EpisodeTable:
     def resumption(self, session: Session, source: str, *, to: SessionKey, time: int) -> Resume:
         """Return, without applying it, the change by which a session adopts episodes of an ended one.
 
+        If the session itself has ended, the change reopens it, with the episodes that its end has cut.
+
         Args:
             session: The ended session.
             source: Name of the stream of these episodes, in both sessions.
@@ -477,8 +479,11 @@ class EpisodeTable:
         lanes = [(name, number) for name, number in session.named.items() if stream_of(name) == source]
         new = [NewSource(self.next_source + at, name, True, *to) for at, (name, _) in enumerate(lanes)]
         numbers = tuple(number for _, number in lanes)
-        episodes = tuple(one.episode for (number, _), one in session.cut.items() if number in set(numbers))
-        return Resume(time, session.key, tuple(new), numbers, episodes)
+        episodes = [one.episode for (number, _), one in session.cut.items() if number in set(numbers)]
+        heir = self._sessions.get(to)
+        if heir is not None and heir.ended:
+            episodes += [one.episode for one in heir.cut.values()]
+        return Resume(time, session.key, tuple(new), numbers, tuple(episodes))
 
     def apply(self, change: LogEntry | End | Resume, sequence: int) -> list[LogEntry]:
         """Apply a change of episodes; return the log entries of the changed episodes and sources.
@@ -532,22 +537,23 @@ class EpisodeTable:
 
     def _resume(self, resume: Resume, sequence: int) -> list[LogEntry]:
         session = self._sessions.get(resume.session)
-        if session is None:
-            return [self._add_source(source, resume.time) for source in resume.sources]
-        if not resume.sources:
-            session.ended = 0
-            entries = [self._note_source(source, session) for source in session.sources()]
-            opened = {number: number for number in session.numbers()}
-        else:
-            entries = [self._add_source(source, resume.time) for source in resume.sources]
-            opened = dict(zip(resume.numbers, (source.number for source in resume.sources), strict=True))
+        heir = self._sessions.get(resume.sources[0].key) if resume.sources else session
+        entries: list[LogEntry] = []
+        opened: dict[int, int] = {}
+        if heir is not None and (heir is session or heir.ended):
+            heir.ended = 0
+            entries += [self._note_source(source, heir) for source in heir.sources()]
+            opened = {number: number for number in heir.numbers()}
+        entries += [self._add_source(source, resume.time) for source in resume.sources]
+        opened |= zip(resume.numbers, (source.number for source in resume.sources), strict=True)
         wanted = set(resume.episodes)
-        for (number, trajectory), episode in list(session.cut.items()):
-            if episode.episode in wanted:
-                del session.cut[number, trajectory]
-                episode.source, episode.status, episode.fragment = opened[number], OPEN, -1
-                self._open[episode.source, trajectory] = episode
-                entries.append(self._note(episode, sequence))
+        for one in [session] if heir is session else [heir, session]:
+            for (number, trajectory), episode in [] if one is None else list(one.cut.items()):
+                if one is not None and episode.episode in wanted:
+                    del one.cut[number, trajectory]
+                    episode.source, episode.status, episode.fragment = opened[number], OPEN, -1
+                    self._open[episode.source, trajectory] = episode
+                    entries.append(self._note(episode, sequence))
         return entries
 
     def _forget_sessions(self) -> None:

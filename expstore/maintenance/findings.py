@@ -32,7 +32,7 @@ class Finding:
 
     Args:
         kind: A stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
-            journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state or
+            journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state, links or
             archive.
         path: The file, relative to the store.
         message: A description in one line.

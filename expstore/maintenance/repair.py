@@ -200,12 +200,18 @@ def _rewrite(
         key_name(files.column.entry.key): files for files in inspection.packed.values()
     }
     mended: set[str | None] = set()
-    in_segments = [finding for finding in inspection.found if finding.path.startswith(f"{SEGMENTS}/")]
+    in_segments = [
+        finding
+        for finding in inspection.found
+        if finding.path.startswith(f"{SEGMENTS}/") and finding.kind != "links"
+    ]
     _mend_segments(disk, inspection, outcome, in_segments, drop_damaged=drop_damaged, dry_run=dry_run)
     for finding in [finding for finding in inspection.found if finding not in in_segments]:
         file = inspection.path / finding.path
         act: str | None = None
-        if finding.path == MANIFEST:
+        if finding.kind == "links":
+            act = "files that had hard links copied"  # when the store is opened below
+        elif finding.path == MANIFEST:
             act = f"{MANIFEST} rewritten"
             if not dry_run:
                 inspection.manifest.save(disk, inspection.path)

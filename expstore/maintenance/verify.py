@@ -31,13 +31,29 @@ from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, STATE, VERSION
+from expstore.storages.format.paths import (
+    CHECKSUMS,
+    COLUMNS,
+    INDEX,
+    JOURNAL,
+    LOCK,
+    LOG,
+    ORIGIN,
+    REDO,
+    REPAIR,
+    STATE,
+    VERSION,
+)
 from expstore.storages.format.records import Publish, Redo, fetch_body
+from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.recovery.recover import Past, explain_lost_records, find_unsettled_blocks, read_past
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
 __all__ = ["inspect", "inspect_archive", "to_store_finding", "verify"]
+
+#: How many files a message lists.
+_LISTED = 4
 
 
 def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
@@ -45,7 +61,8 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
     `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys, the
-    index, STATE of a closed store, and all of these in its archive. Not checked are LOCK, priorities, and the
+    index, STATE of a closed store, hard links of files that are written in place, and all of these in its
+    archive. Not checked are LOCK, priorities, and the
     counts of how often rows were sampled: both columns change all the time, and any value may be right.
     Leftovers of an unclean stop, which the next opening removes, are not reported, but batches that it will
     drop are.
@@ -131,6 +148,7 @@ def inspect(
         _look_at_appended(inspection, inspection.group)
         inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
     _check_version(inspection)
+    _check_links(inspection)
     unsettled = _check_journal(inspection)
     check_metadata(inspection)
     check_blocks(inspection, unsettled, progress)
@@ -198,6 +216,28 @@ def _check_version(inspection: Inspection) -> None:
     if damaged:
         text = f"{ORIGIN} is damaged at entry {damaged[0]}; the next snapshot will share less"
         inspection.note(Finding(kind="version", path=ORIGIN, message=text))
+
+
+def _check_links(inspection: Inspection) -> None:
+    """Find files that are written in place and have hard links, such as those of a copy by `cp -al`."""
+    disk, path, group = inspection.disk, inspection.path, inspection.group
+    if disk.exists(path / VERSION):
+        return  # never written to; versions share files with one another
+    files = [path / name for name in (STATE, LOCK, LOG, CHECKSUMS, KEYS, INDEX, f"{INDEX}.wal")]
+    files += [path / JOURNAL / name for name in disk.names(path / JOURNAL)]
+    for column in inspection.flat:
+        files += [column.shard_path(number) for number in range(_reach_of(inspection, column) // column.rows)]
+    if group is not None:
+        packed = [file for column in group.packed.values() for file in column.paths()]
+        files += [file for file in packed if not file.name.startswith("c.")]
+        files += [one.path for segments in group.shared for one in segments.segments if not one.sealed]
+    linked = [inspection.relative(file) for file in files if disk.exists(file) and disk.count_links(file) > 1]
+    if linked:
+        names = ", ".join(linked[:_LISTED]) + (
+            f" and {len(linked) - _LISTED} more" if linked[_LISTED:] else ""
+        )
+        text = f"{names} have hard links; the next opening for writing copies them before it writes to them"
+        inspection.note(Finding(kind="links", path=linked[0], message=text))
 
 
 def _check_journal(inspection: Inspection) -> set[int]:

@@ -333,6 +333,8 @@ class Index:
 
     def _open_file(self, path: Path) -> None:
         con = None
+        for suffix in ("", *_LOG_SUFFIXES):
+            self._disk.unshare(path.with_name(path.name + suffix))
         try:
             con = duckdb.connect(str(path), config=self._config)
             found = con.execute("SELECT uuid FROM store").fetchall()

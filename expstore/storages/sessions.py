@@ -234,18 +234,17 @@ def resume(
         if ended is None:
             return np.zeros(0, np.int64)
         change = table.resumption(ended, source, to=to, time=now_us())
-        adopted = {one.episode: one for one in ended.cut.values() if one.episode in change.episodes}
+        adopted = {one.episode: one for one in ended.cut.values() if one.source in change.numbers}
         ends = _ends_of(storage, adopted.values()) if check else {}
         owners = dict(zip(change.numbers, (new.number for new in change.sources), strict=True))
         required = {number: owners[one.source] for number, one in adopted.items()} if check else {}
-        reopen_session(writer, to)
         writer.annotate(change)
         # The table may have been replaced: after an interruption the journal is read again.
         memory = storage.episodes.joins
         memory.ends.update(ends)
         memory.required.update(required)
         memory.awaiting.update(owners.values())
-        return np.sort(np.array(change.episodes, np.int64))
+        return np.sort(np.array([*adopted], np.int64))
 
 
 def _ends_of(storage: ReadView, episodes: Iterable[Episode]) -> dict[int, int]:

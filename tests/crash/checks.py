@@ -294,7 +294,7 @@ def check_versions(
         place: The folder.
         need: Numbers of the snapshots that must exist.
         known: Contents of all snapshots that may exist.
-        current: The oldest snapshot that CURRENT may name.
+        current: The oldest snapshot that may be the newest.
     """
     versions = list_versions(Disk(), place)
     numbers = [version.number for version in versions]
@@ -315,7 +315,7 @@ def check_versions(
         rb = expstore.open(place, mode="r")
         found = int(rb.storage.path.name[1:])
         rb.close()
-        expect(found >= current, f"CURRENT names {found}, expected at least {current} of {numbers}")
+        expect(found >= current, f"the newest is {found}, expected at least {current} of {numbers}")
     return {number: known[number] for number in numbers}
 
 

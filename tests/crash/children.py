@@ -396,7 +396,7 @@ class Look:
         cut: Whether the power was cut.
         need: Numbers of the snapshots that must exist.
         known: Contents of all snapshots that may exist.
-        current: The oldest snapshot that CURRENT may name.
+        current: The oldest snapshot that may be the newest.
     """
 
     path: Path

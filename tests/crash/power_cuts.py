@@ -143,7 +143,7 @@ class Job:
     tree: Tree = field(default_factory=dict)
     need: list[int] = field(default_factory=list)  # snapshots that exist
     known: dict[int, Ledger] = field(default_factory=dict)  # contents of all snapshots that may exist
-    current: int = 0  # the oldest snapshot that CURRENT may name
+    current: int = 0  # the oldest snapshot that may be the newest
     boot: int = 0
     index: bool = False
     free: bool = False  # whether the background thread runs freely
@@ -176,7 +176,7 @@ class State:
     newest: Ledger  # includes everything that had returned
     need: list[int]  # snapshots that must exist
     known: dict[int, Ledger]  # contents of all snapshots that may exist
-    current: int  # the oldest snapshot that CURRENT may name
+    current: int  # the oldest snapshot that may be the newest
     opening: bool  # the power was cut during a reopening
     clean: bool  # the store had been closed
 

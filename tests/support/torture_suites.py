@@ -109,6 +109,8 @@ GROUPS = {
         "reshaping cuts", again=True
     ),
     "crash/test_retention.py::test_killed_before_every_act": Group("reshaping", 3),
+    "crash/test_single_acts.py::test_an_operation_is_one_act": Group("reshaping"),
+    "unit/storages/engine/test_hard_links.py::test_killed_while_files_are_copied": Group("reshaping"),
     "unit/maintenance/test_repair.py::test_killed_before_every_act_it_can_be_run_again": Group("reshaping"),
     "unit/maintenance/test_verify.py::test_many_more_single_bits_are_found": Group("damage", 5, again=True),
     "unit/maintenance/test_damage.py::test_many_files_that_are_cut_or_gone": Group("damage", 5, again=True),

@@ -7,6 +7,7 @@ place, so that nothing is moved and every id is kept.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column import Deleted
 from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.format.journal import Kind
+from expstore.storages.format.manifest import pack_ids
 from expstore.storages.format.paths import COLUMNS, SEGMENTS
 
 if TYPE_CHECKING:
@@ -158,7 +160,9 @@ class Deletion:
         dead = deleted.join(IdSet.of([(1, through)] if through else []))
         # Pages of rows deleted earlier may become free only together with these rows.
         pages = dead.intersect(going.widen(_PAGE))
-        body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
+        # One record has all that is deleted, because a kill may follow it at once.
+        new = pack_ids(going.between(through, window.last))
+        body = json.dumps({"through": through, "blocks": _blocks_of(pages), "gaps": new}).encode()
         sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
         # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
         # treat deleted rows as live.

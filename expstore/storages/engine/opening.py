@@ -314,7 +314,7 @@ class Opening:
             self._redo(past, columns)
 
         def numbers(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
-            return None if columns is None else self._read_numbers(columns, first_id, count)
+            return None if columns is None else self._read_numbers(past, columns, first_id, count)
 
         entries = rebuild_episodes(past, rows.episodes, low, numbers)
         rows.recover(past.state, past.window(capacity))
@@ -374,7 +374,9 @@ class Opening:
             raise CorruptionError(f"{self._path / JOURNAL} changes rows of a store without fields")
         return load_redo(self._disk, self._path, body, schema)
 
-    def _read_numbers(self, columns: WritableColumns, first_id: int, count: int) -> tuple[IntArray, IntArray]:
+    def _read_numbers(
+        self, past: Past, columns: WritableColumns, first_id: int, count: int
+    ) -> tuple[IntArray, IntArray]:
         """Read the episodes and steps of a run of rows."""
         runs = self._manifest.geometry.runs(first_id, count)
         episodes, steps = (
@@ -382,7 +384,7 @@ class Opening:
             for column in columns.row_fields[1:3]
         )
         ids = np.arange(first_id, first_id + count)
-        if ((episodes < 1) & ~self._manifest.deleted.holds(ids)).any():
+        if ((episodes < 1) & ~past.deleted.holds(ids)).any():
             raise CorruptionError(f"{self._path}/columns/_row/episode has rows without an episode")
         return episodes, steps
 

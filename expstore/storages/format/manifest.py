@@ -34,7 +34,9 @@ __all__ = [
     "check_outside",
     "check_target",
     "format_of",
+    "pack_ids",
     "store_around",
+    "unpack_ids",
 ]
 
 #: The format that is written. The library reads this format, and older formats that `UPGRADES` can convert to
@@ -169,7 +171,7 @@ class Manifest:
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = FORMAT
-        data["gaps"] = _pack_ids(self.deleted)
+        data["gaps"] = pack_ids(self.deleted)
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 
@@ -256,14 +258,14 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "traj_key": to_key(data["traj_key"]) if data["traj_key"] else None,
         "done_keys": tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None,
         "reward_key": to_key(data["reward_key"]),
-        "deleted": _unpack_ids(data.pop("gaps")),
+        "deleted": unpack_ids(data.pop("gaps")),
         "dims": tuple(map(int, data["dims"])),
         "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
         "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
     }
 
 
-def _pack_ids(deleted: IdSet) -> Any:
+def pack_ids(deleted: IdSet) -> Any:
     """Return runs in their JSON form: pairs, or for many runs the text of their compressed distances."""
     if len(deleted) <= _LISTED:
         return list(deleted)
@@ -271,7 +273,8 @@ def _pack_ids(deleted: IdSet) -> Any:
     return base64.b64encode(zlib.compress(np.diff(bounds, prepend=0).astype("<i8").tobytes(), 1)).decode()
 
 
-def _unpack_ids(kept: Any) -> IdSet:
+def unpack_ids(kept: Any) -> IdSet:
+    """Return the runs that `pack_ids` has converted."""
     if not isinstance(kept, str):
         return IdSet.of((first, last) for first, last in kept)
     bounds = np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(kept)), "<i8")).reshape(-1, 2)

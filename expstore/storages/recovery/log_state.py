@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expstore.core.draw_state import Randomness, from_json
-from expstore.core.id_set import IdSet
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Window
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.storages.format.journal import Kind, Record
+from expstore.storages.format.manifest import unpack_ids
 from expstore.storages.format.records import Mark, Publish, Redo
 
 __all__ = ["LogState", "apply_to_episodes"]
@@ -42,6 +43,7 @@ class LogState:
         index_floor: A SQL index older than this position must be rebuilt.
         randomness: The state of the user's generator at the newest checkpoint.
         limits: The counts of a rate limiter at the newest checkpoint.
+        deleted: Rows that the records delete between readable rows; expstore.json lists earlier ones.
     """
 
     generation: int
@@ -56,6 +58,7 @@ class LogState:
     index_floor: tuple[int, int]
     randomness: Randomness | None
     limits: tuple[int, int]
+    deleted: IdSet = NO_IDS
 
     @classmethod
     def of(cls, record: Record) -> LogState:
@@ -101,6 +104,7 @@ class LogState:
         elif record.kind is Kind.RETIRE:
             said = record.json()
             self.retired = max(self.retired, said["through"])
+            self.deleted = self.deleted.join(unpack_ids(said.get("gaps", [])))
             if "blocks" in said:  # an incremental update of the index misses these rows
                 self.index_floor = (self.generation, record.sequence)
         elif record.kind is Kind.DELETE:

@@ -49,7 +49,7 @@ class Past:
         synced: The newest id that the checkpoint covers.
         log_length: How many bytes of episodes.log the checkpoint covers.
         clean: Whether the writer closed the store.
-        deleted: Deleted rows, as listed in expstore.json.
+        deleted: Deleted rows, as listed in expstore.json; `verify` adds those that records delete.
         state: The state after the records; `verify` computes it.
         cut: How many batches were not whole, and are dropped.
         publishes: The commit records among `records`.
@@ -149,9 +149,10 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
                 past.cut = sum(r.kind is Kind.PUBLISH for r in past.records[place:])
                 past.records = past.records[:place]
                 past.clean = False
-                return
+                break
             past.publishes.append(publish)
         past.state.apply(record, publish)
+    past.deleted = past.deleted.join(past.state.deleted)
 
 
 def rebuild_episodes(

@@ -26,7 +26,6 @@ from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.paths import VERSION
 
 __all__ = [
-    "CURRENT",
     "LOCK",
     "OWN_FOLDER",
     "Version",
@@ -43,8 +42,6 @@ __all__ = [
     "versions",
 ]
 
-#: File with the name of the newest snapshot; replaced by a rename.
-CURRENT = "CURRENT"
 #: Folder inside a store's folder for the snapshots that `tag` makes.
 OWN_FOLDER = "versions"
 SCRAP = ".tmp"
@@ -141,16 +138,13 @@ def next_number(disk: Disk, place: Path) -> int:
 
 def foreign_names(disk: Disk, place: Path) -> list[str]:
     """Return the names in a folder that do not belong to snapshots."""
-    own = {CURRENT, CURRENT + SCRAP, LOCK}
-    names = [name for name in disk.names(place) if name not in own]
+    names = [name for name in disk.names(place) if name != LOCK]
     return [name for name in names if not _NAME.fullmatch(name.removesuffix(SCRAP))]
 
 
 def is_snapshots(disk: Disk, path: Path) -> bool:
     """Return whether a folder has snapshots, as `dumps` creates it."""
-    # A crash may have happened after the first snapshot was renamed and before CURRENT was written.
-    some = disk.exists(path / CURRENT) or disk.exists(path / version_name(1))
-    return some and not disk.exists(path / MANIFEST)
+    return disk.is_dir(path) and bool(_numbers(disk, path)) and not disk.exists(path / MANIFEST)
 
 
 def list_versions(disk: Disk, path: Path) -> list[Version]:
@@ -198,7 +192,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     Args:
         disk: The disk on which files are accessed.
         path: The folder passed to `dumps`; a store with tagged snapshots; or a snapshot itself.
-        version: The snapshot's number or tag; None: the newest, which CURRENT names unless it was deleted.
+        version: The snapshot's number or tag; None: the newest.
 
     Raises:
         SnapshotError: There is no such snapshot; the message lists the existing ones.
@@ -211,7 +205,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     place = place_of(disk, path)
     numbers = _numbers(disk, place)
     if version is None:
-        number = _current(disk, place, numbers) if numbers else 0
+        number = max(numbers, default=0)
     elif isinstance(version, str) and not re.fullmatch(r"v?\d+", version):
         tags = {known.tag: known.number for known in list_versions(disk, place)}
         number = tags.get(version, 0)
@@ -235,17 +229,6 @@ def _build_missing_error(disk: Disk, path: Path, place: Path, version: int | str
     if not known and disk.exists(path / "buffer_metadata.json"):
         hint = "torchrl has written it: load it there, and extend() a buffer here by its rows"
     return SnapshotError(f"{path} has no {asked}: {listed}", hint=hint)
-
-
-def _current(disk: Disk, place: Path, numbers: list[int]) -> int:
-    """Return the number that CURRENT names, or the highest one if CURRENT is missing or names none of them.
-
-    CURRENT is written last, and a user may have deleted the folder that it names.
-    """
-    text = disk.read_whole(place / CURRENT).decode(errors="replace") if disk.exists(place / CURRENT) else ""
-    match = _NAME.fullmatch(text.strip())
-    number = int(match[1]) if match else 0
-    return number if number in numbers else numbers[-1]
 
 
 # -- removing --------------------------------------------------------------------------------------

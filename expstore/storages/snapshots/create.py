@@ -44,7 +44,6 @@ from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORI
 from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
 from expstore.storages.snapshots.capture import Frozen, freeze
 from expstore.storages.snapshots.catalog import (
-    CURRENT,
     LOCK,
     OWN_FOLDER,
     SCRAP,
@@ -108,7 +107,7 @@ def dump(
         if tag is not None and tag in [version.tag for version in known]:
             raise SnapshotError(f"{place} already has a snapshot {tag!r}", hint="choose another tag")
         number = next_number(disk, place)
-        name, current = version_name(number), place / (CURRENT + SCRAP)
+        name = version_name(number)
         scrap = place / (name + SCRAP)
         try:
             build = _Build(disk, scrap, pool)
@@ -124,16 +123,12 @@ def dump(
                 sampler=dict(sampler or {}),
             )
             build.put(VERSION, version.pack())
-            disk.put(current, name.encode())
-            sync_paths(disk, [*build.written, current], sorted(build.folders), pool)
-            disk.rename(scrap, place / name)
+            sync_paths(disk, [*build.written], sorted(build.folders), pool)
+            disk.rename(scrap, place / name)  # this commits the snapshot
         except BaseException:
             with contextlib.suppress(StorageError):
-                disk.unlink(current)
                 disk.remove_tree(scrap)
             raise
-        disk.sync_dir(place)  # before CURRENT names the snapshot
-        disk.rename(current, place / CURRENT)
         disk.sync_dir(place)
         if keep is not None:
             prune(disk, place, keep, pool)

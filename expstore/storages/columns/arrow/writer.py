@@ -85,17 +85,32 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         found: list[Segment] = []
         top = 0
         for path in self.paths():
-            file = self._disk.open(path)
-            segment = self.scan(path, file, size=file.size())
-            segment.file = file
+            segment = self._open_segment(path, write=False)
+            if not segment.sealed:  # sealed segments may be hard links of snapshots, and do not change
+                self._close_file(segment)
+                segment = self._open_segment(path)
             if segment.last <= top:  # merged into another segment, or without a whole batch
-                file.close()
+                self._close_file(segment)
                 self._disk.unlink(path)
                 self.new_folders.add(self.folder)
                 continue
             top = segment.last
             found.append(segment)
         self.show_all(found)
+
+    def _open_segment(self, path: Path, *, write: bool = True) -> Segment:
+        """Open the file of a segment and find its batches."""
+        file = self._disk.open(path, write=write)
+        segment = self.scan(path, file, size=file.size())
+        segment.file = file
+        return segment
+
+    def _close_file(self, segment: Segment) -> None:
+        """Close the file of a segment; its bytes need not be synced any more."""
+        if segment.file is not None:
+            self.touched.discard(segment.file)
+            segment.file.close()
+            segment.file = None
 
     def settle(self, last: int, synced: int) -> None:
         """Continue after the last valid row; see `Appender`. Bytes that a checkpoint covers are kept."""
@@ -105,6 +120,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
                 if segment.last > synced and segment.file is not None:
                     newer = [header.last > synced for header in segment.headers].index(True)
                     start = segment.offsets[newer] if newer else 0
+                    if segment.sealed:  # it was opened for reading
+                        self._close_file(segment)
+                        segment.file = self._disk.open(segment.path)
                     segment.file.write(segment.read(start, segment.end - start), start)
                     self.touched.add(segment.file)
             if last > synced:
@@ -126,10 +144,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self.show_all(kept)
 
     def _remove(self, segment: Segment) -> None:
-        if segment.file is not None:
-            self.touched.discard(segment.file)
-            segment.file.close()
-            segment.file = None
+        self._close_file(segment)
         self._disk.unlink(segment.path)
         self.new_folders.add(self.folder)
 
@@ -159,14 +174,8 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
         """Replace the file of a segment by one with these bytes, which is durable when this returns."""
         self._put_again(segment.path, parts, ends=ends)
-        if segment.file is not None:
-            self.touched.discard(segment.file)
-            segment.file.close()
-            segment.file = None
-        file = self._disk.open(segment.path)
-        again = self.scan(segment.path, file, size=file.size())
-        again.file = file
-        return again
+        self._close_file(segment)
+        return self._open_segment(segment.path)
 
     def _put_again(self, place: Path, parts: Sequence[Array], *, ends: bool) -> None:
         path = self.folder / AGAIN
