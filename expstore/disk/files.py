@@ -188,8 +188,10 @@ class File:
         return done
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read up to `size` bytes at `offset`."""
+        """Read up to `size` bytes at `offset`; memory is allocated only for bytes that the file has."""
         parts = []
+        if size > KEEP_GIL_BYTES:  # a length from a file may be any number
+            size = min(size, self.size() - offset)
         try:
             while size > 0:
                 part = os.pread(self.fd, size, offset)

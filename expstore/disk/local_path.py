@@ -5,6 +5,7 @@ Used wherever a user names a file or a folder, before any file is touched.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -24,8 +25,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         given: The path that the user passed.
 
     Raises:
-        StateError: The value is a URL, neither text nor a path, or invalid on every file system (kind
-            "path").
+        StateError: The value is a URL, neither text nor a path, or invalid on every file system, or a
+            circle of links (kind "path").
     """
     try:
         text = os.fspath(given)
@@ -47,9 +48,15 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     if "\0" in text:
         raise StateError(f"{text!r} contains a NUL character", kind="path", hint="pass the path of a folder")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError as exc:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
+    try:
+        os.stat(path)
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            raise StateError(f"{path} is a link that leads to itself", kind="path", hint="remove it") from exc
+    return path
 
 
 def hide_credentials(url: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from expstore.errors import StorageError
+from expstore.core.parsing import INVALID
+from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange.base import DiskFile, open_to_read
 
 __all__ = ["ArrowPart", "ParquetPart", "Part", "reading_arrow"]
@@ -25,10 +26,10 @@ def reading_arrow(path: Path) -> Iterator[None]:
     """Convert Arrow's errors to StorageError."""
     try:
         yield
-    except (pa.ArrowException, OSError) as exc:
-        if isinstance(exc, StorageError):
-            raise
-        raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
+    except ExpStoreError:
+        raise
+    except (pa.ArrowException, OSError, *INVALID) as exc:
+        raise StorageError(f"cannot read {path}: {str(exc).partition(chr(10))[0]}") from exc
 
 
 class Part(ABC):
@@ -131,5 +132,6 @@ class ArrowPart(Part):
             for number in range(file.num_record_batches):
                 with reading_arrow(self.path):
                     batch = file.get_batch(number)
+                    batch.validate(full=True)  # otherwise forged offsets are followed
                 for start in range(0, batch.num_rows, rows):
                     yield batch.slice(start, rows)

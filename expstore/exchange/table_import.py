@@ -18,13 +18,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.disk.source_links import check_links
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
-from expstore.errors import ArgumentError, NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import (
     Imported,
     Progress,
@@ -133,6 +135,7 @@ def import_arrow(
         1000
     """
     source, target = local_path(source), local_path(target)
+    check_links(source)
     path = source / "rows.arrow" if _is_folder(source) else source
     part = ArrowPart(path)
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
@@ -146,6 +149,7 @@ def _is_folder(path: Path) -> bool:
 
 def _parquet_files(source: Path) -> list[Path]:
     disk = ReadingDisk()
+    check_links(source)
     if not disk.is_dir(source):
         return [source]
     folder = source / "rows" if disk.is_dir(source / "rows") else source
@@ -182,6 +186,10 @@ class _EpisodeFacts:
             raise SchemaError(
                 f"there are rows of episode {episode}, which is missing in the file of episodes"
             )
+        with parsing(f"episode {episode} in the file of episodes", StorageError):
+            return self._unpack(episode, at)
+
+    def _unpack(self, episode: int, at: int) -> Facts:
         status = self._status[at].as_py()
         info = self._info[at].as_py()
         if status not in STATUS:
@@ -209,7 +217,9 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
         raise SchemaError(
             f"{path} has no column {missing[0]!r}", hint="use the file of episodes that the export wrote"
         )
-    return _EpisodeFacts(table)
+    with reading_arrow(path):
+        table.validate(full=True)
+        return _EpisodeFacts(table)
 
 
 def _make_facts(episode: int) -> Facts:

@@ -18,6 +18,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
+from expstore.core.parsing import MOST_IDS
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.sessions import NewSource
@@ -129,6 +130,14 @@ class Publish:
         )
         middle = _PUBLISH.size + SEGMENT_BYTES * segments
         end = middle + names
+        if end + info > len(body) or not count or skipped & ~_DROPPED > count or not 0 < first <= MOST_IDS:
+            raise CorruptionError(f"a commit record of {count} rows from id {first} is damaged")
+        runs = unpack_segments(body[_PUBLISH.size : middle]) if segments else []
+        if any(
+            run.start < 0 or run.rows < 1 or run.stride < 1 or run.start + (run.rows - 1) * run.stride >= count
+            for run in runs
+        ):
+            raise CorruptionError(f"a commit record of {count} rows has episodes of other rows")
         return cls(
             first_id=first,
             count=count,
@@ -137,7 +146,7 @@ class Publish:
             time=time,
             checksum=crc,
             priority=priority,
-            segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
+            segments=runs,
             sources=[NewSource(*one) for one in json.loads(body[middle:end])] if names else [],
             payload=body[end + info :],
             info=body[end : end + info].decode(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import IdSet
+from expstore.core.parsing import check_number
 from expstore.core.values import Window
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.sessions import End, Resume
@@ -61,7 +62,11 @@ class LogState:
     def of(cls, record: Record) -> LogState:
         """Return the state in a base record."""
         base = record.json()
-        position = (base["content"][0], base["content"][1])
+        for name in ("generation", "last", "retired", "draw", "write_count", "log_length"):
+            check_number(name, base[name])
+        if type(base["max_priority"]) not in (int, float):
+            raise TypeError(f"max_priority is {base['max_priority']!r}")
+        position = (check_number("content", base["content"][0]), check_number("content", base["content"][1]))
         return cls(
             generation=base["generation"],
             sequence=record.sequence,
@@ -100,11 +105,11 @@ class LogState:
             self.max_priority = max(self.max_priority, priority)
         elif record.kind is Kind.RETIRE:
             said = record.json()
-            self.retired = max(self.retired, said["through"])
+            self.retired = max(self.retired, check_number("through", said["through"]))
             if "blocks" in said:  # an incremental update of the index misses these rows
                 self.index_floor = (self.generation, record.sequence)
         elif record.kind is Kind.DELETE:
-            self.retired = self.last = record.json()["last"]
+            self.retired = self.last = check_number("last", record.json()["last"])
         self.sequence = record.sequence
         if record.kind in _OF_ROWS:
             self.content = (self.generation, record.sequence)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.id_set import IdSet
+from expstore.core.parsing import parsing
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
@@ -79,6 +80,7 @@ class Past:
         return (publish for publish in self.publishes if publish.last_id > self.synced)
 
 
+@parsing("the journal")
 def read_past(records: list[Record], deleted: IdSet) -> Past:
     """Find the newest durable checkpoint in the journal; `verify` decides which later records are valid.
 
@@ -124,6 +126,7 @@ def explain_lost_records(page: StatePage, past: Past, *, fits: bool) -> str | No
     return None
 
 
+@parsing("the journal")
 def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None = None) -> None:
     """Apply the records; stop at the first one after the checkpoint whose rows are not whole.
 
@@ -154,6 +157,7 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
         past.state.apply(record, publish)
 
 
+@parsing("the journal")
 def rebuild_episodes(
     past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
 ) -> list[LogEntry]:
@@ -190,6 +194,7 @@ def rebuild_episodes(
     return entries
 
 
+@parsing("the journal")
 def find_pending_changes(
     past: Past,
     slots: int | None,
@@ -227,6 +232,7 @@ def find_pending_changes(
     return [redo for redo in found if redo.ids.size]
 
 
+@parsing("the journal")
 def find_unsettled_blocks(
     past: Past,
     *,

@@ -1,0 +1,105 @@
+"""Check an HDF5 file before anything in it is read: it reads no other file, and its sizes fit its bytes.
+
+HDF5 follows external links, external storage and virtual datasets to any file that the process may read, and a
+dataset of a few bytes may claim any number of rows. Used by `reading_hdf5`, through which all readers open files.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from expstore.errors import SchemaError
+from expstore.exchange.base import import_library
+from expstore.exchange.claimed_sizes import check_size
+
+__all__ = ["check_contents"]
+
+
+def check_contents(file: Any, path: Path) -> None:
+    """Check all links and datasets of a file; links to other files are not followed.
+
+    Args:
+        file: The h5py.File.
+        path: Its path.
+
+    Raises:
+        SchemaError: An object is, or refers to, something in another file; or links lead around in circles.
+        StorageError: The file is damaged, or a dataset claims more bytes than it can have.
+    """
+    h5py = import_library("h5py")
+    links: list[tuple[bytes, int]] = []
+    file.id.links.visit(lambda name, info: links.append((name, info.type)), info=True)
+    groups = {_address(h5py, file.id)}
+    size = path.stat().st_size
+    aliases: list[tuple[bytes, Any]] = []
+    for name, kind in links:
+        if kind == h5py.h5l.TYPE_SOFT:
+            try:
+                target = h5py.h5o.open(file.id, name)
+            except KeyError:  # a link to nothing
+                continue
+            if isinstance(target, h5py.h5g.GroupID):
+                aliases.append((name, target))
+        elif kind != h5py.h5l.TYPE_HARD:
+            raise _refuse(path, name, "is a link to another file")
+        else:
+            found = h5py.h5o.open(file.id, name)
+            if isinstance(found, h5py.h5d.DatasetID):
+                _check_dataset(h5py, found, path, name, size)
+            elif isinstance(found, h5py.h5g.GroupID):
+                if (place := _address(h5py, found)) in groups:
+                    raise SchemaError(
+                        f"{_text(name)!r} in {path} is a second name of a group",
+                        hint="copy the file with h5repack",
+                    )
+                groups.add(place)
+    _check_aliases(h5py, file, path, aliases)
+
+
+def _check_aliases(h5py: Any, file: Any, path: Path, aliases: list[tuple[bytes, Any]]) -> None:
+    """Refuse a link to a group in which there are links to groups: it might be a circle."""
+    with_links = {_address(h5py, file.id)} if aliases else set()
+    for name, _ in aliases:
+        parts = name.split(b"/")[:-1]
+        for count in range(1, len(parts) + 1):
+            with_links.add(_address(h5py, h5py.h5o.open(file.id, b"/".join(parts[:count]))))
+    for name, target in aliases:
+        if _address(h5py, target) in with_links:
+            raise SchemaError(
+                f"{_text(name)!r} in {path} is a link to a group that contains links to groups",
+                hint="replace the link by a copy of the group",
+            )
+
+
+def _check_dataset(h5py: Any, dataset: Any, path: Path, name: bytes, size: int) -> None:
+    made = dataset.get_create_plist()
+    if made.get_external_count():
+        raise _refuse(path, name, f"has its values in another file, {_text(made.get_external(0)[0])!r},")
+    if made.get_layout() == h5py.h5d.VIRTUAL:
+        raise _refuse(path, name, "is a virtual dataset, which may read other files")
+    shape, item = dataset.shape or (), dataset.get_type().get_size()
+    what = f"{_text(name)!r} in {path}"
+    stored = min(size, dataset.get_storage_size())
+    check_size(what, f"shape {list(shape)}", claimed=math.prod(shape) * item, stored=stored)
+    if shape and made.get_layout() == h5py.h5d.CHUNKED:
+        chunk = made.get_chunk()
+        check_size(what, f"chunks of {list(chunk)}", claimed=math.prod(chunk) * item, stored=stored)
+
+
+def _address(h5py: Any, object_: Any) -> tuple[int, int]:
+    about = h5py.h5o.get_info(object_)
+    return about.fileno, about.addr
+
+
+def _refuse(path: Path, name: bytes, what: str) -> SchemaError:
+    return SchemaError(
+        f"{_text(name)!r} in {path} {what} and is not read",
+        kind="outside",
+        hint="if you trust the file, copy it with `h5repack` or h5py into one file",
+    )
+
+
+def _text(name: bytes | str) -> str:
+    return name if isinstance(name, str) else name.decode(errors="replace")
