@@ -48,7 +48,8 @@ class D4RLReader(Reader):
 
     Raises:
         NotFoundError: The file does not exist.
-        SchemaError: The file is not an HDF5 file with these arrays.
+        SchemaError: The file does not have these arrays.
+        StorageError: It is not an HDF5 file, or is damaged.
         StorageError: The file is damaged.
         ModuleNotFoundError: h5py is not installed.
 

@@ -41,8 +41,8 @@ class RobosetReader(Reader):
 
     Raises:
         NotFoundError: The file does not exist, or the folder has no .h5 file.
-        SchemaError: A file is not HDF5, or has no trials.
-        StorageError: A file is damaged.
+        SchemaError: A file has no trials.
+        StorageError: A file is not HDF5, or is damaged.
         ModuleNotFoundError: h5py is not installed.
 
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def read_header(part: Any, size: int, what: str) -> tuple[tuple[int, ...], bool,
         is_valid = all(type(side) is int and side >= 0 for side in shape)
     except ExpStoreError:
         raise
-    except (*INVALID, SyntaxError, zipfile.BadZipFile) as exc:
+    except (*INVALID, tokenize.TokenError, zipfile.BadZipFile) as exc:
         raise StorageError(f"cannot read {what}: {exc}") from exc
     if dtype.hasobject:
         raise SchemaError(f"{what} holds Python objects, which are never unpickled")

@@ -38,21 +38,24 @@ class Report:
     faults: list[tuple[int, str]] = field(default_factory=list)
 
 
-def run_cases(numbers: Sequence[int], act: Callable[[int], None], *, inside: Sequence[Path]) -> Report:
+def run_cases(
+    numbers: Sequence[int], act: Callable[[int], None], warm: Callable[[], object], *, inside: Sequence[Path]
+) -> Report:
     """Run `act(number)` for each case in a forked process, and return what happened.
 
     A case may raise errors of expstore. It must not raise others, use over 2 s of CPU time or 200 MB of memory,
-    end the process, or open a file outside of the folders in `inside` and of Python's own.
+    end the process, or open a file outside of the folders in `inside` and of Python's own. Each process calls
+    `warm` first, which imports libraries.
     """
     report, left = Report(), list(numbers)
     while left:
-        done = _run_in_child(left, act, inside, report)
+        done = _run_in_child(left, act, warm, inside, report)
         left = left[done:]
     return report
 
 
 def _run_in_child(
-    left: Sequence[int], act: Callable[[int], None], inside: Sequence[Path], report: Report
+    left: Sequence[int], act: Callable[[int], None], warm: Callable[[], object], inside: Sequence[Path], report: Report
 ) -> int:
     """Run cases until one ends the process; return how many were run."""
     here, there = os.pipe()
@@ -61,7 +64,7 @@ def _run_in_child(
         os.close(here)
         code = 1
         try:
-            _child(left, act, inside, there)
+            _child(left, act, warm, inside, there)
             code = 0
         finally:
             os._exit(code)
@@ -87,7 +90,7 @@ def _run_in_child(
     return done
 
 
-def _child(left: Sequence[int], act: Callable[[int], None], inside: Sequence[Path], pipe: int) -> None:
+def _child(left: Sequence[int], act: Callable[[int], None], warm: Callable[[], object], inside: Sequence[Path], pipe: int) -> None:
     opened: list[str] = []
     allowed = tuple(
         str(path)
@@ -107,14 +110,14 @@ def _child(left: Sequence[int], act: Callable[[int], None], inside: Sequence[Pat
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    warm()
     peak = 0
     for count, number in enumerate(left):
         opened.clear()
         _reset_peak()
         before = _memory("VmRSS")
         signal.setitimer(
-            signal.ITIMER_PROF, CPU_SECONDS if count else 3 * CPU_SECONDS
-        )  # the first one imports
+            signal.ITIMER_PROF, CPU_SECONDS)
         kind, text = 0, ""
         try:
             act(number)
@@ -130,7 +133,7 @@ def _child(left: Sequence[int], act: Callable[[int], None], inside: Sequence[Pat
         peak = _memory("VmHWM") - before
         if opened:
             kind, text = 2, f"opened {opened[0]}"
-        elif count and peak > MEMORY_BYTES:
+        elif peak > MEMORY_BYTES:
             kind, text = 2, f"{peak >> 20} MB of memory"
         data = text.encode(errors="replace")
         os.write(pipe, _HEAD.pack(number, kind, len(data)) + data)

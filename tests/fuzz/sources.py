@@ -34,7 +34,7 @@ from expstore.storages.format import manifest
 from expstore.storages.format.journal import HEADER, parse_record
 from tests.fuzz.mutations import NUMBERS, forge_json, mutate, mutate_json
 
-__all__ = ["FORMATS", "Format", "make_source", "run_case"]
+__all__ = ["FORMATS", "Format", "make_source", "read_intact", "run_case"]
 
 ROWS = 60
 
@@ -59,7 +59,7 @@ class Format:
 def run_case(form: Format, source: Path, work: Path, seed: int) -> None:
     """Copy a source, mutate a file of it, and read it."""
     rng = random.Random(seed)
-    follower._PAUSE_SECONDS = 0.0  # no writer removes files meanwhile
+    _tune()
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(source, work, symlinks=True)
     try:
@@ -96,9 +96,24 @@ def _rows(first: int = 0, count: int = ROWS) -> TensorDict:
     )
 
 
-def make_source(form: Format, folder: Path) -> None:
-    """Write a source; its files are short, because every case copies and reads them."""
+def read_intact(form: Format, source: Path, work: Path) -> None:
+    """Read a source that is not mutated."""
+    _tune()
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(source, work)
+    form.read(work, True)
+    shutil.rmtree(work)
+
+
+def _tune() -> None:
+    """Make files short, because every case copies and reads them, and do not wait for writers."""
     tuning.JOURNAL_SEGMENT_BYTES, tuning.FLAT_SHARD_ROWS = 1 << 16, 4096
+    follower._PAUSE_SECONDS = 0.0
+
+
+def make_source(form: Format, folder: Path) -> None:
+    """Write a source."""
+    _tune()
     form.make(folder)
 
 
