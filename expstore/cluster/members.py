@@ -60,7 +60,7 @@ class Members(Protocol):
     An implementation must be picklable, because a buffer takes it along to other processes.
     """
 
-    #: Whether the user or the user's own program chose the addresses, not a file that others may have written.
+    #: Whether the user, or a program of the user, chose the addresses, and not a file that others may write.
     named: bool
 
     def read(self) -> MemberList:

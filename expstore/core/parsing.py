@@ -1,7 +1,7 @@
 """Convert what parsing damaged or forged content raises to one error of expstore.
 
-Checksums find bytes that changed by accident. Content that somebody else wrote may have a matching checksum and
-values that no version of expstore writes; the parsers raise many kinds of errors for those.
+Checksums find bytes that changed by accident. Content that somebody else wrote may have a matching checksum
+and values that no version of expstore writes; the parsers raise many kinds of errors for those.
 """
 
 from __future__ import annotations

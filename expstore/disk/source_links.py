@@ -1,6 +1,7 @@
 """Refuse symbolic links that lead out of the folder of a data set.
 
-A data set from elsewhere could otherwise name any file that the process may read. Used by all readers of folders.
+A data set from elsewhere could otherwise name any file that the process may read. Used by all readers of
+folders.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 def check_links(root: Path) -> None:
     """Check the links below a folder. The folder itself may be a link.
 
-    Links may lead to files and folders in the folder; in a snapshot in the cache of Hugging Face, also to others
-    of its repository.
+    Links may lead to files and folders in the folder; in a snapshot in the cache of Hugging Face, also to
+    others of its repository.
 
     Args:
         root: The folder of a data set; a file is not checked.
@@ -39,7 +40,7 @@ def check_links(root: Path) -> None:
                 raise StorageError(
                     f"{link} is a link to {target}, outside of the data set {root}",
                     kind="outside",
-                    hint="if you trust it, put a copy of the file in its place (`cp -rL` copies a whole folder so)",
+                    hint="if you trust it, put a copy of the file in its place; `cp -rL` copies folders so",
                 )
     except StorageError:
         raise

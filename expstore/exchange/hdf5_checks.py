@@ -1,7 +1,8 @@
 """Check an HDF5 file before anything in it is read: it reads no other file, and its sizes fit its bytes.
 
-HDF5 follows external links, external storage and virtual datasets to any file that the process may read, and a
-dataset of a few bytes may claim any number of rows. Used by `reading_hdf5`, through which all readers open files.
+HDF5 follows external links, external storage and virtual datasets to any file that the process may read, and
+a dataset of a few bytes may claim any number of rows. Used by `reading_hdf5`, through which all readers open
+files.
 """
 
 from __future__ import annotations

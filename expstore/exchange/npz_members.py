@@ -69,7 +69,7 @@ def read_header(part: Any, size: int, what: str) -> tuple[tuple[int, ...], bool,
     needed = math.prod(shape) * dtype.itemsize if is_valid else -1
     if not 0 <= needed <= size - part.tell():
         raise StorageError(
-            f"{what} claims the shape {list(shape)} of {dtype}, but has {size - part.tell():,} bytes of values"
+            f"{what} claims the shape {list(shape)} of {dtype}, but has {size - part.tell():,} bytes"
         )
     return shape, fortran, dtype
 

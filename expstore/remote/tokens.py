@@ -1,7 +1,7 @@
 """Which access token is sent to which server.
 
-A token that a user passes is for the servers that the user names. Addresses in a file are names that the file's
-author chose: they get a token only if the user names their hosts, too, or if they are on this machine.
+A token that a user passes is for the servers that the user names. Addresses in a file are names that the
+file's author chose: they get a token only if the user names their hosts, too, or if they are on this machine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tokens:
     """The tokens of the servers. Immutable and picklable.
 
     Args:
-        given: One token; tokens by host, in which "*.example.com" stands for all hosts below it and "*" for all
-            hosts; or None to send none.
+        given: One token; tokens by host, in which "*.example.com" stands for all hosts below it and "*" for
+            all hosts; or None to send none.
         named: Whether the user named the addresses; False if they are read from a file.
 
     Raises:

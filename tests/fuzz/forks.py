@@ -1,4 +1,4 @@
-"""Run many small cases in forked processes: a case that crashes, hangs or takes memory ends only its process."""
+"""Run small cases in forked processes: a case that crashes, hangs or takes memory ends only its process."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def run_cases(
 ) -> Report:
     """Run `act(number)` for each case in a forked process, and return what happened.
 
-    A case may raise errors of expstore. It must not raise others, use over 2 s of CPU time or 200 MB of memory,
-    end the process, or open a file outside of the folders in `inside` and of Python's own. Each process calls
-    `warm` first, which imports libraries.
+    A case may raise errors of expstore. It must not raise others, use over 2 s of CPU time or 200 MB of
+    memory, end the process, or open a file outside of the folders in `inside` and of Python's own. Each
+    process calls `warm` first, which imports libraries.
     """
     report, left = Report(), list(numbers)
     while left:
@@ -55,7 +55,11 @@ def run_cases(
 
 
 def _run_in_child(
-    left: Sequence[int], act: Callable[[int], None], warm: Callable[[], object], inside: Sequence[Path], report: Report
+    left: Sequence[int],
+    act: Callable[[int], None],
+    warm: Callable[[], object],
+    inside: Sequence[Path],
+    report: Report,
 ) -> int:
     """Run cases until one ends the process; return how many were run."""
     here, there = os.pipe()
@@ -90,13 +94,19 @@ def _run_in_child(
     return done
 
 
-def _child(left: Sequence[int], act: Callable[[int], None], warm: Callable[[], object], inside: Sequence[Path], pipe: int) -> None:
+def _child(
+    left: Sequence[int],
+    act: Callable[[int], None],
+    warm: Callable[[], object],
+    inside: Sequence[Path],
+    pipe: int,
+) -> None:
     opened: list[str] = []
     allowed = tuple(
         str(path)
         for path in (
-            *inside, sys.prefix, sys.base_prefix, "/usr", "/proc", "/sys", "/dev/null", "/dev/urandom", "/etc", "/lib",
-            Path(__file__).parents[2],
+            *inside, sys.prefix, sys.base_prefix, Path(__file__).parents[2],
+            *("/usr", "/proc", "/sys", "/dev/null", "/dev/urandom", "/etc", "/lib"),
         )
     )  # fmt: skip
 
@@ -112,12 +122,11 @@ def _child(left: Sequence[int], act: Callable[[int], None], warm: Callable[[], o
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warm()
     peak = 0
-    for count, number in enumerate(left):
+    for number in left:
         opened.clear()
         _reset_peak()
         before = _memory("VmRSS")
-        signal.setitimer(
-            signal.ITIMER_PROF, CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         kind, text = 0, ""
         try:
             act(number)

@@ -1,4 +1,4 @@
-"""Mutations of files: bits, cuts, splices, forged integers, and forged JSON values with a matching checksum."""
+"""Mutations of files: bits, cuts, splices, forged integers, and forged values in JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["NUMBERS", "forge_json", "mutate", "mutate_json"]
 
 #: Integers that parsers trip over.
 NUMBERS = (
-    -1, 0, 1, 2, 7, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
+    -1, 0, 1, 2, 7, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 2**32,
+    2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
 )  # fmt: skip
 #: Stands for a deeply nested list in forged JSON.
 DEEP = "deeply nested"
@@ -136,4 +137,8 @@ def forge_json(value: Any, rng: random.Random) -> Any:
 
 def mutate_json(data: bytes, rng: random.Random) -> bytes:
     """Return a JSON file with a forged value."""
-    return json.dumps(forge_json(json.loads(data), rng)).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000).encode()
+    return (
+        json.dumps(forge_json(json.loads(data), rng))
+        .replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000)
+        .encode()
+    )

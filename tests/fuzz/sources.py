@@ -45,7 +45,8 @@ class Format:
 
     Args:
         make: Write a source below a folder.
-        read: Read the source in a folder; the flag is whether to import it whole, or write to it, which is slow.
+        read: Read the source in a folder; the flag is whether to import it whole, or write to it, which is
+            slow.
         targets: Glob patterns of the files that are mutated, relative to the folder.
         forge: Mutate a file in a way of its own; None: `mutate`.
     """
@@ -150,7 +151,6 @@ def _run_all(acts: Sequence[Callable[[], object]]) -> None:
 def _follow(path: Path, sql: bool = False) -> None:
     with expstore.open(path, mode="r", batch_size=8) as rb:
         rb[:]
-        rb.storage.episodes
         if sql:
             rb.sql("SELECT count(*), sum(_id) FROM transitions").fetchall()
             rb.sql("SELECT * FROM episodes").fetchall()
@@ -449,8 +449,8 @@ def _make_npz(folder: Path) -> None:
         terminals=at % 20 == 19,
     )
     np.savez(
-        folder / "v.npz", image=np.zeros((ROWS, 3, 4, 4), "u1"), action=np.zeros((ROWS, 2)), reward=np.zeros(ROWS),
-        is_first=at % 20 == 0,
+        folder / "v.npz", image=np.zeros((ROWS, 3, 4, 4), "u1"), action=np.zeros((ROWS, 2)),
+        reward=np.zeros(ROWS), is_first=at % 20 == 0,
     )  # fmt: skip
 
 
@@ -553,20 +553,39 @@ FORMATS = {
     ),
     "arrow": Format(make=_export("arrow", "a"), read=_import("arrow", "a"), targets=("a/*",)),
     "rlds": Format(make=_make_rlds, read=_data_sets(("rlds", "a")), targets=("a/*",), forge=_forge_tfrecord),
-    "minari": Format(make=_make_minari, read=_data_sets(("minari", "a"), ("minari", "b")), targets=("*/data/*", "b/data/*/*")),
-    "lerobot": Format(make=_make_lerobot, read=_data_sets(("lerobot", "2"), ("lerobot", "3")), targets=("*/meta/*", "*/data/*/*", "*/meta/*/*/*")),
+    "minari": Format(
+        make=_make_minari,
+        read=_data_sets(("minari", "a"), ("minari", "b")),
+        targets=("*/data/*", "b/data/*/*"),
+    ),
+    "lerobot": Format(
+        make=_make_lerobot,
+        read=_data_sets(("lerobot", "2"), ("lerobot", "3")),
+        targets=("*/meta/*", "*/data/*/*", "*/meta/*/*/*"),
+    ),
     "tensordict": Format(make=_make_tensordict, read=_data_sets(("tensordict", "a")), targets=("a/**/*",)),
-    "columns": Format(make=_make_columns, read=_read_columns, targets=("*.exp/columns/**/*", "*.exp/checksums/*")),
-    "manifest": Format(make=_store, read=_read_store, targets=("a.exp/expstore.json",), forge=_forge_manifest),
+    "columns": Format(
+        make=_make_columns, read=_read_columns, targets=("*.exp/columns/**/*", "*.exp/checksums/*")
+    ),
+    "manifest": Format(
+        make=_store, read=_read_store, targets=("a.exp/expstore.json",), forge=_forge_manifest
+    ),
     "state": Format(
-        make=lambda folder: _store(folder, capacity=50), read=_read_store, targets=("a.exp/STATE",), forge=_forge_state
+        make=lambda folder: _store(folder, capacity=50),
+        read=_read_store,
+        targets=("a.exp/STATE",),
+        forge=_forge_state,
     ),
     "journal": Format(make=_store, read=_read_store, targets=("a.exp/journal/*",), forge=_forge_record),
     "episodes": Format(make=_store, read=_read_store, targets=("a.exp/episodes.log",), forge=_forge_log),
-    "segments": Format(make=_make_texts, read=_read_texts, targets=("a.exp/columns/segments/**/*", "a.exp/segments/**/*")),
+    "segments": Format(
+        make=_make_texts, read=_read_texts, targets=("a.exp/columns/segments/**/*", "a.exp/segments/**/*")
+    ),
     "index": Format(make=partial(_store, index=True), read=_read_index, targets=("a.exp/index.duckdb",)),
     "versions": Format(
-        make=_make_versions, read=_read_versions, targets=("bucket/versions.json", "bucket/manifests/*/*.json"),
+        make=_make_versions,
+        read=_read_versions,
+        targets=("bucket/versions.json", "bucket/manifests/*/*.json"),
         forge=_forge_versions,
     ),
-}  # fmt: skip
+}

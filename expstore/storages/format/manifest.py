@@ -328,7 +328,12 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "keyed": lambda value: isinstance(value, bool),
     "meta": lambda value: isinstance(value, dict),
     "retain": lambda value: isinstance(value, dict) and Retain.of(value) is not None,
-    "layout": lambda value: isinstance(value, dict),
+    "layout": lambda value: (
+        isinstance(value, dict)
+        and value.keys() <= {"layout", "fields", "share_next"}
+        and isinstance(value.get("fields", {}), dict)
+        and all(isinstance(options, dict) for options in value.get("fields", {}).values())
+    ),
     "ndim": lambda value: _is_whole(value, 1, 64),
     "dims": lambda value: isinstance(value, list) and all(_is_whole(size, 1, _MOST_ROWS) for size in value),
     "ranking": lambda value: (

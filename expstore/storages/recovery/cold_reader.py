@@ -113,6 +113,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
     verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)
     schema = storage.manifest.schema
     if columns is not None:
+        columns.look(_slots_of(storage, past.state.last))
         columns.end_at(past.state.last)
     if schema is not None and columns is not None:
         place = len(columns.columns) - 2

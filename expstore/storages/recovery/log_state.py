@@ -15,6 +15,7 @@ from expstore.core.values import Window
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
+from expstore.errors import CorruptionError
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.records import Mark, Publish, Redo
 
@@ -66,6 +67,8 @@ class LogState:
             check_number(name, base[name])
         if type(base["max_priority"]) not in (int, float):
             raise TypeError(f"max_priority is {base['max_priority']!r}")
+        for value in (*base["progress"], *base["limits"]):
+            check_number("progress and limits", value, 2**63 - 1)
         position = (check_number("content", base["content"][0]), check_number("content", base["content"][1]))
         return cls(
             generation=base["generation"],
@@ -91,6 +94,11 @@ class LogState:
         """
         if record.kind is Kind.PUBLISH:
             publish = publish or Publish.unpack(record.body)
+            if publish.first_id != self.last + 1:
+                raise CorruptionError(
+                    f"record {record.sequence} of the journal has rows from id {publish.first_id} on, "
+                    f"but {self.last + 1} is next"
+                )
             self.last, self.draw = publish.last_id, max(self.draw, publish.draw)
             self.max_priority = max(self.max_priority, publish.priority)
             self.write_count += publish.count
@@ -120,7 +128,7 @@ class LogState:
 
     def window(self, capacity: int | None, deleted: IdSet) -> Window:
         """Return the rows that can be read, except the deleted rows `deleted`."""
-        low = self.window_low(capacity)
+        low = min(self.window_low(capacity), self.last)
         # Deleted ids after the last one are not included: they will be reused for readable rows.
         return Window(low, self.last, deleted.between(low, self.last))
 

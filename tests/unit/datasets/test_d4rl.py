@@ -13,7 +13,7 @@ import torch
 from tensordict import PersistentTensorDict, TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError
+from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import D4RLReader, d4rl, import_dataset
 

@@ -26,7 +26,9 @@ ROWS = 20
 
 
 def _rows() -> TensorDict:
-    return TensorDict({"observation": torch.arange(ROWS * 3.0).reshape(ROWS, 3), "action": torch.zeros(ROWS)}, [ROWS])
+    return TensorDict(
+        {"observation": torch.arange(ROWS * 3.0).reshape(ROWS, 3), "action": torch.zeros(ROWS)}, [ROWS]
+    )
 
 
 def _exported(form: Callable[..., Any]) -> Callable[[Path], Path]:
@@ -46,7 +48,9 @@ def _memmap(folder: Path) -> Path:
 
 def _vd4rl(folder: Path) -> Path:
     folder.mkdir()
-    np.savez(folder / "a.npz", image=np.zeros((9, 3, 4, 4), "u1"), action=np.zeros((9, 2)), reward=np.zeros(9))
+    np.savez(
+        folder / "a.npz", image=np.zeros((9, 3, 4, 4), "u1"), action=np.zeros((9, 2)), reward=np.zeros(9)
+    )
     return folder
 
 
@@ -73,7 +77,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], object], 
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_files_outside_are_not_read(tmp_path: Path, name: str) -> None:
-    """A file, or the folder above it, that is a link to the outside is refused, also if it has the same bytes."""
+    """A file, or the folder above it, that is a link to the outside is refused."""
     make, run, file = SOURCES[name]
     source = tmp_path / "in" / "set"
     source.parent.mkdir()

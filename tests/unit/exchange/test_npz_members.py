@@ -69,7 +69,13 @@ def test_the_directory_is_compared_with_the_file(tmp_path: Path) -> None:
 
 
 def test_orders_and_dtypes(tmp_path: Path) -> None:
-    values = {"c": np.arange(6).reshape(2, 3), "f": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "s": np.array(7)}
+    values = {
+        "c": np.arange(6).reshape(2, 3),
+        "f": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "s": np.array(7),
+    }
     np.savez_compressed(tmp_path / "a.npz", **values)
     found = read_npz(tmp_path / "a.npz")
-    assert {name: one.tolist() for name, one in found.items()} == {name: one.tolist() for name, one in values.items()}
+    assert {name: one.tolist() for name, one in found.items()} == {
+        name: one.tolist() for name, one in values.items()
+    }

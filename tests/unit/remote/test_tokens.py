@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import expstore
 from expstore.cli.app import app
@@ -16,7 +17,6 @@ from expstore.errors import ArgumentError, ExpStoreError, StateError
 from expstore.remote import transport
 from expstore.remote.tokens import Tokens
 from expstore.remote.transport import Address
-from typer.testing import CliRunner
 
 
 def of(tokens: Tokens, url: str) -> str | None:
@@ -31,7 +31,9 @@ def test_addresses_that_the_user_names_get_the_token() -> None:
     assert pickle.loads(pickle.dumps(tokens)) == tokens
 
 
-@pytest.mark.parametrize("url", ["http://evil.example:80/a", "http://10.0.0.9/a", "http://127.0.0.1.evil.com/a"])
+@pytest.mark.parametrize(
+    "url", ["http://evil.example:80/a", "http://10.0.0.9/a", "http://127.0.0.1.evil.com/a"]
+)
 def test_addresses_of_a_file_do_not(url: str) -> None:
     with pytest.raises(StateError, match="is not sent there") as caught:
         of(Tokens("T", named=False), url)
