@@ -240,8 +240,8 @@ class Manifest:
         with parsing(name):
             try:
                 return cls(**_values_of(data))
-            except (SchemaError, ArgumentError) as exc:
-                raise CorruptionError(f"{name} is damaged: {exc}") from exc
+            except (SchemaError, ArgumentError, CorruptionError) as exc:
+                raise CorruptionError(f"{name} is damaged: {exc.message}") from exc
 
 
 def format_of(disk: Disk, folder: Path) -> int:
@@ -299,10 +299,6 @@ def _is_key(value: Any) -> bool:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def _is_uuid(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
 
@@ -317,7 +313,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reach": lambda value: _is_whole(value, 0, _MOST_ROWS),
     "column_set": lambda value: _is_whole(value, 0, 2**32 - 1),
     "seed": lambda value: _is_whole(value, -(2**128), 2**128),
-    "created": _is_number,
+    "created": lambda value: type(value) in (int, float) and 0 <= value < 1 << 40,
     "schema": lambda value: value is None or isinstance(value, dict | list),
     "traj_key": lambda value: value is None or _is_key(value),
     "done_keys": lambda value: value is None or (isinstance(value, list) and all(map(_is_key, value))),
