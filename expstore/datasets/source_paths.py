@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVar, cast
 
 from expstore.core.parsing import INVALID
 from expstore.disk.files import ReadingDisk
@@ -17,18 +17,16 @@ from expstore.errors import ExpStoreError, NotFoundError, StorageError
 
 __all__ = ["UNREADABLE", "check_exists", "check_file", "check_folder", "parses_source"]
 
-_P = ParamSpec("_P")
+_Init = TypeVar("_Init", bound=Callable[..., None])
 #: What libraries raise for files that are damaged, or made to be.
 UNREADABLE = (OSError, RuntimeError, *INVALID)
 
 
-def parses_source(
-    init: Callable[Concatenate[Any, str | Path, _P], None],
-) -> Callable[Concatenate[Any, str | Path, _P], None]:
+def parses_source(init: _Init) -> _Init:
     """Convert what the constructor of a reader raises for a damaged source to StorageError."""
 
     @functools.wraps(init)
-    def convert(self: Any, source: str | Path, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def convert(self: Any, source: str | Path, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, source, *args, **kwargs)
         except (ExpStoreError, ImportError):
@@ -36,7 +34,7 @@ def parses_source(
         except UNREADABLE as exc:
             raise StorageError(f"cannot read {source}: {exc!r}") from exc
 
-    return convert
+    return cast(_Init, convert)
 
 
 def check_exists(path: Path) -> None:

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library
 from expstore.exchange.claimed_sizes import check_size
 
@@ -30,33 +30,46 @@ def check_contents(file: Any, path: Path) -> None:
         StorageError: The file is damaged, or a dataset claims more bytes than it can have.
     """
     h5py = import_library("h5py")
-    links: list[tuple[bytes, int]] = []
-    file.id.links.visit(lambda name, info: links.append((name, info.type)), info=True)
-    groups = {_address(h5py, file.id)}
-    size = path.stat().st_size
+    groups, size = {_address(h5py, file.id)}, path.stat().st_size
     aliases: list[tuple[bytes, Any]] = []
-    for name, kind in links:
-        if kind == h5py.h5l.TYPE_SOFT:
+    left: list[tuple[bytes, Any]] = [(b"", file.id)]
+    while left:
+        above, group = left.pop()
+        for name, kind in _read_links(group, above):
+            place = above + b"/" + name
+            if kind not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
+                raise _refuse(path, place, "is a link to another file")
             try:
-                target = h5py.h5o.open(file.id, name)
-            except KeyError:  # a link to nothing
-                continue
-            if isinstance(target, h5py.h5g.GroupID):
-                aliases.append((name, target))
-        elif kind != h5py.h5l.TYPE_HARD:
-            raise _refuse(path, name, "is a link to another file")
-        else:
-            found = h5py.h5o.open(file.id, name)
+                found = h5py.h5o.open(group, name)
+            except (KeyError, RuntimeError, OSError) as exc:
+                if kind == h5py.h5l.TYPE_SOFT:  # a link to nothing
+                    continue
+                raise _unreadable(place, exc) from exc
             if isinstance(found, h5py.h5d.DatasetID):
-                _check_dataset(h5py, found, path, name, size)
+                _check_dataset(h5py, found, path, place, size)
+            elif isinstance(found, h5py.h5g.GroupID) and kind == h5py.h5l.TYPE_SOFT:
+                aliases.append((place, found))
             elif isinstance(found, h5py.h5g.GroupID):
-                if (place := _address(h5py, found)) in groups:
+                if (address := _address(h5py, found)) in groups:
                     raise SchemaError(
-                        f"{_text(name)!r} in {path} is a second name of a group",
+                        f"{_text(place)!r} in {path} is a second name of a group",
                         hint="copy the file with h5repack",
                     )
-                groups.add(place)
+                groups.add(address)
+                left.append((place, found))
     _check_aliases(h5py, file, path, aliases)
+
+
+def _read_links(group: Any, above: bytes) -> list[tuple[bytes, int]]:
+    """Return the names in a group and the kinds of their links."""
+    name = b""
+    try:
+        found = []
+        for name in group:
+            found.append((name, group.links.get_info(name).type))
+    except (KeyError, RuntimeError, OSError) as exc:
+        raise _unreadable(above + b"/" + name, exc) from exc
+    return found
 
 
 def _check_aliases(h5py: Any, file: Any, path: Path, aliases: list[tuple[bytes, Any]]) -> None:
@@ -64,7 +77,7 @@ def _check_aliases(h5py: Any, file: Any, path: Path, aliases: list[tuple[bytes, 
     with_links = {_address(h5py, file.id)} if aliases else set()
     for name, _ in aliases:
         parts = name.split(b"/")[:-1]
-        for count in range(1, len(parts) + 1):
+        for count in range(2, len(parts) + 1):
             with_links.add(_address(h5py, h5py.h5o.open(file.id, b"/".join(parts[:count]))))
     for name, target in aliases:
         if _address(h5py, target) in with_links:
@@ -100,6 +113,10 @@ def _refuse(path: Path, name: bytes, what: str) -> SchemaError:
         kind="outside",
         hint="if you trust the file, copy it with `h5repack` or h5py into one file",
     )
+
+
+def _unreadable(name: bytes, exc: Exception) -> StorageError:
+    return StorageError(f"cannot read {_text(name)!r} in the HDF5 file: {exc}")
 
 
 def _text(name: bytes | str) -> str:
