@@ -18,6 +18,7 @@ from expstore.datasets.formats import data_set_format, make_reader
 from expstore.disk.source_links import check_links
 from expstore.errors import StorageError
 from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
+from tests.support.linked_files import link_files
 from tests.unit.datasets.test_lerobot import write_v3
 from tests.unit.datasets.test_minari_folder import plain
 from tests.unit.datasets.test_rlds import small
@@ -121,18 +122,7 @@ def test_links_inside_are_followed(tmp_path: Path, name: str) -> None:
 
 def test_snapshots_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
     """Files of a snapshot are links to blobs of the same repository, and to nothing else."""
-    repository = tmp_path / "hub" / "datasets--lerobot--pusht"
-    snapshot = repository / "snapshots" / "5f1c"
-    blobs = repository / "blobs"
-    blobs.mkdir(parents=True)
-    write_v3(tmp_path / "set")
-    for number, path in enumerate(sorted((tmp_path / "set").rglob("*"))):
-        place = snapshot / path.relative_to(tmp_path / "set")
-        if path.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, blobs / f"{number:064x}")
-            up = "../" * (len(place.relative_to(repository).parts) - 1)
-            place.symlink_to(f"{up}blobs/{number:064x}")
+    snapshot = link_files(write_v3(tmp_path / "set"), tmp_path / "hub")
     import_dataset(make_reader("lerobot", snapshot), tmp_path / "out.exp")
     check_links(snapshot / "data")
     # The name alone permits nothing: not blobs of another repository, and not a repository below the source.
