@@ -5,11 +5,11 @@ Used wherever a user names a file or a folder, before any file is touched.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
 
+from expstore.disk.files import ReadingDisk
 from expstore.errors import StateError
 
 __all__ = ["hide_credentials", "local_path"]
@@ -51,11 +51,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         path = Path(text).expanduser()
     except RuntimeError as exc:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
-    try:
-        os.stat(path)
-    except OSError as exc:
-        if exc.errno == errno.ELOOP:
-            raise StateError(f"{path} is a link that leads to itself", kind="path", hint="remove it") from exc
+    if ReadingDisk().leads_to_itself(path):
+        raise StateError(f"{path} is a link that leads to itself", kind="path", hint="remove it")
     return path
 
 

@@ -7,11 +7,10 @@ folders.
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
+from expstore.disk.files import ReadingDisk
 from expstore.errors import StorageError
 
 __all__ = ["check_links"]
@@ -30,37 +29,17 @@ def check_links(root: Path) -> None:
         root: The folder of a data set; a file is not checked.
 
     Raises:
-        StorageError: A link leads out of the folder, or nowhere (kind "outside"); or the disk failed.
+        StorageError: A link leads out of the folder (kind "outside"); or the disk failed.
     """
-    try:
-        allowed = [root.resolve(), *_repositories(root)]
-        for link in _links(root):
-            target = os.path.realpath(link)
-            if not any(target == str(one) or target.startswith(f"{one}{os.sep}") for one in allowed):
-                raise StorageError(
-                    f"{link} is a link to {target}, outside of the data set {root}",
-                    kind="outside",
-                    hint="if you trust it, put a copy of the file in its place; `cp -rL` copies folders so",
-                )
-    except StorageError:
-        raise
-    except (OSError, RuntimeError) as exc:  # RuntimeError: links in a circle
-        raise StorageError(f"cannot list {root}: {exc}") from exc
-
-
-def _links(root: Path) -> Iterator[str]:
-    """Yield all links below a folder, without following any."""
-    folders = [str(root)]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        yield entry.path
-                    elif entry.is_dir():
-                        folders.append(entry.path)
-        except (NotADirectoryError, FileNotFoundError):
-            continue
+    links = ReadingDisk().links(root)
+    allowed = [root.resolve(), *_repositories(root)] if links else []
+    for link, target in links:
+        if not any(target == one or one in target.parents for one in allowed):
+            raise StorageError(
+                f"{link} is a link to {target}, outside of the data set {root}",
+                kind="outside",
+                hint="if you trust it, put a copy of the file in its place; `cp -rL` copies folders so",
+            )
 
 
 def _repositories(root: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from expstore.disk.files import ReadingDisk
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library
 from expstore.exchange.claimed_sizes import check_size
@@ -30,7 +31,8 @@ def check_contents(file: Any, path: Path) -> None:
         StorageError: The file is damaged, or a dataset claims more bytes than it can have.
     """
     h5py = import_library("h5py")
-    groups, size = {_address(h5py, file.id)}, path.stat().st_size
+    open_object = h5py.h5o.open
+    groups, size = {_address(h5py, file.id)}, ReadingDisk().size(path)
     aliases: list[tuple[bytes, Any]] = []
     left: list[tuple[bytes, Any]] = [(b"", file.id)]
     while left:
@@ -40,7 +42,7 @@ def check_contents(file: Any, path: Path) -> None:
             if kind not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
                 raise _refuse(path, place, "is a link to another file")
             try:
-                found = h5py.h5o.open(group, name)
+                found = open_object(group, name)
             except (KeyError, RuntimeError, OSError) as exc:
                 if kind == h5py.h5l.TYPE_SOFT:  # a link to nothing
                     continue
@@ -75,10 +77,11 @@ def _read_links(group: Any, above: bytes) -> list[tuple[bytes, int]]:
 def _check_aliases(h5py: Any, file: Any, path: Path, aliases: list[tuple[bytes, Any]]) -> None:
     """Refuse a link to a group in which there are links to groups: it might be a circle."""
     with_links = {_address(h5py, file.id)} if aliases else set()
+    open_object = h5py.h5o.open
     for name, _ in aliases:
         parts = name.split(b"/")[:-1]
         for count in range(2, len(parts) + 1):
-            with_links.add(_address(h5py, h5py.h5o.open(file.id, b"/".join(parts[:count]))))
+            with_links.add(_address(h5py, open_object(file.id, b"/".join(parts[:count]))))
     for name, target in aliases:
         if _address(h5py, target) in with_links:
             raise SchemaError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from expstore.core.parsing import INVALID
 from expstore.core.values import Array
+from expstore.disk.files import ReadingDisk
 from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.claimed_sizes import check_size
@@ -29,7 +30,7 @@ def check_archive(file: zipfile.ZipFile, path: Path) -> None:
         SchemaError: A member is compressed in a way that NumPy does not write.
         StorageError: A member claims more bytes than it can have.
     """
-    left = path.stat().st_size
+    left = ReadingDisk().size(path)
     for member in file.infolist():
         what = f"{member.filename!r} in {path}"
         if member.compress_type not in _METHODS:

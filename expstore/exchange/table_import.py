@@ -96,10 +96,10 @@ def import_parquet(
         1000
     """
     source, target = local_path(source), local_path(target)
-    files = _parquet_files(source)
-    parts = [ParquetPart(path) for path in files]
-    facts = _read_facts(source / "episodes.parquet", pq.read_table)
-    return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
+    with reading_arrow(source):
+        parts = [ParquetPart(path) for path in _parquet_files(source)]
+        facts = _read_facts(source / "episodes.parquet", pq.read_table)
+        return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -137,9 +137,10 @@ def import_arrow(
     source, target = local_path(source), local_path(target)
     check_links(source)
     path = source / "rows.arrow" if _is_folder(source) else source
-    part = ArrowPart(path)
-    facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
+    with reading_arrow(source):
+        part = ArrowPart(path)
+        facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+        return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:

@@ -355,14 +355,18 @@ def _read_flat(reader: Any) -> None:
 
 
 def _read_parquet(path: Path) -> None:
-    parts = [table_files.ParquetPart(one) for one in table_import._parquet_files(path)]
-    _read_tables(parts, table_import._read_facts(path / "episodes.parquet", pq.read_table))
+    with table_files.reading_arrow(path):
+        parts = [table_files.ParquetPart(one) for one in table_import._parquet_files(path)]
+        _read_tables(parts, table_import._read_facts(path / "episodes.parquet", pq.read_table))
 
 
 def _read_arrow(path: Path) -> None:
-    parts = [table_files.ArrowPart(path / "rows.arrow")]
-    facts = table_import._read_facts(path / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    _read_tables(parts, facts)
+    with table_files.reading_arrow(path):
+        parts = [table_files.ArrowPart(path / "rows.arrow")]
+        facts = table_import._read_facts(
+            path / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all()
+        )
+        _read_tables(parts, facts)
 
 
 def _read_tables(parts: Sequence[table_files.Part], facts: Any) -> None:

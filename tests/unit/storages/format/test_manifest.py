@@ -165,8 +165,8 @@ FORGED: list[tuple[str, object]] = [
     ("schema", {"fields": [{"key": "a", "dtype": "int8", "shape": []}], "form": "[]"}),
     ("schema", [{"key": "a", "dtype": "arrow", "shape": [], "arrow": '{"list":' * 2000}]),
     *(
-        ("gaps", gaps)
-        for gaps in (
+        ("gaps", runs)
+        for runs in (
             5, "AAAA", "?", [[1]], [[1, 2, 3]], [["a", "b"]], [[0, 4]], [[5, 3]], [[1, 5], [4, 8]],
             [[1, 1 << 62]],
             _pack([1]), _pack([0, 0]), _pack([2, -1]), _pack([1, 2, 0, 4]), _pack([1 << 60, 1 << 60]),
@@ -188,7 +188,7 @@ def test_deleted_rows_are_not_a_bomb(tmp_path: Path) -> None:
         packer, text = zlib.compressobj(9), b""
         for _ in range(256):
             text += packer.compress(piece * (1 << 16))
-        _forge(tmp_path, gaps=base64.b64encode(text + packer.flush()).decode())
+        _forge(tmp_path, **{"gaps": base64.b64encode(text + packer.flush()).decode()})
         tracemalloc.start()
         with pytest.raises(CorruptionError, match="deleted rows"):
             Manifest.load(Disk(), tmp_path)
