@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import IdSet
 from expstore.core.parsing import parsing
 from expstore.core.values import IntArray, Window, cut_run
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Past",
+    "check_dims",
     "describe_past",
     "explain_lost_records",
     "find_pending_changes",
@@ -155,6 +157,18 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
                 return
             past.publishes.append(publish)
         past.state.apply(record, publish)
+
+
+def check_dims(geometry: RingGeometry, past: Past) -> None:
+    """Check that the sizes of the dims are known if there are rows.
+
+    Raises:
+        CorruptionError: expstore.json has other dims than rows need.
+    """
+    if past.state.last and len(geometry.dims) != geometry.ndim - 1:
+        raise CorruptionError(
+            f"the store has rows of {geometry.ndim} dims, and dims of sizes {geometry.dims}"
+        )
 
 
 @parsing("the journal")
