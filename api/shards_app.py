@@ -30,6 +30,8 @@ from expstore.api.request_log import Watch
 from expstore.api.routes.read import StoreNames
 from expstore.api.settings import Settings
 from expstore.cluster.members import Member, Members
+from expstore.remote.tokens import Token, Tokens
+from expstore.remote.transport import Address
 
 __all__ = ["create_shards_app"]
 
@@ -81,23 +83,25 @@ class _ShardStores:
         """Do nothing: there is no store to end."""
 
 
-def create_shards_app(members: Members, settings: Settings, token: str | None = None) -> FastAPI:
+def create_shards_app(members: Members, settings: Settings, token: Token = None) -> FastAPI:
     """Return an application with the page, whose stores are the shards of a cluster.
 
     Args:
         members: Where the list of shards is read; it may change while the application runs.
         settings: Who may use the application, and its limits. Its path is the folder of the cluster file.
-        token: Sent to the shards; None: the token that the page asks for, if they need one.
+        token: Sent to the shards, as by `expstore.connect`: hosts that only a cluster file names need a dict
+            from hosts to tokens. None: the token that the page asks for, if they need one; it is sent to the
+            same hosts as one token would be.
 
     Example:
         >>> app = create_shards_app(FixedMembers(["http://a:8420/run"]), Settings(path=Path(".")))
     """
     stores = _ShardStores(members, settings.path)
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    tokens = Tokens(token, members.named)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False) as client:
             app.state.client = client
             yield
 
@@ -133,26 +137,32 @@ def create_shards_app(members: Members, settings: Settings, token: str | None = 
         if request.method == "POST" and rest not in _QUESTIONS:
             raise Refusal(403, "this page only reads", hint="write to the shard's own server")
         member = await anyio.to_thread.run_sync(stores.find, name)
-        return await _forward(app.state.client, request, member, rest)
+        return await _forward(app.state.client, request, member, rest, tokens)
 
     return app
 
 
 async def _forward(
-    client: httpx.AsyncClient, request: Request, member: Member, rest: str
+    client: httpx.AsyncClient, request: Request, member: Member, rest: str, tokens: Tokens
 ) -> StreamingResponse:
     """Pass a request to a shard, and its answer back while it arrives.
 
     Raises:
         Refusal: 502: the shard does not answer.
+        StateError: The token is not sent to its host.
     """
     server, _, store = member.url.rpartition("/")
     url = httpx.URL(f"{server}/v1/stores/{store}" + (f"/{quote(rest)}" if rest else ""))
-    own = {"authorization"} if "authorization" in client.headers else set()
+    headers = {name: request.headers[name] for name in _SENT if name in request.headers}
+    if tokens.given is None and "authorization" in headers:  # of the page
+        tokens = Tokens(headers["authorization"].removeprefix("Bearer "), tokens.named)
+    headers.pop("authorization", None)
+    if (token := tokens.of(Address.of(member.url))) is not None:
+        headers["authorization"] = f"Bearer {token}"
     sent = client.build_request(
         request.method,
         url.copy_with(query=request.scope["query_string"]),
-        headers={name: request.headers[name] for name in _SENT - own if name in request.headers},
+        headers=headers,
         content=await request.body(),
         timeout=_STREAM if rest == "events" else _TIMEOUT,
     )

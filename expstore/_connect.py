@@ -14,6 +14,7 @@ from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
 from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address, Connection, Retries
 
 __all__ = ["connect"]
@@ -26,7 +27,7 @@ _CLUSTER_FILE = ".json"
 def connect(
     url: str,
     *,
-    token: str | None = None,
+    token: Token = None,
     timeout: float = 30.0,
     retries: Retries | None = None,
     batch_size: int | None = None,
@@ -46,7 +47,7 @@ def connect(
 def connect(
     url: list[str] | tuple[str, ...] | PathLike[str],
     *,
-    token: str | None = None,
+    token: Token = None,
     timeout: float = 30.0,
     retries: Retries | None = None,
     batch_size: int | None = None,
@@ -69,7 +70,7 @@ def connect(
 def connect(
     url: str | list[str] | tuple[str, ...] | PathLike[str],
     *,
-    token: str | None = None,
+    token: Token = None,
     timeout: float = 30.0,
     retries: Retries | None = None,
     batch_size: int | None = None,
@@ -94,7 +95,9 @@ def connect(
         url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
             their positions in the list. A path, or text that ends in `.json`: the cluster file that lists
             the shards, which may change while they are used.
-        token: The access token; None to send none.
+        token: The access token; None to send none. A dict from hosts to tokens sends each token only to its
+            hosts: `{"a": "...", "*.example.com": "..."}`; "*" stands for all hosts. One token is sent to the
+            addresses that you pass. A cluster file's hosts, except this machine, need a dict.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
             minute.
@@ -131,6 +134,7 @@ def connect(
     Raises:
         NotFoundError: The server has no such store, or there is no such cluster file.
         RemoteError: The server does not answer, or does not accept the token; see `status`.
+        StateError: `token` is for hosts that only the cluster file names (kind "token"); nothing was sent.
         ArgumentError: `url` is not the URL of a store, or an argument is out of range or of no use here.
 
     Example:
@@ -165,7 +169,8 @@ def connect(
         raise ArgumentError(
             f"{next(iter(given))}= is for several shards: pass a list of addresses, or a cluster file"
         )
-    connection = Connection(Address.of(url), token, timeout=timeout, retries=retries)
+    address = Address.of(url)
+    connection = Connection(address, Tokens(token, named=True).of(address), timeout=timeout, retries=retries)
     try:
         buffer = RemoteReplayBuffer(
             connection, wait=0.0 if wait is None else wait, prefetch=8 if prefetch is None else prefetch,

@@ -15,7 +15,7 @@ import typer
 from expstore.cli.exit_codes import USAGE
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
-from expstore.cli.tokens import read_token
+from expstore.cli.tokens import TokenHosts, read_token, read_tokens
 from expstore.errors import StorageError
 
 if TYPE_CHECKING:
@@ -108,12 +108,21 @@ def remove(file: File, number: Number, as_json: Json = False) -> int:
 
 
 @cluster.command(epilog="Exit codes: 0 all shards answer, 1 some do not.")
-def show(file: File, token_file: TokenFile = None, as_json: Json = False) -> int:
+def show(
+    file: File, token_file: TokenFile = None, token_host: TokenHosts = None, as_json: Json = False
+) -> int:
     """List the shards, and ask each for its number of rows."""
     from expstore.cluster.members import ClusterFile
+    from expstore.remote.tokens import Tokens
+    from expstore.remote.transport import Address
 
-    known, token = ClusterFile.load(file), read_token(token_file)
-    found = [asdict(member) | _look(member.url, token, member.uuid) for member in known.list.members]
+    known, tokens = ClusterFile.load(file), Tokens(read_tokens(token_file, token_host), named=False)
+    addresses = [Address.of(member.url) for member in known.list.members]
+    sent = [tokens.of(address) for address in addresses]  # raises before anything is sent
+    found = [
+        asdict(member) | _look(member.url, token, member.uuid)
+        for member, token in zip(known.list.members, sent, strict=True)
+    ]
     if as_json:
         print_json({"uuid": known.uuid, "revision": known.list.revision, "shards": found})
     else:

@@ -19,7 +19,7 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
-from expstore.cli.tokens import read_token
+from expstore.cli.tokens import TokenHosts, read_token, read_tokens
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def ui(
             help="File with the token of the shards, for a cluster file. Without it the page asks for one.",
         ),
     ] = None,
+    token_host: TokenHosts = None,
 ) -> int:
     """Look at stores, or at the shards of a cluster, in the browser."""
     from expstore.api.page import PATH
@@ -195,7 +196,7 @@ def ui(
     options: Any = {"port": port, "ready": ready, "stopping": lambda: _limit_end(5.0)}
     if is_cluster:
         settings = Settings(path=path.parent, read_only=True)
-        app = create_shards_app(FileMembers(path), settings, read_token(token_file))
+        app = create_shards_app(FileMembers(path), settings, read_tokens(token_file, token_host))
         run(app, settings, host="127.0.0.1", **options)
     else:
         serve_stores(Settings(path=path, read_only=True), **options)

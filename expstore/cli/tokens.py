@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import ArgumentError, NotFoundError, StateError
 
-__all__ = ["read_token"]
+__all__ = ["TokenHosts", "read_token", "read_tokens"]
+
+TokenHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--token-host",
+        metavar="HOST",
+        help="Host of the cluster file that gets the token, such as trainer or *.example.com; repeat it. "
+        "Without it only this machine gets it.",
+    ),
+]
 
 
 def read_token(path: Path | None) -> str | None:
@@ -40,3 +51,18 @@ def read_token(path: Path | None) -> str | None:
     if disk.is_shared(path):  # only a warning: secrets of Docker and Kubernetes are readable by others
         typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)
     return token.decode()
+
+
+def read_tokens(path: Path | None, hosts: list[str] | None) -> str | dict[str, str] | None:
+    """Return the token in a file, by host if hosts are named.
+
+    Raises:
+        ArgumentError: Hosts are named, and there is no token.
+        ExpStoreError: As `read_token`.
+    """
+    token = read_token(path)
+    if not hosts:
+        return token
+    if token is None:
+        raise ArgumentError("--token-host names who gets a token, and there is none", hint="add --token-file")
+    return dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"], token)

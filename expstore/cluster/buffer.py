@@ -46,6 +46,7 @@ from expstore.errors import (
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
+from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Retries
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
@@ -99,7 +100,8 @@ class ShardedReplayBuffer(ServedBuffer):
 
     Args:
         members: Says which shards there are.
-        token: The access token of all servers; None to send none.
+        token: The access token of all servers, or a dict from hosts to tokens, as for `connect`; None to send
+            none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: Pauses between repeated requests, and if `wait` is None, how long they are repeated.
         batch_size: Rows per batch of `sample` and iteration.
@@ -140,7 +142,7 @@ class ShardedReplayBuffer(ServedBuffer):
         self,
         members: Members,
         *,
-        token: str | None = None,
+        token: Token = None,
         timeout: float = 30.0,
         retries: Retries | None = None,
         batch_size: int | None = None,
@@ -175,7 +177,12 @@ class ShardedReplayBuffer(ServedBuffer):
         self._client = uuid.uuid4().hex
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
         make = partial(
-            Shard, token=token, timeout=timeout, retries=retries, skips=down == "partial", options=options
+            Shard,
+            tokens=Tokens(token, members.named),
+            timeout=timeout,
+            retries=retries,
+            skips=down == "partial",
+            options=options,
         )
         self._shards = ShardSet(members, make)
         try:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, NotFoundError, StateError
 
@@ -59,6 +60,9 @@ class Members(Protocol):
     An implementation must be picklable, because a buffer takes it along to other processes.
     """
 
+    #: Whether the user, or a program of the user, chose the addresses, and not a file that others may write.
+    named: bool
+
     def read(self) -> MemberList:
         """Return the current list.
 
@@ -78,6 +82,8 @@ class FixedMembers:
     Args:
         urls: The addresses.
     """
+
+    named = True
 
     def __init__(self, urls: Sequence[str]) -> None:
         members = (Member(number, url, None, accepts=True) for number, url in enumerate(urls))
@@ -220,7 +226,9 @@ class ClusterFile:
             if numbers != sorted(set(numbers)):
                 raise ValueError(f"the numbers {numbers[1:]} do not ascend")
             return found
-        except (ValueError, KeyError, TypeError) as exc:
+        except StateError:
+            raise
+        except INVALID as exc:
             raise StateError(f"{path} is not a cluster file: {type(exc).__name__}: {exc}") from exc
 
     def save(self, path: Path) -> None:
@@ -317,6 +325,8 @@ class FileMembers:
         StateError: It is not a cluster file.
         StorageError: The disk failed.
     """
+
+    named = False
 
     def __init__(self, path: Path) -> None:
         self._path, self._disk = path.absolute(), Disk()

@@ -26,6 +26,7 @@ from expstore.core.values import IntArray
 from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
 from expstore.remote.client import RemoteReplayBuffer, send_priorities
 from expstore.remote.forks import copy_in_child
+from expstore.remote.tokens import Tokens
 from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
 from expstore.wire.codec import Codec, Decoder, note_of
 from expstore.wire.stream import frames_in
@@ -98,7 +99,7 @@ class Shard:
 
     Args:
         member: Its entry in the list of shards.
-        token: The access token; None to send none.
+        tokens: The access tokens of the servers.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: How long requests are repeated.
         skips: Whether draws go without the shard, instead of repeating requests, if it does not answer.
@@ -108,7 +109,7 @@ class Shard:
     def __init__(
         self,
         member: Member,
-        token: str | None,
+        tokens: Tokens,
         *,
         timeout: float,
         retries: Retries,
@@ -118,7 +119,8 @@ class Shard:
         self.number = member.number
         #: Its entry in the list of shards.
         self.member = member
-        address = Address.of(member.url)
+        address, self._tokens = Address.of(member.url), tokens
+        token = tokens.of(address)
         self._connection = Connection(address, token, timeout=timeout, retries=retries)
         self._once = Connection(address, token, timeout=timeout, retries=replace(retries, seconds=0.0))
         self._draws = self._once if skips else self._connection
@@ -171,7 +173,7 @@ class Shard:
         """Use a newer entry in the list of shards, possibly with another address.
 
         Raises:
-            StateError: It is the entry of another store.
+            StateError: It is the entry of another store, or its new host does not get the token.
         """
         if member.uuid not in (None, self.uuid):
             raise StateError(
@@ -180,8 +182,9 @@ class Shard:
             )
         address = Address.of(member.url)
         if address != self.address:
+            token = self._tokens.of(address)
             for connection in (self._connection, self._once):
-                connection.move(address)
+                connection.move(address, token)
         self.member = member
 
     def identify(self) -> bool:

@@ -30,6 +30,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
+from expstore.core.parsing import INVALID, check_number
 from expstore.errors import CorruptionError, MigrationError, SnapshotError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ LIST, PARTS, MANIFESTS = "versions.json", "parts", "manifests"
 _FORMAT = 1
 _DAMAGED = "pull another version, or push the version again to another address"
 _PART = re.compile(r"[0-9a-f]{22}/[0-9a-f]{64}")
+#: The most folders above a file of a version; a store has the parts of its fields' names and a few more.
+_DEPTH = 100
 
 
 def make_push_id(seconds: float | None = None) -> str:
@@ -162,12 +165,12 @@ class VersionList:
         with_sum = _unseal(data, name)
         try:
             return cls(
-                tuple(RemoteVersion(**version) for version in with_sum["versions"]),
-                int(with_sum["next_number"]),
+                tuple(_check_version(RemoteVersion(**version)) for version in with_sum["versions"]),
+                check_number("next_number", with_sum["next_number"]),
                 str(with_sum["retired_before"]),
-                frozenset(with_sum["retired"]),
+                frozenset(map(str, with_sum["retired"])),
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except INVALID as exc:
             raise CorruptionError(f"{name} is damaged: {exc!r}", hint=_DAMAGED) from exc
 
     def is_retired(self, push: str) -> bool:
@@ -284,7 +287,7 @@ class Manifest:
             for file in files.values():
                 file.check()
             return cls(files, tuple(map(_check_inside, content["folders"])))
-        except (KeyError, TypeError, ValueError) as exc:
+        except INVALID as exc:
             raise CorruptionError(f"{name} is damaged: {exc}", hint=_DAMAGED) from exc
 
     @property
@@ -293,9 +296,23 @@ class Manifest:
         return {file.part: file.data_bytes for file in self.files.values() if file.part}
 
 
+def _check_version(version: RemoteVersion) -> RemoteVersion:
+    """Return a version of a list; raise ValueError if a value has another type or form."""
+    for name in ("number", "rows", "episodes", "files", "bytes", "new_parts", "new_bytes"):
+        check_number(name, getattr(version, name))
+    if not _PART.fullmatch(f"{version.push}/{version.manifest}"):
+        raise ValueError(f"{version.push!r} and {version.manifest!r} do not name a list of files")
+    texts = (version.store, version.source, version.tag or "")
+    if not all(isinstance(text, str) for text in texts) or type(version.time) not in (int, float):
+        raise ValueError(f"version {version.number} has values of other types")
+    return version
+
+
 def _check_inside(path: str) -> str:
     """Return a path; raise ValueError if it may lie outside the folder it is relative to."""
     pure = PurePosixPath(path)
+    if len(pure.parts) > _DEPTH:
+        raise ValueError(f"{path[:80]!r}... is more than {_DEPTH} folders deep")
     if not path or "\\" in path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
         raise ValueError(f"{path!r} is not a path inside a version")
     return path
@@ -313,7 +330,7 @@ def _unseal(data: bytes, name: str) -> dict[str, Any]:
         if checksum != _checksum(content):
             raise ValueError("its checksum does not match")
         version = int(content["format"])
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"{name} is damaged: {exc}", hint=_DAMAGED) from exc
     if version > _FORMAT:
         raise MigrationError(f"{name} has format {version}, this version of expstore knows {_FORMAT}")

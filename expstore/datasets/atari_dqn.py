@@ -24,7 +24,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_folder
+from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
@@ -74,6 +74,7 @@ class AtariDQNReader(Reader):
 
     format: ClassVar[str] = "atari-dqn"
 
+    @parses_source
     def __init__(
         self, source: str | Path, *, runs: int | None = None, checkpoints: Sequence[int] | None = None
     ) -> None:

@@ -19,8 +19,7 @@ from expstore.datasets.seams import rows_differ
 from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
-from expstore.exchange.base import import_library
-from expstore.exchange.hdf5 import datasets_in
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 
 __all__ = ["D4RLReader"]
 
@@ -49,7 +48,8 @@ class D4RLReader(Reader):
 
     Raises:
         NotFoundError: The file does not exist.
-        SchemaError: The file is not an HDF5 file with these arrays.
+        SchemaError: The file does not have these arrays.
+        StorageError: It is not an HDF5 file, or is damaged.
         StorageError: The file is damaged.
         ModuleNotFoundError: h5py is not installed.
 
@@ -67,7 +67,6 @@ class D4RLReader(Reader):
         if wrong or (split_on is not None and not split_on):
             raise SchemaError(f"split_on={split_on!r} is not a choice of 'terminals' and 'timeouts'")
         self._split_on = tuple(split_on) if split_on is not None else _default_split(self._path.name)
-        self._h5py = import_library("h5py")
         with self._open() as file:
             arrays = self._arrays(file)
             absent = [name for name in _NAMES if name not in arrays]
@@ -170,10 +169,7 @@ class D4RLReader(Reader):
         )
 
     def _open(self) -> Any:
-        try:
-            return self._h5py.File(self._path, "r")
-        except OSError as exc:
-            raise SchemaError(f"{self._path} is not an HDF5 file: {exc}") from exc
+        return reading_hdf5(self._path)
 
     def _arrays(self, file: Any) -> dict[str, Any]:
         """Return the arrays with one row per transition, by path."""

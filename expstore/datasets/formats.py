@@ -15,6 +15,7 @@ from expstore.datasets.episode import Reader
 from expstore.datasets.recognition import ARCHIVES, archive_format, folder_format
 from expstore.datasets.tensordict_folder import is_tensordict_folder
 from expstore.disk.files import ReadingDisk
+from expstore.disk.source_links import check_links
 
 __all__ = ["DATASETS", "WITH_CAPACITY", "data_set_format", "make_reader"]
 
@@ -63,6 +64,7 @@ def data_set_format(source: Path) -> str | None:
         if source.name.lower().endswith(ARCHIVES) and disk.exists(source):
             return archive_format(source)
         return {".arff": "openml", ".xz": "gen-dgrl"}.get(source.suffix.lower())
+    check_links(source)
     for folder in (source, source / "replay_logs"):
         if disk.is_dir(folder) and any(
             name.startswith("$store$_observation_ckpt.") for name in disk.names(folder)

@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists
+from expstore.datasets.source_paths import check_exists, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
@@ -51,6 +51,7 @@ class GenDGRLReader(Reader):
 
     format: ClassVar[str] = "gen-dgrl"
 
+    @parses_source
     def __init__(self, source: str | Path, *, rows: int | None = None) -> None:
         self._path, disk = local_path(source), ReadingDisk()
         self._rows = rows

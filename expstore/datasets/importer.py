@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from expstore._settings import Layout
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import Episode, Part, Reader, Rows
-from expstore.datasets.source_paths import check_file
+from expstore.datasets.source_paths import UNREADABLE, check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
@@ -41,8 +40,6 @@ _BATCH_ROWS = 16_384
 _READ_BYTES = 1 << 20
 #: Number of pieces of episodes that are read ahead.
 _READ_AHEAD = 4
-
-_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error)
 
 
 def import_dataset(
@@ -350,7 +347,7 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except ExpStoreError as exc:
         raise type(exc)(f"{what}: {exc}") from exc
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise StorageError(f"cannot read {what}: {exc!r}") from exc
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,14 +19,15 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import VideoFrames, decode_images
-from expstore.datasets.source_paths import check_folder
+from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import ExpStoreError, NotFoundError, SchemaError
 from expstore.exchange.base import import_library, open_to_read
 
 __all__ = ["LEROBOT_KEYS", "LeRobotReader", "lerobot_key", "map_option"]
@@ -106,6 +107,7 @@ class LeRobotReader(Reader):
 
     format: ClassVar[str] = "lerobot"
 
+    @parses_source
     def __init__(
         self,
         source: str | Path,
@@ -315,7 +317,8 @@ class LeRobotReader(Reader):
             names = set(file.schema_arrow.names)
             if missing := [name for name in ("index", "episode_index") if name not in names]:
                 raise SchemaError(f"{path} has no column {' and '.join(map(repr, missing))}")
-            table = file.read(columns=["index", "episode_index"])
+            with _reading(path):
+                table = file.read(columns=["index", "episode_index"])
         index: IntArray = table.column("index").to_numpy()
         if not index.size:
             return None
@@ -327,12 +330,9 @@ class LeRobotReader(Reader):
         return _File(path, int(index.min()), int(index.max()), index.size, is_sorted, episodes.tolist())
 
     def _open(self, path: Path, raw: Any) -> Any:
-        arrow = import_library("pyarrow")
-        try:
+        with _reading(path):
             # Without a buffer, pyarrow reads a whole column of a row group at a time.
             return self._parquet.ParquetFile(raw, buffer_size=_READ_BYTES, pre_buffer=False)
-        except (arrow.ArrowException, OSError) as exc:
-            raise SchemaError(f"{path} is not a Parquet file: {exc}") from exc
 
     def _arrow_batches(self, file: _File, names: Sequence[str], size: int) -> Iterator[Any]:
         """Yield the rows of a file ordered by `index`. A file that is not in order is read as a whole."""
@@ -347,7 +347,9 @@ class LeRobotReader(Reader):
                     return
                 wanted = list(dict.fromkeys(["index", *names]))
                 table = source.read(columns=wanted).sort_by("index").select(list(names))
-            except (arrow.ArrowException, OSError) as exc:
+            except ExpStoreError:
+                raise
+            except (arrow.ArrowException, OSError, *INVALID) as exc:
                 raise SchemaError(f"{file.path} is damaged: {exc}", hint="copy the file again") from exc
             yield from table.combine_chunks().to_batches(max_chunksize=size)
 
@@ -591,6 +593,17 @@ def _put(tree: dict[str, Any], key: Key, values: Array) -> None:
 # -- metadata --------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Convert what Arrow raises for a damaged file."""
+    try:
+        yield
+    except ExpStoreError:
+        raise
+    except (OSError, *INVALID) as exc:  # Arrow's errors are ValueErrors, TypeErrors, KeyErrors and OSErrors
+        raise SchemaError(f"{path} is not a Parquet file: {exc}") from exc
+
+
 class _Metadata:
     """Read the folder `meta`.
 
@@ -712,7 +725,7 @@ class _Metadata:
             found = [
                 json.loads(line) for line in disk.read_whole(path.resolve()).splitlines() if line.strip()
             ]
-        except ValueError as exc:
+        except INVALID as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if any(not isinstance(row, dict) for row in found):
             raise SchemaError(f"{path} has a line that is not a JSON object")
@@ -720,24 +733,18 @@ class _Metadata:
 
     @staticmethod
     def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-        arrow = import_library("pyarrow")
-        with open_to_read(path) as raw:
-            try:
-                file = import_library("pyarrow.parquet").ParquetFile(raw)
-                # The statistics of the features are most of the file, and are not needed.
-                wanted = [
-                    name for name in file.schema_arrow.names if not name.startswith(("stats/", "meta/"))
-                ]
-                found: list[dict[str, Any]] = file.read(columns=wanted).to_pylist()
-            except (arrow.ArrowException, OSError) as exc:
-                raise SchemaError(f"{path} is not a Parquet file: {exc}") from exc
+        with open_to_read(path) as raw, _reading(path):
+            file = import_library("pyarrow.parquet").ParquetFile(raw)
+            # The statistics of the features are most of the file, and are not needed.
+            wanted = [name for name in file.schema_arrow.names if not name.startswith(("stats/", "meta/"))]
+            found: list[dict[str, Any]] = file.read(columns=wanted).to_pylist()
         return found
 
     @staticmethod
     def _json(path: Path) -> dict[str, Any]:
         try:
             found = json.loads(ReadingDisk().read_whole(path.resolve()))
-        except ValueError as exc:
+        except INVALID as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if not isinstance(found, dict):
             raise SchemaError(f"{path} is not a JSON object")

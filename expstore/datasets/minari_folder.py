@@ -20,9 +20,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from expstore._settings import EpisodeKeys
+from expstore.core.parsing import INVALID, parsing
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_folder
+from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
@@ -83,8 +84,10 @@ class MinariReader(Reader):
 
     format: ClassVar[str] = "minari"
 
+    @parses_source
     def __init__(self, source: str | Path, *, capacity: int | None = None) -> None:
         folder, disk = local_path(source), ReadingDisk()
+        check_folder(folder)
         self._folder = folder / DATA if disk.is_dir(folder / DATA) else folder
         self._about = _read_metadata(self._folder)
         self._capacity = capacity
@@ -147,13 +150,10 @@ class MinariReader(Reader):
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
     disk, path = ReadingDisk(), folder / METADATA
-    check_folder(folder)
     if not disk.exists(path):
         raise NotFoundError(f"there is no Minari dataset in {folder}: it has no {METADATA}")
-    try:
+    with parsing(path, StorageError):
         return dict(json.loads(disk.read_whole(path.resolve())))
-    except (ValueError, TypeError) as exc:
-        raise StorageError(f"cannot read {path}: {exc}") from exc
 
 
 # -- what an episode holds -------------------------------------------------------------------------------
@@ -566,8 +566,10 @@ def _read_table(path: Path) -> Any:
         if path.suffix == ".parquet":
             with open_to_read(path) as file:
                 return importlib.import_module("pyarrow.parquet").ParquetFile(file).read()
-        return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-    except (pyarrow.ArrowException, OSError) as exc:
+        found = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        found.validate(full=True)  # otherwise forged offsets are followed
+        return found
+    except (pyarrow.ArrowException, OSError, *INVALID) as exc:
         raise StorageError(f"cannot read {path}: {exc}") from exc
 
 

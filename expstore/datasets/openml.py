@@ -15,7 +15,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import Part, Reader, Rows
-from expstore.datasets.source_paths import check_file
+from expstore.datasets.source_paths import check_file, parses_source
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library, open_to_read
@@ -55,6 +55,7 @@ class OpenMLReader(Reader):
 
     format: ClassVar[str] = "openml"
 
+    @parses_source
     def __init__(self, source: str | Path, *, name: OpenMLName | None = None) -> None:
         self._path = local_path(source)
         check_file(self._path)

@@ -22,7 +22,7 @@ from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import decode_image, decode_images
-from expstore.datasets.source_paths import check_exists
+from expstore.datasets.source_paths import check_exists, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
@@ -84,6 +84,7 @@ class OpenXReader(Reader):
 
     format: ClassVar[str] = "openx"
 
+    @parses_source
     def __init__(
         self, source: str | Path, *, last_step: LastStep = "transition", trust_pickle: bool = False
     ) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import ReadingDisk
-from expstore.errors import StorageError
+from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
+from expstore.exchange.npz_members import check_archive, read_header
 
 __all__ = ["ARCHIVES", "archive_format", "arrays_format", "episodes_format", "folder_format"]
 
@@ -99,18 +100,16 @@ def _npz_arrays(path: Path) -> dict[str, _Facts]:
     found: dict[str, _Facts] = {}
     try:
         with open_to_read(path) as raw, zipfile.ZipFile(raw) as file:
-            for name in file.namelist():
-                if not name.endswith(".npy"):
+            check_archive(file, path)
+            for member in file.infolist():
+                if not member.filename.endswith(".npy"):
                     continue
-                with file.open(name) as part:
-                    version = np.lib.format.read_magic(part)
-                    format_ = np.lib.format
-                    read = (
-                        format_.read_array_header_1_0 if version == (1, 0) else format_.read_array_header_2_0
-                    )
-                    shape, _, dtype = read(part)
-                    found[name.removesuffix(".npy")] = _Facts(shape, dtype)
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as exc:
+                with file.open(member) as part:
+                    shape, _, dtype = read_header(part, member.file_size, f"{member.filename} in {path}")
+                    found[member.filename.removesuffix(".npy")] = _Facts(shape, dtype)
+    except ExpStoreError:
+        raise
+    except (OSError, RuntimeError, zipfile.BadZipFile, *INVALID) as exc:
         raise StorageError(f"cannot read {path} as .npz: {exc}") from exc
     return found
 
@@ -160,7 +159,7 @@ def archive_format(path: Path) -> str | None:
                     return "openx"
                 if member.name.endswith(".npy"):
                     return "gen-dgrl"
-    except (tarfile.TarError, EOFError, zlib.error, OSError):
+    except (tarfile.TarError, OSError, RuntimeError, *INVALID):
         return None
     return None
 

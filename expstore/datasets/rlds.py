@@ -20,11 +20,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import decode_image, decode_images
-from expstore.datasets.source_paths import check_folder
+from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.datasets.tfrecord import Example, parse_example, read_records
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
@@ -141,6 +142,7 @@ class RLDSReader(Reader):
 
     format: ClassVar[str] = "rlds"
 
+    @parses_source
     def __init__(
         self, source: str | Path, *, split: str | None = None, last_step: LastStep = "observation"
     ) -> None:
@@ -254,7 +256,7 @@ class RLDSReader(Reader):
             )
         try:
             found = json.loads(disk.read_whole(path.resolve()))
-        except ValueError as exc:
+        except INVALID as exc:
             raise SchemaError(f"{path} is not JSON: {exc}") from exc
         if not isinstance(found, dict):
             raise SchemaError(f"{path} is not a JSON object")

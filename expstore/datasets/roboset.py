@@ -15,12 +15,11 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists
+from expstore.datasets.source_paths import check_exists, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.base import import_library
-from expstore.exchange.hdf5 import datasets_in
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 
 __all__ = ["RobosetReader"]
 
@@ -42,8 +41,8 @@ class RobosetReader(Reader):
 
     Raises:
         NotFoundError: The file does not exist, or the folder has no .h5 file.
-        SchemaError: A file is not HDF5, or has no trials.
-        StorageError: A file is damaged.
+        SchemaError: A file has no trials.
+        StorageError: A file is not HDF5, or is damaged.
         ModuleNotFoundError: h5py is not installed.
 
     Example:
@@ -52,6 +51,7 @@ class RobosetReader(Reader):
 
     format: ClassVar[str] = "roboset"
 
+    @parses_source
     def __init__(self, source: str | Path) -> None:
         path, disk = local_path(source), ReadingDisk()
         check_exists(path)
@@ -62,7 +62,6 @@ class RobosetReader(Reader):
             ]
             if not self._files:
                 raise NotFoundError(f"there is no .h5 file in {path}")
-        self._h5py = import_library("h5py")
 
     def parts(self) -> list[Part]:
         """Return the files."""
@@ -110,10 +109,7 @@ class RobosetReader(Reader):
         )
 
     def _open(self, part: Part) -> Any:
-        try:
-            return self._h5py.File(part.files[0], "r")
-        except OSError as exc:
-            raise SchemaError(f"{part.files[0]} is not an HDF5 file: {exc}") from exc
+        return reading_hdf5(Path(part.files[0]))
 
     def _trials(self, part: Part, file: Mapping[str, Any]) -> list[str]:
         names = [name for name in file if _TRIAL.match(name)]

@@ -5,19 +5,44 @@ Used by the readers of data sets. Errors say what was expected and what was foun
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import ReadingDisk
-from expstore.errors import NotFoundError
+from expstore.disk.source_links import check_links
+from expstore.errors import ExpStoreError, NotFoundError, StorageError
 
-__all__ = ["check_exists", "check_file", "check_folder"]
+__all__ = ["UNREADABLE", "check_exists", "check_file", "check_folder", "parses_source"]
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+#: What libraries raise for files that are damaged, or made to be.
+UNREADABLE = (OSError, RuntimeError, *INVALID)
+
+
+def parses_source(init: _Init) -> _Init:
+    """Convert what the constructor of a reader raises for a damaged source to StorageError."""
+
+    @functools.wraps(init)
+    def convert(self: Any, source: str | Path, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, source, *args, **kwargs)
+        except (ExpStoreError, ImportError):
+            raise
+        except UNREADABLE as exc:
+            raise StorageError(f"cannot read {source}: {exc!r}") from exc
+
+    return cast(_Init, convert)
 
 
 def check_exists(path: Path) -> None:
-    """Raise NotFoundError unless a path exists."""
+    """Raise NotFoundError unless a path exists, StorageError if links in the folder lead out of it."""
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is no file or folder {path}")
+    check_links(path)
 
 
 def check_file(path: Path) -> None:
@@ -30,7 +55,7 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise NotFoundError unless a path is a folder."""
+    """Raise NotFoundError unless a path is a folder, StorageError if links in it lead out of it."""
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is no folder {path}")
@@ -38,3 +63,4 @@ def check_folder(path: Path) -> None:
         raise NotFoundError(
             f"{path} is a file, but a folder is needed", hint="pass the folder that contains it"
         )
+    check_links(path)

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import End, Part, Reader, Rows
 from expstore.datasets.seams import rows_differ
-from expstore.datasets.source_paths import check_folder
+from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
@@ -51,7 +52,7 @@ def is_tensordict_folder(path: Path) -> bool:
         return False
     try:
         return "_type" in json.loads(disk.read_whole((folder / _META).resolve()))
-    except ValueError:
+    except INVALID:
         return False
 
 
@@ -81,6 +82,7 @@ class TensorDictReader(Reader):
 
     format: ClassVar[str] = "tensordict"
 
+    @parses_source
     def __init__(self, source: str | Path) -> None:
         self._path, self._disk = local_path(source), ReadingDisk()
         check_folder(self._path)
@@ -239,7 +241,7 @@ class TensorDictReader(Reader):
             raise NotFoundError(f"there is no file {path}")
         try:
             return dict(json.loads(self._disk.read_whole(path.resolve())))
-        except (ValueError, TypeError) as exc:
+        except INVALID as exc:
             raise StorageError(f"cannot read {path}: {exc}") from exc
 
 

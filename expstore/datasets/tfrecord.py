@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array
+from expstore.disk.files import ReadingDisk
 from expstore.errors import StorageError
 from expstore.exchange.base import open_to_read
 
@@ -50,14 +51,14 @@ def read_records(path: Path) -> Iterator[bytes]:
             )
 
     with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
-        at = 0
+        at, total = 0, ReadingDisk().size(path)
         while head := file.read(12):
             # The length is used, and memory allocated for it, only after its own checksum matched.
             if len(head) == 12:
                 check(head[:8], head[8:], at)
                 size = int.from_bytes(head[:8], "little")
-                data = file.read(size)
-                tail = file.read(4)
+                fits = at + 16 + size <= total
+                data, tail = (file.read(size), file.read(4)) if fits else (b"", b"")
             if len(head) < 12 or len(data) < size or len(tail) < 4:
                 raise StorageError(
                     f"{path.name} ends in the middle of the record at byte {at}", hint="copy the file again"

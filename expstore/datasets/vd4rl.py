@@ -7,7 +7,6 @@ https://github.com/conglu1997/v-d4rl, whose `action[t]` and `reward[t]` belong t
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,12 +17,12 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists
+from expstore.datasets.source_paths import check_exists, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError, StorageError
-from expstore.exchange.base import import_library, open_to_read
-from expstore.exchange.hdf5 import members
+from expstore.errors import NotFoundError, SchemaError
+from expstore.exchange.hdf5 import members, reading_hdf5
+from expstore.exchange.npz_members import read_npz
 
 __all__ = ["VD4RLReader"]
 
@@ -57,6 +56,7 @@ class VD4RLReader(Reader):
 
     format: ClassVar[str] = "vd4rl"
 
+    @parses_source
     def __init__(self, source: str | Path) -> None:
         path, disk = local_path(source), ReadingDisk()
         check_exists(path)
@@ -91,22 +91,11 @@ class VD4RLReader(Reader):
 @contextmanager
 def _arrays(path: Path) -> Iterator[Mapping[str, Any]]:
     """Open a file and yield its arrays with one row per image."""
-    with open_to_read(path) as raw:
-        if path.suffix == ".npz":
-            try:
-                with np.load(raw, allow_pickle=False) as file:
-                    found = {name: file[name] for name in file.files}
-            except (OSError, ValueError, zipfile.BadZipFile) as exc:
-                raise StorageError(f"cannot read {path} as .npz: {exc}") from exc
-            yield _check_arrays(path, found)
-            return
-        h5py = import_library("h5py")
-        try:
-            file = h5py.File(raw, "r")
-        except OSError as exc:
-            raise SchemaError(f"{path} is not an HDF5 file: {exc}") from exc
-        with file:
-            yield _check_arrays(path, {name: one for name, one in members(file) if hasattr(one, "shape")})
+    if path.suffix == ".npz":
+        yield _check_arrays(path, read_npz(path))
+        return
+    with reading_hdf5(path) as file:
+        yield _check_arrays(path, {name: one for name, one in members(file) if hasattr(one, "shape")})
 
 
 def _check_arrays(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:

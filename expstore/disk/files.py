@@ -234,8 +234,10 @@ class File:
         return done
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read up to `size` bytes at `offset`."""
+        """Read up to `size` bytes at `offset`; memory is allocated only for bytes that the file has."""
         parts = []
+        if size > KEEP_GIL_BYTES:  # a length from a file may be any number
+            size = min(size, self.size() - offset)
         try:
             while size > 0:
                 part = os.pread(self.fd, size, offset)
@@ -815,6 +817,37 @@ class Disk:
                 pass
             except OSError as exc:
                 raise _to_error("list", Path(folder), exc) from exc
+
+    def links(self, root: Path) -> list[tuple[Path, Path]]:
+        """Return all links below a folder, each with the real path that it leads to; none is followed.
+
+        Raises:
+            StorageError: A folder cannot be listed.
+        """
+        found: list[tuple[Path, Path]] = []
+        folders = [str(root)]
+        while folders:
+            folder = folders.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if entry.is_symlink():
+                            found.append((Path(entry.path), Path(os.path.realpath(entry.path))))
+                        elif entry.is_dir():
+                            folders.append(entry.path)
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as exc:
+                raise _to_error("list", Path(folder), exc) from exc
+        return found
+
+    def leads_to_itself(self, path: Path) -> bool:
+        """Return whether a path cannot be followed because it contains a circle of links."""
+        try:
+            path.stat()
+        except OSError as exc:
+            return exc.errno == errno.ELOOP
+        return False
 
     def is_dir(self, path: Path) -> bool:
         """Return whether this is a folder."""

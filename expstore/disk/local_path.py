@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+from expstore.disk.files import ReadingDisk
 from expstore.errors import StateError
 
 __all__ = ["hide_credentials", "local_path"]
@@ -24,8 +25,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         given: The path that the user passed.
 
     Raises:
-        StateError: The value is a URL, neither text nor a path, or invalid on every file system (kind
-            "path").
+        StateError: The value is a URL, neither text nor a path, or invalid on every file system, or a
+            circle of links (kind "path").
     """
     try:
         text = os.fspath(given)
@@ -47,9 +48,12 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     if "\0" in text:
         raise StateError(f"{text!r} contains a NUL character", kind="path", hint="pass the path of a folder")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError as exc:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
+    if ReadingDisk().leads_to_itself(path):
+        raise StateError(f"{path} is a link that leads to itself", kind="path", hint="remove it")
+    return path
 
 
 def hide_credentials(url: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
@@ -136,10 +137,11 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         return None
     if google_crc32c.value(data[at + 8 : stop]) != crc:
         return None
-    text = data[at + _ENTRY.size : stop].decode().rstrip("\0") if text_size else ""
     session = ""
-    if not episode and source:
-        text, session = json.loads(text)
+    with parsing("an entry of the log of episodes"):
+        text = data[at + _ENTRY.size : stop].decode().rstrip("\0") if text_size else ""
+        if not episode and source:
+            text, session = map(str, json.loads(text))
     entry = LogEntry(  # by position, which is faster
         episode, source, trajectory if flags & _HAS_TRAJECTORY else None, start, end,
         None if flags & _NO_RETURN else ret, length, last_id, status, sequence, generation, text,

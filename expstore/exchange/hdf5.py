@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import SchemaError, StorageError
+from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -32,6 +33,7 @@ from expstore.exchange.base import (
 from expstore.exchange.export import open_export
 from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
 from expstore.exchange.foreign_rows import Column
+from expstore.exchange.hdf5_checks import check_contents
 from expstore.exchange.ring_buffers import Lanes, describe_lanes, find_lanes, tianshou_lanes
 from expstore.exchange.rows import Episodes, Exchanged
 
@@ -192,16 +194,19 @@ def reading_hdf5(path: Path) -> Iterator[Any]:
 
     Raises:
         NotFoundError: The file does not exist.
-        StorageError: It is not an HDF5 file, or is damaged.
+        SchemaError: Something in it is in another file (kind "outside").
+        StorageError: It is not an HDF5 file, is damaged, or claims more bytes than it can have.
     """
     h5py = import_library("h5py")
     with open_to_read(path) as raw:
         try:
-            file = h5py.File(raw, "r")
-        except OSError as exc:
+            with h5py.File(raw, "r") as file:
+                check_contents(file, path)
+                yield file
+        except ExpStoreError:
+            raise
+        except (OSError, RuntimeError, *INVALID) as exc:
             raise StorageError(f"cannot read {path} as HDF5: {exc}") from exc
-        with file:
-            yield file
 
 
 class _Reader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -34,6 +34,7 @@ from expstore.exchange.export import open_export
 from expstore.exchange.field_names import split_name
 from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
 from expstore.exchange.foreign_rows import Column
+from expstore.exchange.npz_members import check_archive, read_header
 from expstore.exchange.ring_buffers import (
     Lanes,
     SplitEnvironments,
@@ -46,9 +47,7 @@ from expstore.exchange.rows import Episodes, Exchanged
 __all__ = ["export_npz", "import_npz"]
 
 #: What zipfile raises for damaged files, and for compressions and encryptions that it cannot read.
-_DAMAGES = (
-    zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError
-)  # fmt: skip
+_DAMAGES = (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, RuntimeError, *INVALID)
 #: Number of bytes that are copied at a time.
 _COPIED = 1 << 20
 
@@ -232,6 +231,7 @@ class _Reader:
         self._file: zipfile.ZipFile = stack.enter_context(
             zipfile.ZipFile(stack.enter_context(open_to_read(path)))
         )
+        check_archive(self._file, path)
         self.about = ""
         self.notes: list[str] = []
         self.columns: list[Column] = []
@@ -271,12 +271,8 @@ class _Reader:
     def _begin(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], Any]:
         """Open an array; return its shape, its dtype and a reader of its values."""
         part = self._stack.enter_context(self._file.open(name))
-        try:
-            major, _ = np.lib.format.read_magic(part)
-            read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-            shape, fortran, kind = read(part)
-        except ValueError as exc:
-            raise StorageError(f"cannot read {name} in {self._path}: {exc}") from exc
+        size = self._file.getinfo(name).file_size
+        shape, fortran, kind = read_header(part, size, f"{name} in {self._path}")
         if fortran and len(shape) > 1:
             raise SchemaError(
                 f"{name!r} is stored column by column", hint="save it in C order: numpy.ascontiguousarray"

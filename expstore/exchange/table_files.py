@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from expstore.errors import SchemaError, StorageError
+from expstore.core.parsing import INVALID
+from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange.base import DiskFile, open_to_read
 
 __all__ = ["ArrowPart", "CsvPart", "ParquetPart", "Part", "reading_arrow"]
@@ -32,10 +33,10 @@ def reading_arrow(path: Path) -> Iterator[None]:
     """Convert Arrow's errors to StorageError."""
     try:
         yield
-    except (pa.ArrowException, OSError) as exc:
-        if isinstance(exc, StorageError):
-            raise
-        raise StorageError(f"cannot read {path}: {str(exc).splitlines()[0]}") from exc
+    except ExpStoreError:
+        raise
+    except (pa.ArrowException, OSError, *INVALID) as exc:
+        raise StorageError(f"cannot read {path}: {str(exc).partition(chr(10))[0]}") from exc
 
 
 class Part(ABC):
@@ -149,6 +150,7 @@ class ArrowPart(Part):
             else:
                 found = iter(pa.ipc.open_stream(raw))
             for batch in found:
+                batch.validate(full=True)  # otherwise forged offsets are followed
                 for start in range(0, batch.num_rows, rows):
                     yield batch.slice(start, rows)
 

@@ -18,13 +18,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
+from expstore.disk.source_links import check_links
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
-from expstore.errors import ArgumentError, NotFoundError, SchemaError
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import (
     Imported,
     Progress,
@@ -104,10 +106,10 @@ def import_parquet(
         1000
     """
     source, target = local_path(source), local_path(target)
-    files = _parquet_files(source)
-    parts = [ParquetPart(path) for path in files]
-    facts = _read_facts(source / "episodes.parquet", pq.read_table)
-    return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    with reading_arrow(source):
+        parts = [ParquetPart(path) for path in _parquet_files(source)]
+        facts = _read_facts(source / "episodes.parquet", pq.read_table)
+        return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -146,10 +148,12 @@ def import_arrow(
         1000
     """
     source, target = local_path(source), local_path(target)
+    check_links(source)
     path = source / "rows.arrow" if _is_folder(source) else source
-    part = ArrowPart(path)
-    facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    with reading_arrow(source):
+        part = ArrowPart(path)
+        facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+        return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_csv(
@@ -191,9 +195,10 @@ def import_csv(
         >>> import_csv("log.csv", "log.exp").rows
         1000
     """
-    part = CsvPart(local_path(source))
-    target = local_path(target)
-    return _fill([part], None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    source, target = local_path(source), local_path(target)
+    with reading_arrow(source):
+        parts = [CsvPart(source)]
+        return _fill(parts, None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:
@@ -203,6 +208,7 @@ def _is_folder(path: Path) -> bool:
 
 def _parquet_files(source: Path) -> list[Path]:
     disk = ReadingDisk()
+    check_links(source)
     if not disk.is_dir(source):
         return [source]
     folder = source / "rows" if disk.is_dir(source / "rows") else source
@@ -239,6 +245,10 @@ class _EpisodeFacts:
             raise SchemaError(
                 f"there are rows of episode {episode}, which is missing in the file of episodes"
             )
+        with parsing(f"episode {episode} in the file of episodes", StorageError):
+            return self._unpack(episode, at)
+
+    def _unpack(self, episode: int, at: int) -> Facts:
         status = self._status[at].as_py()
         info = self._info[at].as_py()
         if status not in STATUS:
@@ -266,7 +276,9 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
         raise SchemaError(
             f"{path} has no column {missing[0]!r}", hint="use the file of episodes that the export wrote"
         )
-    return _EpisodeFacts(table)
+    with reading_arrow(path):
+        table.validate(full=True)
+        return _EpisodeFacts(table)
 
 
 def _make_facts(episode: int) -> Facts:

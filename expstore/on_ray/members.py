@@ -107,6 +107,8 @@ class RayMembers:
         StateError: This process is not connected to Ray.
     """
 
+    named = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: MemberList = wait_for(find_registry(name).read.remote(0))

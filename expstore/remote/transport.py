@@ -291,8 +291,8 @@ class Connection:
             for download in list(mine.downloads):
                 download.close()
 
-    def move(self, address: Address) -> None:
-        """Send requests to another address of the same store from now on, also repeated ones.
+    def move(self, address: Address, token: str | None) -> None:
+        """Send requests to another address of the same store from now on, with its token, also repeated ones.
 
         The session and the idempotency keys remain. Downloads that are running end by themselves.
 
@@ -303,7 +303,7 @@ class Connection:
             raise ArgumentError(
                 f"a connection to {self.address} cannot move to {address}: use the same scheme"
             )
-        self.address = address
+        self.address, self._token = address, token
 
     def check(self) -> None:
         """Raise StateError if the connection is closed."""

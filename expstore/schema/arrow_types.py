@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from expstore.core.parsing import INVALID
 from expstore.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def check_text(text: str) -> None:
     """Raise SchemaError if a text does not describe a type."""
     try:
         _describe(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+    except INVALID as exc:
         raise SchemaError(
             f"{text[:200]!r} is no type of a field", hint="see expstore.schema.arrow_types"
         ) from exc

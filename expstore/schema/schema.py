@@ -6,6 +6,7 @@ reads values and never imports torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.casts import find_lost
+from expstore.core.parsing import INVALID
 from expstore.core.tables import Table, build_table, render_card, size_text
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import CorruptionError, SchemaError
@@ -377,8 +379,10 @@ class Schema:
                 for entry, f in zip(found, fields, strict=True)
                 if "late" in f
             }
+            if form and not isinstance(json.loads(form), dict):
+                raise ValueError(f"{form[:80]!r} is no kind of container")
             return cls(found, form, late)
-        except (KeyError, TypeError, ValueError) as exc:
+        except INVALID as exc:
             raise CorruptionError(f"the stored schema cannot be read: {exc}") from exc
 
 

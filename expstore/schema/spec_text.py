@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Key, key_name
 from expstore.errors import CorruptionError, MigrationError, SchemaError
 from expstore.schema.arrow_types import ragged_of
@@ -47,7 +48,7 @@ def unpack_specs(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
         version = int(data["version"])
-    except (ValueError, KeyError, TypeError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
     if version > VERSION:
         raise MigrationError(
@@ -75,7 +76,7 @@ def leaves_of(text: str) -> dict[Key, Leaf]:
         return {}
     try:
         return dict(_walk(unpack_specs(text), ()))
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"the text of the specs cannot be read: {exc!r}") from exc
 
 

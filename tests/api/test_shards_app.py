@@ -148,6 +148,8 @@ def test_events_arrive_while_they_happen(client: httpx.Client, shards: Serving) 
 class Changing:
     """A list of shards that a test changes."""
 
+    named = True
+
     def __init__(self, *members: Member) -> None:
         self.members = members
 

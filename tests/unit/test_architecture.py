@@ -130,7 +130,6 @@ FILE_EXCEPTIONS: dict[str, set[str]] = {
     "exchange.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
     "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
     "datasets.tensordict_folder": {"np.memmap"},  # of a file whose size was compared with its shape
-    "datasets.vd4rl": {"np.load"},  # of such a file
     "disk.message_socket": {"os.close", "os.geteuid"},  # of a descriptor that came by a socket
     "disk.shared_memory": {
         "fcntl",

@@ -86,6 +86,10 @@ def zeros_sum(size: int) -> int:
     return crc
 
 
+#: So many missing shards in a row are not looked at one by one.
+_LOST_SHARDS = 128
+
+
 class FlatColumn(Column, ReadPart, WrittenPart):
     """Store one field of all rows, each row at a fixed place in a file.
 
@@ -218,6 +222,12 @@ class FlatColumn(Column, ReadPart, WrittenPart):
                 self._reserve(2 * self._shards)
             self._look_at(self._addresses, self._looked)
             self._looked += 1
+            if self.fault is None and self._looked % _LOST_SHARDS == 0:
+                newest = range(self._looked - _LOST_SHARDS, self._looked)
+                if all(number in self.damaged for number in newest):  # the number of rows is forged
+                    raise CorruptionError(
+                        f"{self.folder} should have {slots:,} rows, and has no shard from {newest[0]} on"
+                    )
 
     def _look_at(self, addresses: AddressRange, number: int) -> None:
         if number in self.damaged:

@@ -42,6 +42,7 @@ from expstore.storages.format.records import Publish, Redo, load_redo
 from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.recovery.recover import (
     Past,
+    check_dims,
     describe_past,
     explain_lost_records,
     find_pending_changes,
@@ -307,6 +308,7 @@ class Opening:
         """
         manifest, capacity = self._manifest, self._manifest.geometry.capacity
         verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
+        check_dims(manifest.geometry, past)
         low, last = past.state.window_low(capacity), past.state.last
         if columns is not None:
             for first, count in Window(low, last, past.deleted).runs():

@@ -20,6 +20,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.parsing import parsing
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
@@ -78,7 +79,11 @@ class Record:
 
     def json(self) -> Any:
         """Return the body of a record whose body is JSON."""
-        return json.loads(self.body)
+        with parsing(f"record {self.sequence} of the journal"):
+            found = json.loads(self.body)
+            if not isinstance(found, dict):
+                raise TypeError("it is not an object")
+        return found
 
 
 def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
@@ -127,8 +132,10 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
     if first is None or first[0].kind is not Kind.BASE:
         return None
     record, salt, at = first
-    if len(data) < record.json()["bytes"]:
-        raise CorruptionError(f"{path} has {len(data)} bytes, {record.json()['bytes']} are expected")
+    with parsing(path):
+        expected = int(record.json()["bytes"])
+    if len(data) < expected:
+        raise CorruptionError(f"{path} has {len(data)} bytes, {expected} are expected")
     records = [record]
     while (found := parse_record(data, at, salt)) is not None and found[0].sequence == records[
         -1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from expstore.core.values import Key, Ranking, key_name, to_key
-from expstore.errors import SchemaError
+from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
@@ -93,8 +93,16 @@ class ColumnLayout:
             stored: The layout in expstore.json.
             ranking: How the best rows are ranked, if only they are kept: they replace other rows, which is
                 only possible in flat columns.
+
+        Raises:
+            CorruptionError: The store has no such layout.
         """
-        return cls() if ranking is not None else cls(**stored)
+        if ranking is not None:
+            return cls()
+        try:
+            return cls(**stored)
+        except (TypeError, ValueError, AttributeError) as exc:
+            raise CorruptionError(f"the layout of the columns cannot be read: {exc}") from exc
 
     def to_json(self) -> dict[str, Any]:
         """Return the value for expstore.json: {} for the defaults, with which all fields are flat."""

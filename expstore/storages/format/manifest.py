@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +22,19 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_IDS, IdSet
+from expstore.core.parsing import MOST_IDS, parsing
+from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, Ranking, to_key
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
+from expstore.errors import (
+    ArgumentError,
+    CorruptionError,
+    MigrationError,
+    NotFoundError,
+    SchemaError,
+    StateError,
+    StorageError,
+)
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.schema import Schema
 
@@ -52,6 +64,10 @@ _KEYS = {"deleted": "gaps"}
 #: Up to this many runs of deleted rows are written as readable pairs.
 _LISTED = 64
 _STORES_LISTED = 10
+#: The largest number of runs of deleted rows; a text of 64 KiB could otherwise claim any number of them.
+_MOST_RUNS = 1 << 22
+#: The largest number of rows of a ring.
+_MOST_ROWS = 1 << 48
 
 
 def _stores_in(disk: Disk, folder: Path) -> str:
@@ -223,10 +239,11 @@ class Manifest:
                 f"{name} has format {version}, but this library reads formats up to {FORMAT}",
                 hint="install a newer expstore",
             )
-        try:
-            return cls(**_values_of(data))
-        except (ValueError, KeyError, TypeError) as exc:
-            raise CorruptionError(f"{name} is damaged: {exc!r}") from exc
+        with parsing(name):
+            try:
+                return cls(**_values_of(data))
+            except (SchemaError, ArgumentError, CorruptionError) as exc:
+                raise CorruptionError(f"{name} is damaged: {exc.message}") from exc
 
 
 def format_of(disk: Disk, folder: Path) -> int:
@@ -238,21 +255,30 @@ def format_of(disk: Disk, folder: Path) -> int:
 
 def _parse(packed: bytes, name: str) -> tuple[int, dict[str, Any]]:
     """Return the format of a manifest and its JSON, without format and checksum."""
-    try:
+    with parsing(name):
         data = json.loads(packed)
         checksum = data.pop("crc32c")
         version = int(data["format"])
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CorruptionError(f"{name} is damaged: {exc}") from exc
-    if checksum != _checksum(data):  # first: all formats have it, and a flipped bit is not a format
+        fits = checksum == _checksum(data)  # first: all formats have it, and a flipped bit is not a format
+    if not fits:
         raise CorruptionError(f"{name} is damaged: its checksum does not match")
     del data["format"]
     return version, data
 
 
 def _values_of(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a manifest from the JSON of the current format."""
+    """Return the attributes of a manifest from the JSON of the current format.
+
+    The checksum says that nobody changed the text by accident, not that the values make sense: this is the
+    only place that checks their types and ranges.
+    """
+    for name, is_valid in _CHECKS.items():
+        if not is_valid(data[name]):
+            raise ValueError(f"{_KEYS.get(name, name)!r} is {str(data[name])[:80]!r}")
     ranked, specs = data["ranking"], data["specs"]
+    slots = (data["capacity"] or 0) + data["spare"] + data["reach"]
+    if math.prod(data["dims"]) > _MOST_ROWS or slots > _MOST_ROWS:
+        raise ValueError(f"a ring of {slots} rows in dims {data['dims']}")
     return data | {
         "schema": Schema.from_json(data["schema"]) if data["schema"] else None,
         "traj_key": to_key(data["traj_key"]) if data["traj_key"] else None,
@@ -265,8 +291,70 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value)
+    )
+
+
+def _is_uuid(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
+
+
+#: What the values of expstore.json may be, by key; the schema, gaps and specs have parsers of their own.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "uuid": _is_uuid,
+    "generation": lambda value: _is_whole(value, 0, _MOST_ROWS),
+    "storage": lambda value: value in ("zarr", "arrow"),
+    "capacity": lambda value: value is None or _is_whole(value, 1, _MOST_ROWS),
+    "spare": lambda value: _is_whole(value, 0, _MOST_ROWS),
+    "reach": lambda value: _is_whole(value, 0, _MOST_ROWS),
+    "column_set": lambda value: _is_whole(value, 0, 2**32 - 1),
+    "seed": lambda value: _is_whole(value, -(2**128), 2**128),
+    "created": lambda value: type(value) in (int, float) and 0 <= value < 1 << 40,
+    "schema": lambda value: value is None or isinstance(value, dict | list),
+    "traj_key": lambda value: value is None or _is_key(value),
+    "done_keys": lambda value: value is None or (isinstance(value, list) and all(map(_is_key, value))),
+    "reward_key": _is_key,
+    "reward_reduce": lambda value: value is None or isinstance(value, str),
+    "done_reduce": lambda value: value is None or isinstance(value, str),
+    "flatten": lambda value: isinstance(value, bool),
+    "keyed": lambda value: isinstance(value, bool),
+    "meta": lambda value: isinstance(value, dict),
+    "retain": lambda value: isinstance(value, dict) and Retain.of(value) is not None,
+    "layout": lambda value: (
+        isinstance(value, dict)
+        and value.keys() <= {"layout", "fields", "share_next"}
+        and isinstance(value.get("fields", {}), dict)
+        and all(isinstance(options, dict) for options in value.get("fields", {}).values())
+    ),
+    "ndim": lambda value: _is_whole(value, 1, 64),
+    "dims": lambda value: isinstance(value, list) and all(_is_whole(size, 1, _MOST_ROWS) for size in value),
+    "ranking": lambda value: (
+        value is None
+        or (isinstance(value, dict) and _is_key(value["key"]) and isinstance(value["reduction"], str))
+    ),
+    "specs": lambda value: value is None or isinstance(value, dict),
+    "compression": lambda value: value in (None, "narrow", "lz4", "zstd"),
+    "archive": lambda value: isinstance(value, str) and "\0" not in value,
+}
+
+
 def pack_ids(deleted: IdSet) -> Any:
-    """Return runs in their JSON form: pairs, or for many runs the text of their compressed distances."""
+    """Return runs in their JSON form: pairs, or for many runs the text of their compressed distances.
+
+    Raises:
+        StorageError: There are more runs than a manifest may have.
+    """
+    if len(deleted) > _MOST_RUNS:
+        raise StorageError(
+            f"the deleted rows form {len(deleted):,} separate runs, and a store can have {_MOST_RUNS:,}",
+            hint="delete longer runs of rows, or copy the rows that remain into a new store",
+        )
     if len(deleted) <= _LISTED:
         return list(deleted)
     bounds = np.stack([deleted.first, deleted.last], axis=1).reshape(-1)
@@ -274,11 +362,30 @@ def pack_ids(deleted: IdSet) -> Any:
 
 
 def unpack_ids(kept: Any) -> IdSet:
-    """Return the runs that `pack_ids` has converted."""
-    if not isinstance(kept, str):
-        return IdSet.of((first, last) for first, last in kept)
-    bounds = np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(kept)), "<i8")).reshape(-1, 2)
-    return IdSet(np.ascontiguousarray(bounds[:, 0]), np.ascontiguousarray(bounds[:, 1]))
+    """Return the set that `pack_ids` packed.
+
+    Raises:
+        ValueError: The runs are not ascending ids, or there are more than a store can have.
+    """
+    if isinstance(kept, str):
+        # One byte more than the longest list has is enough to refuse it: zlib can blow up a text 1000 times.
+        decoder = zlib.decompressobj()
+        distances = decoder.decompress(base64.b64decode(kept, validate=True), 16 * _MOST_RUNS + 1)
+        if not decoder.eof or len(distances) > 16 * _MOST_RUNS:
+            raise ValueError(f"the list of deleted rows is cut off, or has over {_MOST_RUNS:,} runs")
+        bounds = np.frombuffer(distances, "<i8").reshape(-1, 2)
+        if bounds.size and (bounds[:, 0].min() < 1 or bounds[:, 1].min() < 0 or bounds.max() > MOST_IDS):
+            raise ValueError("the runs of deleted rows do not ascend")
+        ends = np.cumsum(bounds, dtype=np.int64).reshape(-1, 2)
+        first, last = np.ascontiguousarray(ends[:, 0]), np.ascontiguousarray(ends[:, 1])
+    else:
+        if any(type(id) is not int or not 0 < id <= MOST_IDS for pair in kept for id in pair):
+            raise ValueError("the runs of deleted rows are not pairs of ids")
+        pairs = np.array(kept, np.int64).reshape(-1, 2)
+        first, last = pairs[:, 0].copy(), pairs[:, 1].copy()
+    if (last < first).any() or (first[1:] <= last[:-1]).any() or (last > MOST_IDS).any():
+        raise ValueError("the runs of deleted rows do not ascend")
+    return IdSet.merge(first, last)
 
 
 def _checksum(data: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
+from expstore.core.parsing import MOST_IDS
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.sessions import NewSource
@@ -47,6 +48,8 @@ _REPLACED = struct.Struct("<If")
 _DROPPED = 1 << 31
 _MARK = struct.Struct("<QQQQQfI4Q")
 _SET_BACK, _LIMITED = 1, 2
+#: The largest number that STATE can hold.
+_MOST = 2**63 - 1
 _LIMITS = struct.Struct("<QQ")
 _REDO = struct.Struct("<II")
 _REPLACES = 1 << 31
@@ -129,6 +132,23 @@ class Publish:
         )
         middle = _PUBLISH.size + SEGMENT_BYTES * segments
         end = middle + names
+        if (
+            end + info > len(body)
+            or not count
+            or draw > _MOST
+            or skipped & ~_DROPPED > count
+            or not 0 < first <= MOST_IDS
+        ):
+            raise CorruptionError(f"a commit record of {count} rows from id {first} is damaged")
+        runs = unpack_segments(body[_PUBLISH.size : middle]) if segments else []
+        if any(
+            run.start < 0
+            or run.rows < 1
+            or run.stride < 1
+            or run.start + (run.rows - 1) * run.stride >= count
+            for run in runs
+        ):
+            raise CorruptionError(f"a commit record of {count} rows has episodes of other rows")
         return cls(
             first_id=first,
             count=count,
@@ -137,7 +157,7 @@ class Publish:
             time=time,
             checksum=crc,
             priority=priority,
-            segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
+            segments=runs,
             sources=[NewSource(*one) for one in json.loads(body[middle:end])] if names else [],
             payload=body[end + info :],
             info=body[end : end + info].decode(),
@@ -267,6 +287,8 @@ class Mark:
     def unpack(cls, body: bytes) -> Mark:
         """Parse the bytes that `pack` returned."""
         sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
+        if max(sequence, last_id, log_length, draw, write_count, *progress) > _MOST:
+            raise CorruptionError("a checkpoint record has numbers that no store has")
         limits, end = (0, 0), _MARK.size
         if flags & _LIMITED:
             limits, end = _LIMITS.unpack_from(body, end), end + _LIMITS.size

@@ -28,7 +28,14 @@ from expstore.storages.format.journal import no_records, read_journal
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL
 from expstore.storages.format.records import Publish, load_redo
-from expstore.storages.recovery.recover import Past, find_pending_changes, read_past, rebuild_episodes, verify
+from expstore.storages.recovery.recover import (
+    Past,
+    check_dims,
+    find_pending_changes,
+    read_past,
+    rebuild_episodes,
+    verify,
+)
 
 __all__ = ["Replay", "StoreFolder", "episode_rows", "open_columns", "replay"]
 
@@ -112,7 +119,9 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
     column_set = storage.manifest.column_set
     verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)
     schema = storage.manifest.schema
+    check_dims(storage.geometry, past)
     if columns is not None:
+        columns.look(_slots_of(storage, past.state.last))
         columns.end_at(past.state.last)
     if schema is not None and columns is not None:
         place = len(columns.columns) - 2

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import NO_IDS, IdSet
+from expstore.core.parsing import check_number
 from expstore.core.values import Window
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
+from expstore.errors import CorruptionError
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.manifest import unpack_ids
 from expstore.storages.format.records import Mark, Publish, Redo
@@ -64,7 +66,13 @@ class LogState:
     def of(cls, record: Record) -> LogState:
         """Return the state in a base record."""
         base = record.json()
-        position = (base["content"][0], base["content"][1])
+        for name in ("generation", "last", "retired", "draw", "write_count", "log_length"):
+            check_number(name, base[name])
+        if type(base["max_priority"]) not in (int, float):
+            raise TypeError(f"max_priority is {base['max_priority']!r}")
+        for value in (*base["progress"], *base["limits"]):
+            check_number("progress and limits", value, 2**63 - 1)
+        position = (check_number("content", base["content"][0]), check_number("content", base["content"][1]))
         return cls(
             generation=base["generation"],
             sequence=record.sequence,
@@ -89,6 +97,11 @@ class LogState:
         """
         if record.kind is Kind.PUBLISH:
             publish = publish or Publish.unpack(record.body)
+            if publish.first_id != self.last + 1:
+                raise CorruptionError(
+                    f"record {record.sequence} of the journal has rows from id {publish.first_id} on, "
+                    f"but {self.last + 1} is next"
+                )
             self.last, self.draw = publish.last_id, max(self.draw, publish.draw)
             self.max_priority = max(self.max_priority, publish.priority)
             self.write_count += publish.count
@@ -103,12 +116,12 @@ class LogState:
             self.max_priority = max(self.max_priority, priority)
         elif record.kind is Kind.RETIRE:
             said = record.json()
-            self.retired = max(self.retired, said["through"])
+            self.retired = max(self.retired, check_number("through", said["through"]))
             self.deleted = self.deleted.join(unpack_ids(said.get("gaps", [])))
             if "blocks" in said:  # an incremental update of the index misses these rows
                 self.index_floor = (self.generation, record.sequence)
         elif record.kind is Kind.DELETE:
-            self.retired = self.last = record.json()["last"]
+            self.retired = self.last = check_number("last", record.json()["last"])
         self.sequence = record.sequence
         if record.kind in _OF_ROWS:
             self.content = (self.generation, record.sequence)
@@ -119,7 +132,7 @@ class LogState:
 
     def window(self, capacity: int | None, deleted: IdSet) -> Window:
         """Return the rows that can be read, except the deleted rows `deleted`."""
-        low = self.window_low(capacity)
+        low = min(self.window_low(capacity), self.last)
         # Deleted ids after the last one are not included: they will be reused for readable rows.
         return Window(low, self.last, deleted.between(low, self.last))
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import IdSet
+from expstore.core.parsing import parsing
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Past",
+    "check_dims",
     "describe_past",
     "explain_lost_records",
     "find_pending_changes",
@@ -79,6 +82,7 @@ class Past:
         return (publish for publish in self.publishes if publish.last_id > self.synced)
 
 
+@parsing("the journal")
 def read_past(records: list[Record], deleted: IdSet) -> Past:
     """Find the newest durable checkpoint in the journal; `verify` decides which later records are valid.
 
@@ -124,6 +128,7 @@ def explain_lost_records(page: StatePage, past: Past, *, fits: bool) -> str | No
     return None
 
 
+@parsing("the journal")
 def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None = None) -> None:
     """Apply the records; stop at the first one after the checkpoint whose rows are not whole.
 
@@ -155,6 +160,19 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
     past.deleted = past.deleted.join(past.state.deleted)
 
 
+def check_dims(geometry: RingGeometry, past: Past) -> None:
+    """Check that the sizes of the dims are known if there are rows.
+
+    Raises:
+        CorruptionError: expstore.json has other dims than rows need.
+    """
+    if past.state.last and len(geometry.dims) != geometry.ndim - 1:
+        raise CorruptionError(
+            f"the store has rows of {geometry.ndim} dims, and dims of sizes {geometry.dims}"
+        )
+
+
+@parsing("the journal")
 def rebuild_episodes(
     past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
 ) -> list[LogEntry]:
@@ -191,6 +209,7 @@ def rebuild_episodes(
     return entries
 
 
+@parsing("the journal")
 def find_pending_changes(
     past: Past,
     slots: int | None,
@@ -228,6 +247,7 @@ def find_pending_changes(
     return [redo for redo in found if redo.ids.size]
 
 
+@parsing("the journal")
 def find_unsettled_blocks(
     past: Past,
     *,

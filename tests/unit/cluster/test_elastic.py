@@ -95,6 +95,8 @@ def test_draws_begin_without_a_shard_that_does_not_answer(cluster: Cluster) -> N
 class Late:
     """Members that show an old list until they are told to look."""
 
+    named = True
+
     def __init__(self, path: Path) -> None:
         self._members = FileMembers(path)
         self._list = self._members.read()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import cold
-from expstore.cold import upload
+from expstore.cold import upload, version_list
 from expstore.cold.parts import LocalPart, read_part
 from expstore.cold.version_list import LIST, Manifest, VersionList, manifest_key, part_key
 from expstore.disk.files import Disk
@@ -555,3 +557,42 @@ def test_a_push_before_any_request_of_a_prune_harms_no_version(
         assert found in ([4], [3, 4])
         requests += 1
     assert requests > 5
+
+
+def _seal_list(storage: WatchedStorage, content: dict[str, Any]) -> None:
+    """Replace the list of versions by one whose checksum matches."""
+    content.pop("sha256", None)
+    storage.connect()._store.put(LIST, version_list._seal(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 0.5}, {"number": -1}, {"rows": "x"}, {"push": "../.."}, {"manifest": "a b"}, {"tag": [1]},
+        {"time": None}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_forged_lists(rb: Buffer, storage: WatchedStorage, change: dict[str, Any], tmp_path: Path) -> None:
+    """A list with a matching checksum and wrong values is damage, not another error."""
+    cold.push(rb, storage)
+    content = json.loads(VersionList.load(storage.connect())[0].pack())
+    content["versions"][0] |= change
+    _seal_list(storage, content)
+    with pytest.raises(CorruptionError, match="is damaged"):
+        cold.pull(storage, tmp_path / "a.exp")
+
+
+def test_a_version_of_a_thousand_folders(rb: Buffer, storage: WatchedStorage, tmp_path: Path) -> None:
+    cold.push(rb, storage)
+    found = VersionList.load(storage.connect())[0]
+    listed = json.loads(storage.connect().read(manifest_key(found.versions[0])) or b"")
+    listed.pop("sha256")
+    listed["folders"].append("a/" * 1000)
+    sealed = version_list._seal(listed)
+    version = replace(found.versions[0], manifest=hashlib.sha256(sealed).hexdigest())
+    bucket = storage.connect()
+    bucket._store.put(manifest_key(version), sealed)
+    content = json.loads(replace(found, versions=(version,)).pack())
+    _seal_list(storage, content)
+    with pytest.raises(CorruptionError, match="folders deep"):
+        cold.pull(storage, tmp_path / "a.exp")

@@ -13,7 +13,7 @@ import torch
 from tensordict import PersistentTensorDict, TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError
+from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import D4RLReader, d4rl, import_dataset
 
@@ -157,7 +157,7 @@ def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file"):
         D4RLReader(tmp_path / "none.hdf5")
     (tmp_path / "text.hdf5").write_text("no HDF5")
-    with pytest.raises(SchemaError, match="is not an HDF5 file"):
+    with pytest.raises(StorageError, match="as HDF5"):
         D4RLReader(tmp_path / "text.hdf5")
     there = arrays()
     with pytest.raises(SchemaError, match="has 11 rows of 'rewards' and 12 of 'observations'"):

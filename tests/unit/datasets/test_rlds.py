@@ -425,6 +425,11 @@ def test_damaged_files(tmp_path: Path) -> None:
         shard.write_bytes(damaged)
         with pytest.raises(StorageError, match=message):
             import_dataset(RLDSReader(source), tmp_path / "a.exp")
+    for length in (1 << 40, (1 << 64) - 1):
+        head = length.to_bytes(8, "little")
+        shard.write_bytes(head + masked_crc(head) + whole[12:])
+        with pytest.raises(StorageError, match="ends in the middle"):
+            list(read_records(shard))
     for size in (5, 30, len(whole) - 3):
         shard.write_bytes(whole[:size])
         with pytest.raises(StorageError, match=r"00001-of-00002, episode \d: .*ends in the middle"):

@@ -88,7 +88,7 @@ def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
         RobosetReader(tmp_path)
     file = tmp_path / "a.h5"
     file.write_text("no HDF5")
-    assert run(["import", str(file), str(tmp_path / "a.exp"), "--format", "roboset"]) == 2
+    assert run(["import", str(file), str(tmp_path / "a.exp"), "--format", "roboset"]) == 1
     with h5py.File(file, "w") as other:
         other["x"] = np.zeros(3)
     with pytest.raises(SchemaError, match="no group Trial0"):

@@ -123,14 +123,14 @@ def test_bad_files_leave_nothing(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=text):
             import_dataset(VD4RLReader(tmp_path / "bad.npz"), target)
     np.savez(tmp_path / "bad.npz", **{**good, "x": np.array([{}] * 5, object)})
-    with pytest.raises(StorageError, match=r"cannot read .*bad.npz as .npz: .*allow_pickle"):
+    with pytest.raises(SchemaError, match=r"bad.npz holds Python objects"):
         import_dataset(VD4RLReader(tmp_path / "bad.npz"), target)
     np.savez(tmp_path / "good.npz", **good)
     (tmp_path / "bad.npz").write_bytes((tmp_path / "good.npz").read_bytes()[:9000])
     with pytest.raises(StorageError, match="cannot read"):
         import_dataset(VD4RLReader(tmp_path / "bad.npz"), target)
     (tmp_path / "bad.hdf5").write_bytes(b"x")
-    with pytest.raises(SchemaError, match="not an HDF5 file"):
+    with pytest.raises(StorageError, match="as HDF5"):
         import_dataset(VD4RLReader(tmp_path / "bad.hdf5"), target)
     assert not target.exists()
     with pytest.raises(NotFoundError, match="no file or folder"):

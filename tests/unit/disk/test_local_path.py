@@ -61,3 +61,12 @@ def test_invalid_paths_are_refused(given: Any) -> None:
 def test_invalid_file_names_are_refused() -> None:
     with pytest.raises(StateError, match="NUL"):
         local_path("a\0b")
+
+
+def test_links_that_lead_to_themselves_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for path in (tmp_path / "a", tmp_path / "a" / "store.exp"):
+        with pytest.raises(StateError, match="leads to itself") as caught:
+            local_path(path)
+        assert caught.value.kind == "path"

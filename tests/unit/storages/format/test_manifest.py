@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
+import tracemalloc
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expstore.core.id_set import IdSet
 from expstore.core.values import Ranking
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError, MigrationError, NotFoundError
+from expstore.errors import CorruptionError, MigrationError, NotFoundError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format import manifest
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -125,3 +129,83 @@ def test_any_changed_value_is_found(tmp_path: Path) -> None:
             Manifest.load(Disk(), tmp_path)
     (tmp_path / MANIFEST).write_text(json.dumps(good, indent=7, sort_keys=True))  # the same, said otherwise
     assert Manifest.load(Disk(), tmp_path) == FULL
+
+
+def _forge(folder: Path, **values: object) -> None:
+    """Write a manifest with other values, whose checksum matches."""
+    data = json.loads(FULL.pack())
+    del data["crc32c"]
+    data |= values
+    data["crc32c"] = manifest._checksum(data)
+    (folder / MANIFEST).write_text(json.dumps(data))
+
+
+def _pack(distances: list[int]) -> str:
+    return base64.b64encode(zlib.compress(np.array(distances, "<i8").tobytes())).decode()
+
+
+FORGED: list[tuple[str, object]] = [
+    *(
+        (name, value)
+        for name in manifest._CHECKS
+        if name not in ("meta", "specs")
+        for value in ([[1]], 1.5e308, {"a": None})
+    ),
+    *((name, 1 << 70) for name in ("generation", "capacity", "spare", "reach", "column_set", "ndim")),
+    *((name, -1) for name in ("generation", "capacity", "spare", "reach", "column_set", "ndim")),
+    ("uuid", "x"),
+    ("storage", "other"),
+    ("dims", [0]),
+    ("dims", [1 << 40, 1 << 40]),
+    ("meta", []),
+    ("archive", "a\0b"),
+    ("layout", {"fields": {"a": 5}}),
+    ("layout", {"layout": "packed", "more": 1}),
+    ("schema", {"fields": [{"key": "a", "dtype": "int8", "shape": [1 << 62, 8]}], "form": ""}),
+    ("schema", {"fields": [{"key": "a", "dtype": "int8", "shape": []}], "form": "[]"}),
+    ("schema", [{"key": "a", "dtype": "arrow", "shape": [], "arrow": '{"list":' * 2000}]),
+    *(
+        ("gaps", runs)
+        for runs in (
+            5, "AAAA", "?", [[1]], [[1, 2, 3]], [["a", "b"]], [[0, 4]], [[5, 3]], [[1, 5], [4, 8]],
+            [[1, 1 << 62]],
+            _pack([1]), _pack([0, 0]), _pack([2, -1]), _pack([1, 2, 0, 4]), _pack([1 << 60, 1 << 60]),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), FORGED)
+def test_forged_values(tmp_path: Path, name: str, value: object) -> None:
+    _forge(tmp_path, **{name: value})
+    with pytest.raises(CorruptionError, match=MANIFEST):
+        Manifest.load(Disk(), tmp_path)
+
+
+def test_deleted_rows_are_not_a_bomb(tmp_path: Path) -> None:
+    """Neither zeros nor runs that ascend make more than 4 million runs out of a short text."""
+    for piece in (bytes(16), np.array([2, 0], "<i8").tobytes()):
+        packer, text = zlib.compressobj(9), b""
+        for _ in range(256):
+            text += packer.compress(piece * (1 << 16))
+        _forge(tmp_path, **{"gaps": base64.b64encode(text + packer.flush()).decode()})
+        tracemalloc.start()
+        with pytest.raises(CorruptionError, match="deleted rows"):
+            Manifest.load(Disk(), tmp_path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 200 << 20
+
+
+def test_a_manifest_with_too_many_runs_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_MOST_RUNS", 100)
+    runs = IdSet.of([(n, n) for n in range(1, 401, 4)])
+    assert Manifest.unpack(FULL.replace(deleted=runs).pack(), "x").deleted == runs
+    with pytest.raises(StorageError, match="101 separate runs"):
+        FULL.replace(deleted=runs.join(IdSet.of([(900, 900)]))).pack()
+
+
+def test_nested_json(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CorruptionError, match="RecursionError"):
+        Manifest.load(Disk(), tmp_path)

@@ -1,0 +1,55 @@
+"""Convert what parsing damaged or forged content raises to one error of expstore.
+
+Checksums find bytes that changed by accident. Content that somebody else wrote may have a matching checksum
+and values that no version of expstore writes; the parsers raise many kinds of errors for those.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from expstore.errors import CorruptionError, ExpStoreError, StorageError
+
+__all__ = ["INVALID", "MOST_IDS", "check_number", "parsing"]
+
+#: The largest id and the largest count in a file: more than a disk has bytes.
+MOST_IDS = 1 << 60
+
+#: What parsers of JSON, structs and arrays raise for invalid content, also for deeply nested JSON.
+INVALID = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError,
+    MemoryError, EOFError, SyntaxError, struct.error, zlib.error,
+)  # fmt: skip
+
+
+def check_number(name: str, value: object, most: int = MOST_IDS) -> int:
+    """Return a value of a file if it is a whole number from 0 to `most`.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name!r} is {str(value)[:80]!r}, and not a number from 0 to {most}")
+    return value
+
+
+@contextmanager
+def parsing(name: object, error: type[StorageError] = CorruptionError) -> Iterator[None]:
+    """Convert errors of the block, which parses the content of a file, to an error of expstore.
+
+    Args:
+        name: The file or the part of it, for the message.
+        error: The error: StorageError for files that are not those of a store.
+
+    Raises:
+        StorageError: The content is invalid. Errors of expstore are raised unchanged.
+    """
+    try:
+        yield
+    except ExpStoreError:
+        raise
+    except INVALID as exc:
+        raise error(f"{name} is damaged: {type(exc).__name__}: {str(exc)[:200]}") from exc

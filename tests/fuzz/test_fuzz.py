@@ -1,0 +1,58 @@
+"""The law of foreign files: a mutated file is read, or raises an error of expstore.
+
+It does not raise another error, use over 2 s of CPU time or 200 MB of memory, end the process, or open a file
+outside of its source. A case is a seed: `run_case(FORMATS["hdf5"], source, work, 17)` repeats case 17.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.forks import run_cases
+from tests.fuzz.sources import FORMATS, make_source, read_intact, run_case
+
+pytest.importorskip("h5py")
+pytest.importorskip("obstore")
+
+#: Cases of each format in `make test-slow`, and at night. Those of the index take half a second each.
+FEW, FEW_SLOW, MANY = 200, 30, 2000
+
+
+def _check(folder: Path, name: str, numbers: range) -> None:
+    form, source = FORMATS[name], folder / "source"
+    source.mkdir()
+    pid = os.fork()
+    if pid == 0:  # threads of the program that writes the source are not in the processes that read it
+        code = 1
+        try:
+            make_source(form, source)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    report = run_cases(
+        numbers,
+        lambda number: run_case(form, source, folder / "work", number),
+        lambda: read_intact(form, source, folder / "warm"),
+        inside=[folder],
+    )
+    assert not report.faults
+    assert report.read + sum(report.refused.values()) == len(numbers)
+    assert report.read
+    assert report.refused or name in ("index", "state")  # both are made again if they are damaged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_mutated_files(tmp_path: Path, name: str) -> None:
+    _check(tmp_path, name, range(FEW_SLOW if name == "index" else FEW))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_many_mutated_files(tmp_path: Path, name: str) -> None:
+    _check(tmp_path, name, range(FEW, FEW + MANY))
