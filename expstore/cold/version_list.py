@@ -30,7 +30,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from expstore.cold.object_storage import ObjectStorage
-from expstore.core.parsing import INVALID, check_number
+from expstore.core.parsing import INVALID, MOST_IDS, check_number
 from expstore.errors import CorruptionError, MigrationError, SnapshotError
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class PartFile:
             if not at <= start < stop <= self.size:
                 raise ValueError(f"{self.part!r} has impossible runs")
             at = stop
-        if self.size < 0:
+        if not 0 <= self.size <= MOST_IDS:
             raise ValueError(f"{self.part!r} has an impossible size")
         if bool(self.part) != bool(self.data_bytes) or (self.part and not _PART.fullmatch(self.part)):
             raise ValueError(f"{self.part!r} is not the name of a part")
