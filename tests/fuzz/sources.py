@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import zlib
@@ -28,11 +29,13 @@ from expstore.datasets import import_dataset, importer
 from expstore.datasets.formats import make_reader
 from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange import hdf5, npz, table_files, table_import, table_layout
+from expstore.exchange.formats import format_of
 from expstore.maintenance.verify import verify
 from expstore.storages import follower
 from expstore.storages.format import manifest
 from expstore.storages.format.journal import HEADER, parse_record
 from tests.fuzz.mutations import NUMBERS, forge_json, mutate, mutate_json
+from tests.support.paths import ROOT
 
 __all__ = ["FORMATS", "Format", "make_source", "read_intact", "run_case"]
 
@@ -328,7 +331,7 @@ def _export(form: str, name: str) -> Callable[[Path], object]:
 
 def _import(form: str, name: str) -> Callable[[Path, bool], object]:
     def read(folder: Path, whole: bool) -> None:
-        if whole:
+        if whole or form not in _READ:
             getattr(exchange, f"import_{form}")(folder / name, folder / "out.exp")
         else:
             _READ[form](folder / name)
@@ -351,7 +354,7 @@ def _read_flat_npz(path: Path) -> None:
 
 def _read_flat(reader: Any) -> None:
     for column in reader.columns:
-        reader.read([column], min(reader.lengths))
+        reader.read([column], 0, min(reader.lengths))
 
 
 def _read_parquet(path: Path) -> None:
@@ -467,6 +470,38 @@ def _read_npz(folder: Path, whole: bool) -> None:
     )
 
 
+def _copy(*names: str) -> Callable[[Path], None]:
+    """Return a function that copies files of other libraries."""
+
+    def make(folder: Path) -> None:
+        for name in names:
+            shutil.copy(ROOT / "tests/fixtures/foreign" / name, folder)
+
+    return make
+
+
+def _import_each(folder: Path, whole: bool) -> None:
+    """Import every file by the format that is recognised."""
+    paths = sorted(folder.iterdir())
+    _run_all([partial(_import_recognised, path, folder / f"{path.name}.exp") for path in paths])
+
+
+def _import_recognised(path: Path, target: Path) -> None:
+    getattr(exchange, f"import_{format_of(path)}")(path, target)
+
+
+def _make_sb3(folder: Path) -> None:
+    from gymnasium import spaces
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    saved = ReplayBuffer(40, spaces.Box(-1, 1, (3,)), spaces.Discrete(2), "cpu", n_envs=2)
+    for step in range(30):
+        values = np.full((2, 3), step, np.float32)
+        ends = np.array([step % 10 == 9] * 2)
+        saved.add(values, values + 1, np.zeros((2, 1)), np.ones(2), ends, [{}, {}])
+    (folder / "a.pkl").write_bytes(pickle.dumps(saved))
+
+
 def _make_rlds(folder: Path) -> None:
     from tests.unit.datasets.test_rlds import small
 
@@ -552,6 +587,15 @@ def _make_minari(folder: Path) -> None:
 FORMATS = {
     "hdf5": Format(make=_make_hdf5, read=_read_hdf5, targets=("*.hdf5",)),
     "npz": Format(make=_make_npz, read=_read_npz, targets=("*.npz",)),
+    "csv": Format(
+        make=_copy("spreadsheet.csv", "spreadsheet_semicolon.csv"), read=_import_each, targets=("*.csv",)
+    ),
+    "rings": Format(
+        make=_copy("tianshou_vector_wrapped.hdf5", "spinningup_wrapped.npz", "sb3_arrays.npz"),
+        read=_import_each,
+        targets=("*",),
+    ),
+    "sb3": Format(make=_make_sb3, read=_import("sb3", "a.pkl"), targets=("*.pkl",)),
     "parquet": Format(
         make=_export("parquet", "a"), read=_import("parquet", "a"), targets=("a/*", "a/**/*.parquet")
     ),

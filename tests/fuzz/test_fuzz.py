@@ -16,9 +16,11 @@ from tests.fuzz.sources import FORMATS, make_source, read_intact, run_case
 
 pytest.importorskip("h5py")
 pytest.importorskip("obstore")
+pytest.importorskip("stable_baselines3")
 
-#: Cases of each format in `make test-slow`, and at night. Those of the index take half a second each.
+#: Cases of each format in `make test-slow`, and at night. Those of some formats take half a second each.
 FEW, FEW_SLOW, MANY = 200, 30, 2000
+_SLOW = ("index", "csv", "rings", "sb3")
 
 
 def _check(folder: Path, name: str, numbers: range) -> None:
@@ -48,7 +50,7 @@ def _check(folder: Path, name: str, numbers: range) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_mutated_files(tmp_path: Path, name: str) -> None:
-    _check(tmp_path, name, range(FEW_SLOW if name == "index" else FEW))
+    _check(tmp_path, name, range(FEW_SLOW if name in _SLOW else FEW))
 
 
 @pytest.mark.torture
