@@ -176,14 +176,14 @@ def import_(
         Path, typer.Argument(callback=to_local, metavar="SOURCE", help="A file or folder of another format.")
     ],
     store: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             callback=to_local,
             autocompletion=complete_store,
             metavar="STORE",
-            help="The new store; must not exist.",
+            help="The new store; must not exist. By default SOURCE's name with .exp, in this folder.",
         ),
-    ],
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(
@@ -226,6 +226,7 @@ def import_(
     from expstore.datasets.recognition import arrays_format, episodes_format
     from expstore.exchange.formats import ARRAYS, IMPORTS, TABLES, format_of, importer
 
+    store = Path(f"{source.stem}.exp") if store is None else store
     choices = sorted({*IMPORTS, *DATASETS})
     if format is not None and format not in choices:
         raise typer.BadParameter(

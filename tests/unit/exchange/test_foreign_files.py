@@ -531,6 +531,13 @@ def test_the_summary_says_what_became_of_the_columns(
     assert facts["warnings"] == []
 
 
+def test_the_store_is_called_like_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_csv(tmp_path / "log.csv", steps())
+    assert run(["import", "log.csv"]) == 0
+    assert episodes_of(tmp_path / "log.exp") == [TEN] * 3
+
+
 def test_warnings_of_an_import(tmp_path: Path, form: str) -> None:
     done, _ = load(form, tmp_path, {"x": np.arange(1.0, 6.0)})
     assert done.warnings == (
