@@ -126,9 +126,9 @@ def test_every_route_says_who_may_ask(guarded: Serving) -> None:
         )
         assert act.get("tags"), path
     table = RouteTable(lambda: {"paths": {"/new/{it}": {"get": {}, "post": {"tags": ["other"]}}}})
-    assert table.find("GET", "/new/1").need == Need.WRITE
-    assert table.find("POST", "/new/1").need == Need.WRITE
-    assert table.find("POST", "/new/1/2").path == "(none)"
+    assert table.find({"method": "GET", "path": "/new/1"}).need == Need.WRITE
+    assert table.find({"method": "POST", "path": "/new/1"}).need == Need.WRITE
+    assert table.find({"method": "POST", "path": "/new/1/2"}).path == "(none)"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -140,7 +140,7 @@ def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -
     needs = {0: Need.NOTHING, 1: Need.WRITE, 2: Need.READ}
     for path, acts in app.openapi()["paths"].items():
         for method, act in acts.items():
-            found = table.find(method.upper(), path.replace("{", "").replace("}", ""))
+            found = table.find({"method": method.upper(), "path": path.replace("{", "").replace("}", "")})
             content = set(act.get("requestBody", {}).get("content", {}))
             assert found.path == path
             assert found.need == needs[len(act["security"])]
