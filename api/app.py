@@ -158,7 +158,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a name that ends with a slash is another name
     )
-    metrics = Metrics(stores.open_now)
+    metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     docs_page.install(app)

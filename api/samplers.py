@@ -492,7 +492,8 @@ class Drawers:
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
 
     def _build_unknown_error(self, name: str) -> NotFoundError:
-        names = ", ".join(sorted(list(self._named)))
+        with self._lock:
+            names = ", ".join(sorted(self._named))
         hint = f"the named samplers are {names}" if names else "no sampler is named yet"
         return NotFoundError(f"there is no sampler {name[:120]!r}", hint=hint)
 

@@ -110,7 +110,7 @@ def create_shards_app(members: Members, settings: Settings, token: str | None = 
     page.install(app)
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now))
+    app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now, stores.root))
 
     describe = functools.cache(describe_reading)
 

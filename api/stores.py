@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
+import numpy as np
 from anyio import CapacityLimiter
 
 import expstore
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.errors import Refusal
+from expstore.api.histograms import times_of
 from expstore.api.per_key import PerKey
 from expstore.api.recent_answers import RecentAnswers
 from expstore.api.samplers import Drawers
@@ -226,6 +228,14 @@ class Served:
             is_ours = isinstance(exc, ExpStoreError)
             _log.error("store %s was not closed properly: %s", self.name, exc, exc_info=not is_ours)
 
+    def last_write(self) -> float | None:
+        """Return when the newest readable row was written, in seconds since 1970; None: there is no row."""
+        storage = self.rb.storage
+        storage.follow()
+        window = storage.window
+        times = times_of(storage, window.nth(np.arange(window.rows)[-1:]))
+        return float(times[-1]) if times.size else None
+
     @property
     def uuid(self) -> str:
         """The uuid of the store, which it keeps for ever."""
@@ -336,6 +346,19 @@ class Stores:
             return served
         await anyio.to_thread.run_sync(self._path, name)  # only names of stores get threads of their own
         return await self.take_turn(name, lambda: self.get(name))
+
+    async def check_readiness(self) -> None:
+        """Open the store of a server with one store; otherwise look for the folder.
+
+        Raises:
+            ExpStoreError: Stores cannot be read, or the server is shutting down.
+        """
+        if self.single:
+            await self.reach(_name_of(self._settings.path))
+        elif not await anyio.to_thread.run_sync(self._disk.is_dir, self.root):
+            raise NotFoundError(f"there is no folder {self.root}")
+        if self._ending:
+            raise Refusal(503, "the server is being shut down")
 
     async def take_turn(self, name: str, act: Callable[[], _Answer]) -> _Answer:
         """Run a function that opens, creates or deletes a store in a thread, after others for this name."""

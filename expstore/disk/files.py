@@ -639,6 +639,10 @@ class Disk:
         """Return the bytes that are free on the disk of `path`."""
         return int(self._look(path, lambda: shutil.disk_usage(path).free))
 
+    def space(self, path: Path) -> int:
+        """Return the size of the disk of `path` in bytes, free or not."""
+        return int(self._look(path, lambda: shutil.disk_usage(path).total))
+
     def boot_id(self) -> bytes:
         """Return 16 bytes that change with every start of the machine."""
         try:

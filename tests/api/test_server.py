@@ -100,7 +100,7 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
         url = said.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/v1/stores").status_code == 401
         borne = {"Authorization": "Bearer secret-1"}
-        assert httpx.get(f"{url}/readyz", headers=borne).json()["stores"] == {"run": 10}
+        assert httpx.get(f"{url}/v1/stores/run", headers=borne).json()["rows"] == 10
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE)
     assert (child.returncode, out) == (0, "")

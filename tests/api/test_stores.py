@@ -92,15 +92,22 @@ def test_one_opening_delays_no_other_store(folder: Path, monkeypatch: pytest.Mon
 def test_closing_waits_for_an_opening(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("slow", "a")
     monkeypatch.setattr(expstore, "open", gate.open)
-    stores, found = Stores(Settings(path=folder)), []
+    stores, found, ending = Stores(Settings(path=folder)), [], threading.Event()
+    end = stores.end
+
+    def note_end() -> None:
+        end()
+        ending.set()
+
+    monkeypatch.setattr(stores, "end", note_end)
     opening = threading.Thread(target=lambda: found.append(stores.get("slow")))
     opening.start()
     assert gate.begun.wait(SECONDS)
     closing = threading.Thread(target=stores.close)
     closing.start()
+    assert ending.wait(SECONDS)
     with pytest.raises(Refusal, match="shut down"):
-        while True:  # until the other thread has begun to close
-            stores.get("fast")
+        stores.get("fast")
     gate.free.set()
     for thread in (opening, closing):
         thread.join(SECONDS)
