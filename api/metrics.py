@@ -6,7 +6,6 @@ Used by the application: requests are counted when they end; stores are read whe
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -113,7 +112,7 @@ class Metrics:
         ):
             with contextlib.suppress(ExpStoreError):  # the folder is gone; /readyz says so
                 yield GaugeMetricFamily(f"expstore_disk_{name}_bytes", meaning, measure(self._folder))
-        yield GaugeMetricFamily("process_threads", "Threads of the process.", _count_threads())
+        yield GaugeMetricFamily("process_threads", "Threads of the process.", disk.count_threads())
 
 
 def _read_stores(
@@ -127,12 +126,3 @@ def _read_stores(
             if value is not None:
                 family.add_metric([store.name], value)
     return family
-
-
-def _count_threads() -> int:
-    """Return the number of threads of the process, native ones included; on macOS, only Python's."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return threading.active_count()
-    return int(status.split("Threads:")[1].split()[0])

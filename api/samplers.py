@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -163,12 +163,13 @@ _KINDS = frozenset(_PLAIN | _by_kind(_WithState))
 _KEPT = 32
 #: A buffer that draws batches for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
+_Buffer = TypeVar("_Buffer", bound=_Drawer)
 #: A sampler's description as JSON, its condition, and its seed.
 _Wanted = tuple[str, str | None, int | None]
 _NO_IDS = np.zeros(0, np.int64)
 
 
-class _Shared:
+class _Shared(Generic[_Buffer]):
     """A buffer that several requests draw with.
 
     Args:
@@ -177,7 +178,7 @@ class _Shared:
         end: Called when it is no longer kept, and no thread draws with it.
     """
 
-    def __init__(self, wanted: _Wanted, buffer: _Drawer, end: Callable[[], None]) -> None:
+    def __init__(self, wanted: _Wanted, buffer: _Buffer, end: Callable[[], None]) -> None:
         self.wanted, self.buffer, self.end = wanted, buffer, end
         #: Number of threads that draw with it, and 1 while it is kept; `Drawers` counts.
         self.users = 1
@@ -224,8 +225,8 @@ class Drawers:
         self._lock = Lock()
         #: Held while one sampler is made, by its description or name.
         self._making = PerKey(Lock)
-        self._kept: OrderedDict[_Wanted, _Shared] = OrderedDict()
-        self._named: OrderedDict[str, _Shared] = OrderedDict()
+        self._kept: OrderedDict[_Wanted, _Shared[_Drawer]] = OrderedDict()
+        self._named: OrderedDict[str, _Shared[TensorDictReplayBuffer]] = OrderedDict()
         self._closed = False
         self._counting = Lock()
         #: Number of rows drawn since the server opened the store.
@@ -338,7 +339,7 @@ class Drawers:
             self._drop(shared)
 
     @contextlib.contextmanager
-    def _use_named(self, name: str) -> Iterator[_Shared]:
+    def _use_named(self, name: str) -> Iterator[_Shared[TensorDictReplayBuffer]]:
         """Yield a named sampler.
 
         Raises:
@@ -352,7 +353,7 @@ class Drawers:
         finally:
             self._drop(shared)
 
-    def _take(self, samplers: OrderedDict[Any, _Shared], key: Any) -> _Shared | None:
+    def _take(self, samplers: OrderedDict[Any, _Shared[_Buffer]], key: Any) -> _Shared[_Buffer] | None:
         """Count a use of a sampler, and return it; None if there is none. The use ends with `_drop`."""
         with self._lock:
             shared = samplers.get(key)
@@ -361,7 +362,7 @@ class Drawers:
                 samplers.move_to_end(key)
             return shared
 
-    def _drop(self, shared: _Shared | None) -> None:
+    def _drop(self, shared: _Shared[Any] | None) -> None:
         """End a use of a sampler; the last one ends the sampler."""
         if shared is None:
             return
@@ -371,7 +372,7 @@ class Drawers:
         if is_last:
             shared.end()
 
-    def _keep(self, key: _Wanted, shared: _Shared) -> _Shared:
+    def _keep(self, key: _Wanted, shared: _Shared[_Drawer]) -> _Shared[_Drawer]:
         """Keep a new sampler in place of the one that was not used for the longest time; count a use."""
         oldest = None
         with self._lock:
@@ -384,7 +385,7 @@ class Drawers:
         self._drop(oldest)
         return shared
 
-    def _make(self, spec: Any, where: str | None, seed: int | None) -> _Shared:
+    def _make(self, spec: Any, where: str | None, seed: int | None) -> _Shared[_Drawer]:
         sampler, storage = self._sampler(spec, where), self._rb.storage
         buffer: _Drawer
         if seed is None:
@@ -524,7 +525,7 @@ class Drawers:
         """End all samplers, and close the readers of the store."""
         with self._lock:
             self._closed = True
-            dropped = [*self._kept.values(), *self._named.values()]
+            dropped: list[_Shared[Any]] = [*self._kept.values(), *self._named.values()]
             self._kept.clear()
             self._named.clear()
         with contextlib.ExitStack() as ends:

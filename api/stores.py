@@ -33,6 +33,7 @@ from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
 
@@ -292,9 +293,11 @@ class Stores:
         #: Held while the store of a name is opened, created, deleted or closed.
         self._locks = PerKey(threading.Lock)
         #: Let one request for a name use a thread; otherwise those that wait would use up the threads.
-        self._turns = PerKey(lambda: CapacityLimiter(1))
+        self._queues = PerKey(lambda: CapacityLimiter(1))
         self._open: dict[str, Served] = {}
         self._ending = False
+        #: URL of the server, which other processes that want to write are told; "" if it is unknown.
+        self.address = ""
         #: The streams of events of all stores.
         self.listeners = CapacityLimiter(_LISTENERS)
         self._disk = ReadingDisk()
@@ -330,7 +333,7 @@ class Stores:
             NotFoundError: There is no store of this name.
             LockedError: Another process writes to the store.
         """
-        with self._hold(name):
+        with self._lock_name(name):
             served = self._open.get(name)
             return self._open_store(name, self._path(name)) if served is None else served
 
@@ -345,7 +348,7 @@ class Stores:
         if served is not None:
             return served
         await anyio.to_thread.run_sync(self._path, name)  # only names of stores get threads of their own
-        return await self.take_turn(name, lambda: self.get(name))
+        return await self.run_queued(name, lambda: self.get(name))
 
     async def check_readiness(self) -> None:
         """Open the store of a server with one store; otherwise look for the folder.
@@ -360,13 +363,13 @@ class Stores:
         if self._ending:
             raise Refusal(503, "the server is being shut down")
 
-    async def take_turn(self, name: str, act: Callable[[], _Answer]) -> _Answer:
+    async def run_queued(self, name: str, act: Callable[[], _Answer]) -> _Answer:
         """Run a function that opens, creates or deletes a store in a thread, after others for this name."""
-        with self._turns.use(name) as turn:
-            return await anyio.to_thread.run_sync(act, limiter=turn)
+        with self._queues.use(name) as queue:
+            return await anyio.to_thread.run_sync(act, limiter=queue)
 
     @contextlib.contextmanager
-    def _hold(self, name: str) -> Iterator[None]:
+    def _lock_name(self, name: str) -> Iterator[None]:
         """Wait until no other thread opens, creates, deletes or closes this store, and keep them out."""
         with self._locks.use(name) as lock, lock:
             yield
@@ -384,7 +387,7 @@ class Stores:
         if not _NAME.fullmatch(name) or ".." in name or reserved:
             raise Refusal(400, f"{name[:120]!r} is not a name for a store", kind="name",
                           hint="use at most 100 letters, digits, '.', '_' and '-'")  # fmt: skip
-        with self._hold(name):
+        with self._lock_name(name):
             if name in self._open or self._find(name) is not None:
                 raise StateError(f"there is already a store {name!r}", kind="exists", hint="use another name")
             path = self.root / f"{name}{_SUFFIX}"
@@ -413,11 +416,11 @@ class Stores:
         served = self._open.get(name)
         if served is not None:
             served.retire()
-        await self.take_turn(name, lambda: self._delete(name, served))
+        await self.run_queued(name, lambda: self._delete(name, served))
 
     def _delete(self, name: str, served: Served | None) -> None:
         disk = Disk()
-        with self._hold(name):
+        with self._lock_name(name):
             if self._open.get(name) is not served:
                 raise _build_in_use_error(name, "another request opened or deleted it")
             if served is not None:
@@ -460,7 +463,7 @@ class Stores:
         """Flush and close all stores; a failure is logged and does not affect the other stores."""
         self.end()
         for name in {*self._open, *map(str, self._locks.keys())}:  # those that are being opened, too
-            with self._hold(name):
+            with self._lock_name(name):
                 if (served := self._open.get(name)) is not None:
                     served.close()
 
@@ -470,6 +473,8 @@ class Stores:
         options.setdefault("mode", "r" if self._settings.read_only else "a")
         limiter = self._settings.limiter()
         rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
+        if self.address and isinstance(rb.storage, Store):
+            rb.storage.engine.lock_file.announce(f"{self.address}/{name}")
         served = self._open[name] = Served(name, path, rb, self._settings, limiter)
         served.ending = self._ending
         return served

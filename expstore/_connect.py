@@ -92,8 +92,8 @@ def connect(
 
     Args:
         url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
-            their positions in the list. A path, or text that ends in `.json`: the cluster file that lists
-            the shards, which may change while they are used.
+            their positions in the list. A path, or text without `://` that ends in `.json`: the cluster file
+            that lists the shards, which may change while they are used.
         token: The access token; None to send none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
@@ -146,7 +146,7 @@ def connect(
     }  # fmt: skip
     sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p, "rate_limiter": rate_limiter}
     given = {name: value for name, value in sharded.items() if value is not None}
-    if not isinstance(url, str) or url.endswith(_CLUSTER_FILE):
+    if not isinstance(url, str) or (url.endswith(_CLUSTER_FILE) and "://" not in url):
         if prefetch is not None:
             raise ArgumentError(
                 "prefetch is for one store: pass ahead=, the number of batches drawn together"

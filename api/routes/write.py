@@ -113,7 +113,7 @@ async def create(stores: Known, name: StoreName, asked: NewStore) -> Created:
         options["schema"] = {
             tuple(key.split(".")): _type_of(key, value) for key, value in asked.fields.items()
         }
-    await stores.take_turn(name, lambda: stores.create(name, options))
+    await stores.run_queued(name, lambda: stores.create(name, options))
     return Created(name=name)
 
 
