@@ -5,6 +5,7 @@ Used by `expstore serve`, and by programs that mount it into their own applicati
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -13,6 +14,7 @@ import anyio
 import anyio.to_thread
 from fastapi import APIRouter, FastAPI
 from starlette.routing import NoMatchFound
+from starlette.types import Receive, Scope, Send
 
 import expstore
 from expstore.api import docs_page, errors, page
@@ -35,8 +37,70 @@ _READING = (
 _CHANGING = (("/v1", write.router), ("/v1", snapshots.changing))
 
 
+class _Upkeep:
+    """End silent sessions, and remove leftovers of deleted stores, while an application runs.
+
+    Starlette does not run the lifespan of a mounted application. Therefore the first request starts what the
+    lifespan has not started.
+
+    Args:
+        stores: The application's stores.
+        settings: Its settings.
+    """
+
+    def __init__(self, stores: Stores, settings: Settings) -> None:
+        self._stores, self._settings = stores, settings
+        self._is_clean = settings.read_only
+        self._running: tuple[asyncio.Task[None], anyio.CancelScope] | None = None
+
+    def start(self) -> None:
+        """Start in this event loop, unless it runs there already or has nothing to do."""
+        if self._settings.read_only or self._stores.is_ending:
+            return
+        loop = asyncio.get_running_loop()
+        if self._running is None or self._running[0].get_loop() is not loop:
+            scope = anyio.CancelScope()
+            self._running = loop.create_task(self._run(scope)), scope
+
+    async def remove_leftovers(self) -> None:
+        """Remove leftovers once."""
+        if not self._is_clean:
+            self._is_clean = True
+            await anyio.to_thread.run_sync(self._stores.remove_leftovers)
+
+    async def stop(self) -> None:
+        """Stop, then flush and close the stores."""
+        if self._running is not None and self._running[0].get_loop() is asyncio.get_running_loop():
+            task, scope = self._running
+            scope.cancel()
+            await task  # waits for the thread that ends sessions
+        await anyio.to_thread.run_sync(self._stores.close)
+
+    async def _run(self, scope: anyio.CancelScope) -> None:
+        with scope:
+            await self.remove_leftovers()
+            while True:
+                await anyio.sleep(min(60.0, self._settings.session_timeout / 4))
+                await anyio.to_thread.run_sync(self._stores.end_silent)
+
+
 class _Api(FastAPI):
-    """A FastAPI application whose OpenAPI document states which token each route needs."""
+    """A FastAPI application whose OpenAPI document states which token each route needs.
+
+    Args:
+        upkeep: Started by the first request, if not before; None: there are no stores.
+        kwargs: Arguments of FastAPI.
+    """
+
+    def __init__(self, upkeep: _Upkeep | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._upkeep = upkeep
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "http" and self._upkeep is not None:
+            self._upkeep.start()
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         """Return the document; it is built once."""
@@ -51,25 +115,37 @@ def create_app(settings: Settings) -> FastAPI:
     Stores are opened at their first request, and closed when the application ends. A write that was
     acknowledged is in the store even if the server is killed.
 
+    Mounted into another application, it works below any prefix, but Starlette does not run its lifespan: its
+    stores are closed when the process exits. To close them when the outer application ends, enter
+    `app.router.lifespan_context(app)` in the outer lifespan.
+
     Args:
         settings: What is served, and within which limits.
 
+    Raises:
+        StateError: Two folders of stores have the same name but for `.exp`.
+
     Example:
         >>> app = create_app(Settings(path=Path("runs")))
+        >>> @asynccontextmanager
+        ... async def lifespan(outer):
+        ...     async with app.router.lifespan_context(app):
+        ...         yield
+        >>> outer = FastAPI(lifespan=lifespan)
+        >>> outer.mount("/experience", app)
     """
     stores = Stores(settings)
+    upkeep = _Upkeep(stores, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            if not settings.read_only:
-                await anyio.to_thread.run_sync(stores.remove_leftovers)
-                tasks.start_soon(_end_silent, stores, min(60.0, settings.session_timeout / 4))
-            yield
-            tasks.cancel_scope.cancel()
-        await anyio.to_thread.run_sync(stores.close)
+        await upkeep.remove_leftovers()
+        upkeep.start()
+        yield
+        await upkeep.stop()
 
     app = _Api(
+        upkeep,
         title="expstore",
         version=expstore.__version__,
         summary="Experience stores for reinforcement learning.",
@@ -82,7 +158,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a name that ends with a slash is another name
     )
-    metrics = Metrics(stores.open_now)
+    metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     docs_page.install(app)
@@ -120,10 +196,3 @@ def describe_reading() -> dict[str, Any]:
 def _outline(routers: Sequence[tuple[str, APIRouter]], own: Sequence[object] = ()) -> dict[str, Any]:
     included = ((prefix, route) for prefix, router in routers for route in router.routes)
     return outline([*(("", route) for route in own), *included])
-
-
-async def _end_silent(stores: Stores, seconds: float) -> None:
-    """End silent sessions at regular intervals."""
-    while True:
-        await anyio.sleep(seconds)
-        await anyio.to_thread.run_sync(stores.end_silent)

@@ -17,6 +17,8 @@ __all__ = ["JSON_BYTES", "Incoming"]
 
 #: Maximum size of a body that is parsed in the event loop, which blocks other requests for up to 0.1 s.
 JSON_BYTES = 16 << 20
+#: A Content-Length with more digits exceeds any limit; Python does not parse numbers of any length.
+_DIGITS = 18
 
 
 class Incoming:
@@ -62,10 +64,25 @@ class _Body:
         self.answered = False
 
     def check_length(self) -> None:
-        """Raise Refusal if the Content-Length header exceeds the limit."""
-        for name, value in self._scope["headers"]:
-            if name == b"content-length" and int(value) > self._limit:
-                raise self._note_refusal(_build_size_refusal(self._limit))
+        """Raise Refusal if the headers do not state one length (400), or one above the limit (413).
+
+        uvicorn's own parser checks most of this; other servers pass headers as they come.
+        """
+        sent = self._scope["headers"]
+        lengths = {value.strip() for name, value in sent if name == b"content-length"}
+        if not lengths:
+            return
+        length = lengths.pop()
+        if lengths or not length.isdigit():
+            text = b", ".join((length, *lengths))[:40].decode("latin-1")
+            raise self._note_refusal(Refusal(400, f"Content-Length is {text!r}, not a number of bytes"))
+        if any(name == b"transfer-encoding" for name, _ in sent):
+            text = "the request has both Content-Length and Transfer-Encoding"
+            headers = {"Connection": "close"}
+            raise self._note_refusal(Refusal(400, text, hint="send one of them", headers=headers))
+        digits = length.lstrip(b"0")
+        if len(digits) > _DIGITS or int(digits or b"0") > self._limit:
+            raise self._note_refusal(_build_size_refusal(self._limit))
 
     async def receive(self) -> Message:
         if self._scope["expstore.body_whole"]:

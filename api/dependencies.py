@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import anyio.to_thread
 from fastapi import Depends, Header, Path, Query, Request
 
 from expstore.api import examples
@@ -82,8 +81,7 @@ async def _store(
     request: Request, name: StoreName, x_session: SessionId = None, x_store: StoreId = None
 ) -> Served:
     stores, session = _stores(request), _session(x_session)
-    known = stores.find_open(name)
-    served = await anyio.to_thread.run_sync(stores.get, name) if known is None else known
+    served = await stores.reach(name)
     if x_store is not None and x_store != served.uuid:
         raise StateError(
             f"store {name!r} is {served.uuid}, but the request is for {x_store[:64]!r}", kind="other_store",

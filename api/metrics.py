@@ -5,13 +5,17 @@ Used by the application: requests are counted when they end; stores are read whe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from expstore.api.stores import Served
+from expstore.disk.files import Disk
+from expstore.errors import ExpStoreError
 
 __all__ = ["Metrics"]
 
@@ -28,14 +32,15 @@ _AMOUNTS = {
 class Metrics:
     """Count the requests of one server; servers in the same process share nothing.
 
-    Threads: the event loop's only.
+    Threads: any number may use it.
 
     Args:
         stores: Returns the open stores.
+        folder: The served folder, whose disk is measured.
     """
 
-    def __init__(self, stores: Callable[[], Iterable[Served]]) -> None:
-        self._stores = stores
+    def __init__(self, stores: Callable[[], Iterable[Served]], folder: Path) -> None:
+        self._stores, self._folder = stores, folder
         self._registry = registry = CollectorRegistry()
         self.in_flight = Gauge(
             "expstore_requests_in_flight", "Requests that are being processed.", registry=registry
@@ -52,6 +57,8 @@ class Metrics:
             name: Counter(f"expstore_{name}", meaning, ("route",), registry=registry)
             for name, meaning in _AMOUNTS.items()
         }
+
+        ProcessCollector(registry=registry)  # of Linux only: RSS, descriptors, CPU time, start time
 
     def count(self, route: str, method: str, status: int, seconds: float, amounts: Mapping[str, int]) -> None:
         """Count a request that has ended.
@@ -89,7 +96,33 @@ class Metrics:
             yield metric
         stores = sorted(self._stores(), key=lambda one: one.name)
         yield GaugeMetricFamily("expstore_stores_open", "Stores that are open.", len(stores))
-        rows = GaugeMetricFamily("expstore_store_rows", "Readable rows.", labels=["store"])
-        for store in stores:
-            rows.add_metric([store.name], len(store.rb))
-        yield rows
+        readers: Mapping[str, tuple[str, Callable[[Served], float | None]]] = {
+            "rows": ("Readable rows.", lambda store: len(store.rb)),
+            "bytes": ("Disk space of all files.", lambda store: store.summarizer.measure_bytes()),
+            "last_write_timestamp_seconds": (
+                "When the newest readable row was written, since 1970.", lambda store: store.last_write()
+            ),
+        }  # fmt: skip
+        for name, (meaning, read) in readers.items():
+            yield _read_stores(f"expstore_store_{name}", meaning, stores, read)
+        disk = Disk()
+        for name, meaning, measure in (
+            ("free", "Free bytes of the disk with the stores.", disk.free),
+            ("size", "Size of the disk with the stores, free or not.", disk.space),
+        ):
+            with contextlib.suppress(ExpStoreError):  # the folder is gone; /readyz says so
+                yield GaugeMetricFamily(f"expstore_disk_{name}_bytes", meaning, measure(self._folder))
+        yield GaugeMetricFamily("process_threads", "Threads of the process.", disk.count_threads())
+
+
+def _read_stores(
+    name: str, meaning: str, stores: Iterable[Served], read: Callable[[Served], float | None]
+) -> GaugeMetricFamily:
+    """Return a figure of each store that has it; a store that cannot be read has none."""
+    family = GaugeMetricFamily(name, meaning, labels=["store"])
+    for store in stores:
+        with contextlib.suppress(ExpStoreError):
+            value = read(store)
+            if value is not None:
+                family.add_metric([store.name], value)
+    return family

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi.routing import APIRoute
+from starlette._utils import get_route_path
+from starlette.types import Scope
 
 __all__ = ["ASKING", "SAFE", "TAGS", "Need", "RouteTable", "Routed", "add_security", "outline"]
 
@@ -92,13 +94,14 @@ class RouteTable:
         self._open_folder = open_folder
         self._routes: list[tuple[re.Pattern[str], dict[str, Routed], Routed]] | None = None
 
-    def find(self, method: str, path: str) -> Routed:
+    def find(self, scope: Scope) -> Routed:
         """Return the route of a request; for an unknown path, a route that stands for all of these.
 
         Args:
-            method: The HTTP method.
-            path: The decoded path.
+            scope: The request's ASGI scope. Starlette's own function splits its path, so that an application
+                below a prefix (`Mount`, a proxy's `root_path`) is looked up as Starlette routes it.
         """
+        method, path = scope["method"], get_route_path(scope)
         folder = self._open_folder
         if folder and method in SAFE and (path in ("/", folder) or path.startswith(f"{folder}/")):
             return Routed(folder, Need.NOTHING)

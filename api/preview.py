@@ -116,14 +116,14 @@ def preview(
     storage = rb.storage
     storage.follow()
     began = time.perf_counter()
-    drawn, sampler = drawers.choose(spec, where, seed, size, batches)
-    seconds = time.perf_counter() - began
+    with drawers.choose(spec, where, seed, size, batches) as (drawn, sampler):
+        seconds = time.perf_counter() - began
+        matching = None
+        if sampler.filter is not None:
+            readable = sampler.filter.readable(storage).ids()
+            matching = int(np.count_nonzero(sampler.filter.masses_of(storage, readable)))
     ids = np.concatenate([one.ids for one in drawn])
     stored, now = choose_ids(storage), time.time()
-    matching = None
-    if sampler.filter is not None:
-        readable = sampler.filter.readable(storage).ids()
-        matching = int(np.count_nonzero(sampler.filter.masses_of(storage, readable)))
     weights = [one.info[_WEIGHT] for one in drawn if _WEIGHT in one.info]
     priorities = _compare(priority_values(storage, ids), priority_values(storage, stored))
     if priorities is not None and not storage.priorities.were_set and np.count_nonzero(priorities.stored) < 2:

@@ -53,7 +53,7 @@ class Watch:
             return
         sent = Headers(scope=scope).get("x-request-id", "")
         scope["request_id"] = sent if _SANE_ID.fullmatch(sent) else f"{self._prefix}-{next(self._numbers)}"
-        scope["expstore.route"] = self._routes.find(scope["method"], scope["path"])
+        scope["expstore.route"] = self._routes.find(scope)
         scope["expstore.body_whole"] = False
         request = _Request(scope, send)
         self._metrics.in_flight.inc()

@@ -111,6 +111,10 @@ def _column_of(entry: Field, values: Any) -> Any:
         kinds = {list}
     if list in kinds:
         raise SchemaError(f"column {name!r} has rows of different shapes", hint=f"the field is {entry}")
+    if len(kinds) > 1 and bool in kinds:
+        raise SchemaError(
+            f"column {name!r} mixes true or false with other values", hint=f"the field is {entry}"
+        )
     wanted = entry.numpy_dtype
     found = np.array(values if kinds <= {bool, int, float} else None)
     if found.size == 0:

@@ -6,17 +6,20 @@ shared by all clients that use it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 import expstore
 from expstore.api.errors import Refusal
+from expstore.api.per_key import PerKey
 from expstore.api.request_models import RequestModel
 from expstore.api.where_conditions import check_condition, limit_condition
 from expstore.buffers.draw_masses import record_masses
@@ -140,28 +143,45 @@ class Consuming(_Described):
     max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")
 
 
+_Stateless = Uniform | Prioritized | Slices | PrioritizedSlices | Recent
+_WithState = WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming
 #: Samplers without state from draw to draw.
-Spec = Annotated[Uniform | Prioritized | Slices | PrioritizedSlices | Recent, Field(discriminator="kind")]
+Spec = Annotated[_Stateless, Field(discriminator="kind")]
 #: All samplers.
-AnySpec = Annotated[
-    Uniform | Prioritized | Slices | PrioritizedSlices | Recent
-    | WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming,
-    Field(discriminator="kind"),
-]  # fmt: skip
+AnySpec = Annotated[_Stateless | _WithState, Field(discriminator="kind")]
+
+
+def _by_kind(models: Any) -> dict[str, type[_Described]]:
+    """Return the models of a union, by the kind of their samplers."""
+    return {get_args(model.model_fields["kind"].annotation)[0]: model for model in get_args(models)}
+
+
 #: Samplers that a request may give by name only, with default parameters.
-_PLAIN: dict[str, type[_Described]] = {
-    "uniform": Uniform,
-    "prioritized": Prioritized,
-    "slices": Slices,
-    "prioritized_slices": PrioritizedSlices,
-    "recency": Recent,
-}
+_PLAIN = _by_kind(_Stateless)
+#: Names that no named sampler may have.
+_KINDS = frozenset(_PLAIN | _by_kind(_WithState))
 _KEPT = 32
 #: A buffer that draws batches for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
-#: A named sampler: its description as JSON, its condition and seed, and the buffer that draws with it.
-_Named = tuple[tuple[str, str | None, int | None], TensorDictReplayBuffer]
+_Buffer = TypeVar("_Buffer", bound=_Drawer)
+#: A sampler's description as JSON, its condition, and its seed.
+_Wanted = tuple[str, str | None, int | None]
 _NO_IDS = np.zeros(0, np.int64)
+
+
+class _Shared(Generic[_Buffer]):
+    """A buffer that several requests draw with.
+
+    Args:
+        wanted: What it was made for.
+        buffer: The buffer.
+        end: Called when it is no longer kept, and no thread draws with it.
+    """
+
+    def __init__(self, wanted: _Wanted, buffer: _Buffer, end: Callable[[], None]) -> None:
+        self.wanted, self.buffer, self.end = wanted, buffer, end
+        #: Number of threads that draw with it, and 1 while it is kept; `Drawers` counts.
+        self.users = 1
 
 
 class Limited(BaseModel):
@@ -201,9 +221,13 @@ class Drawers:
         self, path: Path, rb: TensorDictReplayBuffer, limiter: RateLimiter | None, *, seconds: float
     ) -> None:
         self._path, self._rb, self._limiter, self._seconds = path, rb, limiter, seconds
+        #: Held while samplers are looked up, and never while one is made or draws.
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, str | None, int | None], _Drawer] = OrderedDict()
-        self._named: dict[str, _Named] = {}
+        #: Held while one sampler is made, by its description or name.
+        self._making = PerKey(Lock)
+        self._kept: OrderedDict[_Wanted, _Shared[_Drawer]] = OrderedDict()
+        self._named: OrderedDict[str, _Shared[TensorDictReplayBuffer]] = OrderedDict()
+        self._closed = False
         self._counting = Lock()
         #: Number of rows drawn since the server opened the store.
         self.rows_drawn = 0
@@ -253,12 +277,13 @@ class Drawers:
         spec = self._resolve(spec)
         if isinstance(spec, str):
             _refuse_settings(where, seed)
-            (described, *_), named = self._find(spec)
-            told = json.loads(described)
-            unit = None if told.get("num_slices") else told.get("slice_len") or 1
-            return self._describe(named.sampler.mass(named.storage, batch_size)) | {"unit": unit}
-        sampler = self._buffer(Uniform() if spec is None else spec, where, seed).sampler
-        return self._describe(sampler.mass(self._rb.storage, batch_size))
+            with self._use_named(spec) as named:
+                told = json.loads(named.wanted[0])
+                unit = None if told.get("num_slices") else told.get("slice_len") or 1
+                mass = named.buffer.sampler.mass(named.buffer.storage, batch_size)
+                return self._describe(mass) | {"unit": unit}
+        with self._use_buffer(spec, where, seed) as buffer:
+            return self._describe(buffer.sampler.mass(self._rb.storage, batch_size))
 
     def _describe(self, mass: Mass | None) -> dict[str, Any]:
         """Return what a batch is drawn from as facts by name; `mass` is None if the sampler has no mass."""
@@ -278,8 +303,8 @@ class Drawers:
         return Limited(**self._limiter.count()._asdict(), samples_per_insert=self._limiter.samples_per_insert)
 
     def _resolve(self, spec: Any) -> Any:
-        """Return a description if the name is that of a kind, and no sampler is kept under it."""
-        if isinstance(spec, str) and spec in _PLAIN and spec not in self._named:
+        """Return a description if the name is that of a kind."""
+        if isinstance(spec, str) and spec in _PLAIN:
             return _PLAIN[spec].model_validate({"kind": spec})
         return spec
 
@@ -289,42 +314,96 @@ class Drawers:
         spec = self._resolve(spec)
         if isinstance(spec, str):
             _refuse_settings(where, seed, number)
-            named, storage = self.find(spec), self._rb.storage
-            if named.storage is not storage:
-                storage.drain()  # otherwise small batches would become visible a moment later
-            return named.sample(batch_size)
-        buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
-        if isinstance(buffer, SeededReplayBuffer):
-            return buffer.draw(number, batch_size)
-        return buffer.sample(batch_size)
+            storage = self._rb.storage
+            with self._use_named(spec) as named:
+                if named.buffer.storage is not storage:
+                    storage.drain()  # otherwise small batches would become visible a moment later
+                return named.buffer.sample(batch_size)
+        with self._use_buffer(spec, where, seed) as buffer:
+            if isinstance(buffer, SeededReplayBuffer):
+                return buffer.draw(number, batch_size)
+            return buffer.sample(batch_size)
 
-    def _buffer(self, spec: Any, where: str | None, seed: int | None) -> _Drawer:
+    @contextlib.contextmanager
+    def _use_buffer(self, spec: Any, where: str | None, seed: int | None) -> Iterator[_Drawer]:
+        """Yield the buffer that draws with a described sampler, which is made if it is not kept."""
+        spec = Uniform() if spec is None else spec
         key = spec.model_dump_json(), where, seed
+        shared = self._take(self._kept, key)
+        if shared is None:
+            with self._making.use(key) as making, making:
+                shared = self._take(self._kept, key) or self._keep(key, self._make(spec, where, seed))
+        try:
+            yield shared.buffer
+        finally:
+            self._drop(shared)
+
+    @contextlib.contextmanager
+    def _use_named(self, name: str) -> Iterator[_Shared[TensorDictReplayBuffer]]:
+        """Yield a named sampler.
+
+        Raises:
+            NotFoundError: There is no sampler of this name.
+        """
+        shared = self._take(self._named, name)
+        if shared is None:
+            raise self._build_unknown_error(name)
+        try:
+            yield shared
+        finally:
+            self._drop(shared)
+
+    def _take(self, samplers: OrderedDict[Any, _Shared[_Buffer]], key: Any) -> _Shared[_Buffer] | None:
+        """Count a use of a sampler, and return it; None if there is none. The use ends with `_drop`."""
         with self._lock:
-            known = self._kept.get(key)
-            if known is None:
-                sampler = self._sampler(spec, where)
-                storage = self._rb.storage
-                if seed is None:
-                    known = TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-                else:
-                    known = SeededReplayBuffer(storage, sampler, seed=seed)
-                self._kept[key] = known
-                if len(self._kept) > _KEPT:
-                    _, oldest = self._kept.popitem(last=False)
-                    oldest.sampler.detach()
-            self._kept.move_to_end(key)
-            return known
+            shared = samplers.get(key)
+            if shared is not None:
+                shared.users += 1
+                samplers.move_to_end(key)
+            return shared
+
+    def _drop(self, shared: _Shared[Any] | None) -> None:
+        """End a use of a sampler; the last one ends the sampler."""
+        if shared is None:
+            return
+        with self._lock:
+            shared.users -= 1
+            is_last = not shared.users
+        if is_last:
+            shared.end()
+
+    def _keep(self, key: _Wanted, shared: _Shared[_Drawer]) -> _Shared[_Drawer]:
+        """Keep a new sampler in place of the one that was not used for the longest time; count a use."""
+        oldest = None
+        with self._lock:
+            if self._closed:
+                return shared
+            shared.users += 1
+            self._kept[key] = shared
+            if len(self._kept) > _KEPT:
+                _, oldest = self._kept.popitem(last=False)
+        self._drop(oldest)
+        return shared
+
+    def _make(self, spec: Any, where: str | None, seed: int | None) -> _Shared[_Drawer]:
+        sampler, storage = self._sampler(spec, where), self._rb.storage
+        buffer: _Drawer
+        if seed is None:
+            buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
+        else:
+            buffer = SeededReplayBuffer(storage, sampler, seed=seed)
+        return _Shared((spec.model_dump_json(), where, seed), buffer, sampler.detach)
 
     def _sampler(self, spec: Any, where: str | None) -> Sampler:
         sampler: Sampler = spec.make(None if where is None else check_condition(where))
         limit_condition(sampler, self._seconds)
         return sampler
 
+    @contextlib.contextmanager
     def choose(
         self, spec: Any, where: str | None, seed: int, batch_size: int, batches: int
-    ) -> tuple[list[Selection], Sampler]:
-        """Return the rows of some draws without reading or counting them, and the sampler that chose them.
+    ) -> Iterator[tuple[list[Selection], Sampler]]:
+        """Yield the rows of some draws without reading or counting them, and the sampler that chose them.
 
         The rate limiter is not asked, and no other draw changes.
 
@@ -340,13 +419,13 @@ class Drawers:
             NotReadyError: There are too few rows that may be drawn.
         """
         if isinstance(spec, str):
-            if spec not in _PLAIN or spec in self._named:
+            if spec not in _PLAIN:
                 raise Refusal(422, f"sampler {spec[:100]!r} is not the name of a kind without state",
                               hint=f"describe a sampler, or use {', '.join(_PLAIN)}")  # fmt: skip
             spec = _PLAIN[spec].model_validate({"kind": spec})
-        buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
-        assert isinstance(buffer, SeededReplayBuffer), "it has a seed"
-        return [buffer.choose(number, batch_size) for number in range(batches)], buffer.sampler
+        with self._use_buffer(spec, where, seed) as buffer:
+            assert isinstance(buffer, SeededReplayBuffer), "it has a seed"
+            yield [buffer.choose(number, batch_size) for number in range(batches)], buffer.sampler
 
     # -- named samplers --------------------------------------------------------------------------
 
@@ -354,26 +433,50 @@ class Drawers:
         """Make a sampler that all clients share by its name.
 
         Raises:
+            Refusal: 422: the name is that of a kind.
             StateError: There is a different sampler of this name, there are too many named samplers, or a
                 read-only server cannot use this kind.
         """
+        if name in _KINDS:
+            raise Refusal(422, f"{name!r} is a kind of samplers, so no sampler can have this name",
+                          hint="use another name")  # fmt: skip
         wanted = spec.model_dump_json(), where, seed
+        with self._making.use(name) as making, making:
+            if self._is_named(name, wanted):
+                return
+            buffer = self._build(spec, self._sampler(spec, where), seed)
+            is_own = buffer.storage is self._rb.storage
+            shared = _Shared(wanted, buffer, buffer.sampler.detach if is_own else buffer.close)
+            try:
+                with self._lock:
+                    self._check_room()
+                    self._named[name] = shared
+            except StateError:
+                shared.end()
+                raise
+
+    def _is_named(self, name: str, wanted: _Wanted) -> bool:
+        """Return whether there is this sampler; raise StateError if it is different, or cannot be made."""
         with self._lock:
             known = self._named.get(name)
-            if known is not None:
-                if known[0] != wanted:
-                    raise StateError(
-                        f"there is already another sampler {name!r}",
-                        kind="exists",
-                        hint="delete it first, with DELETE",
-                    )
-                return
-            if len(self._named) >= _KEPT:
-                raise StateError(
-                    f"there are already {_KEPT} named samplers", hint="delete one first, with DELETE"
-                )
-            sampler = self._sampler(spec, where)
-            self._named[name] = wanted, self._build(spec, sampler, seed)
+            if known is None:
+                self._check_room()
+                return False
+        if known.wanted != wanted:
+            raise StateError(
+                f"there is already another sampler {name!r}",
+                kind="exists",
+                hint="delete it first, with DELETE",
+            )
+        return True
+
+    def _check_room(self) -> None:
+        if self._closed:
+            raise StateError("the store is closed")
+        if len(self._named) >= _KEPT:
+            raise StateError(
+                f"there are already {_KEPT} named samplers", hint="delete one first, with DELETE"
+            )
 
     def _build(self, spec: Any, sampler: Sampler, seed: int | None) -> TensorDictReplayBuffer:
         storage = self._rb.storage
@@ -389,53 +492,45 @@ class Drawers:
         # Passes belong to this sampler alone: it opens the store as another process would.
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
 
-    def find(self, name: str) -> TensorDictReplayBuffer:
-        """Return the buffer that draws with a named sampler.
-
-        Raises:
-            NotFoundError: There is no sampler of this name.
-        """
-        return self._find(name)[1]
-
-    def _find(self, name: str) -> _Named:
-        known = self._named.get(name)
-        if known is None:
-            raise NotFoundError(
-                f"there is no sampler {name[:120]!r}",
-                hint=f"the named samplers are {', '.join(sorted(self._named))}"
-                if self._named
-                else "no sampler is named yet",
-            )
-        return known
+    def _build_unknown_error(self, name: str) -> NotFoundError:
+        with self._lock:
+            names = ", ".join(sorted(self._named))
+        hint = f"the named samplers are {names}" if names else "no sampler is named yet"
+        return NotFoundError(f"there is no sampler {name[:120]!r}", hint=hint)
 
     def forget(self, name: str) -> None:
-        """Delete a named sampler.
+        """Delete a named sampler; draws that use it end normally.
 
         Raises:
             NotFoundError: There is no sampler of this name.
         """
-        buffer = self.find(name)
         with self._lock:
-            self._named.pop(name, None)
-        if buffer.storage is self._rb.storage:
-            buffer.sampler.detach()
-        else:
-            buffer.close()
+            shared = self._named.pop(name, None)
+        if shared is None:
+            raise self._build_unknown_error(name)
+        self._drop(shared)
 
     def describe(self) -> dict[str, str]:
         """Return the named samplers: name -> description as JSON."""
-        return {name: wanted[0] for name, (wanted, _) in sorted(self._named.items())}
+        with self._lock:
+            return {name: shared.wanted[0] for name, shared in sorted(self._named.items())}
 
     def note_write(self) -> None:
         """Notify the samplers that draw from the same storage that rows were written."""
-        for _, buffer in list(self._named.values()):
-            if buffer.storage is self._rb.storage:
-                buffer.sampler.on_write(_NO_IDS)
+        for shared in list(self._named.values()):
+            if shared.buffer.storage is self._rb.storage:
+                shared.buffer.sampler.on_write(_NO_IDS)
 
     def close(self) -> None:
-        """Close the readers of the store."""
-        for name in list(self._named):
-            self.forget(name)
+        """End all samplers, and close the readers of the store."""
+        with self._lock:
+            self._closed = True
+            dropped: list[_Shared[Any]] = [*self._kept.values(), *self._named.values()]
+            self._kept.clear()
+            self._named.clear()
+        with contextlib.ExitStack() as ends:
+            for shared in dropped:
+                ends.callback(self._drop, shared)
 
 
 def _refuse_settings(*given: object) -> None:

@@ -6,6 +6,7 @@ Used by `expstore serve`. It reads no command line and prints nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import resource
 import signal
@@ -25,11 +26,15 @@ from expstore.api.auth import is_loopback
 from expstore.api.connections import connections_of
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
-from expstore.disk.files import ReadingDisk
-from expstore.errors import NotFoundError, StateError
+from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import NotFoundError, StateError, StorageError
 
 __all__ = ["Listening", "ServerThread", "configure", "run", "serve"]
 
+_log = logging.getLogger("expstore.api")
+#: Lock of the server that writes to the stores of a folder, in this folder.
+_LOCK = ".expstore-server"
 #: Python's thread switch interval.
 _SWITCH_SECONDS = 0.0005
 
@@ -67,7 +72,8 @@ def serve(
     Raises:
         StateError: Other machines could reach the address and there is no token, or the address is in use.
         NotFoundError: There is neither a store nor a folder of stores.
-        LockedError: Another process writes to the store, if a single store is served.
+        LockedError: Another process writes to the store, if a single store is served; or another server that
+            writes serves the folder.
     """
     _check_path(settings)
     run(create_app(settings), settings, host=host, port=port, ready=ready, stopping=stopping)
@@ -96,7 +102,7 @@ def run(
         StateError: Other machines could reach the address and there is no token, or the address is in use.
     """
     listener, listening = _listen(app, settings, host, port)
-    with contextlib.closing(listener), _use_one_thread():
+    with contextlib.closing(listener), _claim(app, settings, listening), _use_one_thread():
         server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
         server.run(sockets=[listener])
 
@@ -132,7 +138,8 @@ class ServerThread:
     Raises:
         StateError: Other machines could reach the address and there is no token, or the address is in use.
         NotFoundError: There is neither a store nor a folder of stores.
-        LockedError: Another process writes to the store, if a single store is served.
+        LockedError: Another process writes to the store, if a single store is served; or another server that
+            writes serves the folder.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class ServerThread:
         self._listener, self.listening = _listen(self._app, settings, host, port)
         self._started, self._failed = threading.Event(), failed
         self._errors: list[BaseException] = []
+        self._settings = settings
         config = configure(self._app, settings)
         self._server = _Server(config, self._app, self._started.set, lambda: None)
         self._thread = threading.Thread(target=self._run, name="expstore-server", daemon=True)
@@ -155,7 +163,7 @@ class ServerThread:
     def _run(self) -> None:
         with contextlib.closing(self._listener):
             try:
-                with _use_one_thread():
+                with _claim(self._app, self._settings, self.listening), _use_one_thread():
                     self._server.run(sockets=[self._listener])
             except BaseException as exc:
                 self._errors.append(exc)
@@ -174,6 +182,37 @@ class ServerThread:
         """Accept no more requests, finish running ones, flush and close the stores."""
         self._server.should_exit = True
         self._thread.join()
+
+
+@contextlib.contextmanager
+def _claim(app: FastAPI, settings: Settings, listening: Listening) -> Iterator[None]:
+    """Keep other servers that write from a folder of stores, and let other processes know the address.
+
+    A single store is locked when it is opened. A lock file in its parent would keep servers of other stores
+    from starting.
+
+    Raises:
+        LockedError: Another server that writes serves the folder; the message names its process and address.
+    """
+    stores = app.state.stores
+    if settings.read_only or not isinstance(stores, Stores):
+        yield
+        return
+    stores.address = listening.url
+    if stores.single:
+        yield
+        return
+    try:
+        lock = WriterLock(Disk(), settings.path / _LOCK)
+    except StorageError as exc:  # stores in a folder that cannot be written can be served nevertheless
+        _log.warning("another server may serve the same folder: %s", exc)
+        yield
+        return
+    try:
+        lock.announce(listening.url)
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
     page.install(app)
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now))
+    app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now, stores.root))
 
     describe = functools.cache(describe_reading)
 
@@ -131,7 +131,7 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
     @app.api_route("/v1/stores/{name}", methods=["GET", "POST"])
     @app.api_route("/v1/stores/{name}/{rest:path}", methods=["GET", "POST"])
     async def forward(request: Request, name: str) -> StreamingResponse:
-        rest = request.scope["path"].removeprefix("/v1/stores/").partition("/")[2]
+        rest = request.path_params.get("rest", "")
         if rest and not {"", ".", ".."}.isdisjoint(rest.split("/")):  # it would lead to another store
             raise Refusal(404, "a part of the path is empty or dots", kind="not_found")
         if request.method == "POST" and rest not in _QUESTIONS:

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
+import numpy as np
 from anyio import CapacityLimiter
 
 import expstore
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.errors import Refusal
+from expstore.api.histograms import times_of
+from expstore.api.per_key import PerKey
 from expstore.api.recent_answers import RecentAnswers
 from expstore.api.samplers import Drawers
 from expstore.api.sessions import Heard
@@ -30,6 +33,7 @@ from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
 
@@ -225,6 +229,14 @@ class Served:
             is_ours = isinstance(exc, ExpStoreError)
             _log.error("store %s was not closed properly: %s", self.name, exc, exc_info=not is_ours)
 
+    def last_write(self) -> float | None:
+        """Return when the newest readable row was written, in seconds since 1970; None: there is no row."""
+        storage = self.rb.storage
+        storage.follow()
+        window = storage.window
+        times = times_of(storage, window.nth(np.arange(window.rows)[-1:]))
+        return float(times[-1]) if times.size else None
+
     @property
     def uuid(self) -> str:
         """The uuid of the store, which it keeps for ever."""
@@ -265,21 +277,34 @@ class Served:
 class Stores:
     """Open stores at their first request.
 
-    Threads: any number may use it.
+    Opening, creating and deleting a store delays only requests for the same name.
+
+    Threads: any number may use it; coroutines belong to one event loop.
 
     Args:
         settings: The server's settings.
+
+    Raises:
+        StateError: Two folders have the same name but for `.exp`.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._lock = threading.Lock()
+        #: Held while the store of a name is opened, created, deleted or closed.
+        self._locks = PerKey(threading.Lock)
+        #: Let one request for a name use a thread; otherwise those that wait would use up the threads.
+        self._queues = PerKey(lambda: CapacityLimiter(1))
         self._open: dict[str, Served] = {}
         self._ending = False
+        #: URL of the server, which other processes that want to write are told; "" if it is unknown.
+        self.address = ""
         #: The streams of events of all stores.
         self.listeners = CapacityLimiter(_LISTENERS)
         self._disk = ReadingDisk()
         self.single = self._is_store(settings.path) or settings.path.suffix == _SUFFIX
+        if not self.single and self._disk.is_dir(settings.path):
+            for name in self.names():
+                self._find(name)
 
     @property
     def root(self) -> Path:
@@ -293,25 +318,61 @@ class Stores:
             return [_name_of(self._settings.path)]
         found = [self.root / name for name in self._disk.names(self.root)]
         return sorted(
-            _name_of(path) for path in found if _NAME.fullmatch(_name_of(path)) and self._is_store(path)
+            {_name_of(path) for path in found if _NAME.fullmatch(_name_of(path)) and self._is_store(path)}
         )
 
-    def find_open(self, name: str) -> Served | None:
-        """Return a store if it is open, otherwise None."""
-        return self._open.get(name)
+    @property
+    def is_ending(self) -> bool:
+        """Whether the server is shutting down, so that no store can be opened."""
+        return self._ending
 
     def get(self, name: str) -> Served:
-        """Return a store; open it if necessary.
+        """Return a store; open it if necessary, which may take minutes after a power failure.
 
         Raises:
             NotFoundError: There is no store of this name.
             LockedError: Another process writes to the store.
         """
-        with self._lock:
-            if name not in self._open:
-                path = self._path(name)
-                self._open[name] = self._open_store(name, path)
-            return self._open[name]
+        with self._lock_name(name):
+            served = self._open.get(name)
+            return self._open_store(name, self._path(name)) if served is None else served
+
+    async def reach(self, name: str) -> Served:
+        """Return a store; open it in a thread if necessary.
+
+        Raises:
+            NotFoundError: There is no store of this name.
+            LockedError: Another process writes to the store.
+        """
+        served = self._open.get(name)
+        if served is not None:
+            return served
+        await anyio.to_thread.run_sync(self._path, name)  # only names of stores get threads of their own
+        return await self.run_queued(name, lambda: self.get(name))
+
+    async def check_readiness(self) -> None:
+        """Open the store of a server with one store; otherwise look for the folder.
+
+        Raises:
+            ExpStoreError: Stores cannot be read, or the server is shutting down.
+        """
+        if self.single:
+            await self.reach(_name_of(self._settings.path))
+        elif not await anyio.to_thread.run_sync(self._disk.is_dir, self.root):
+            raise NotFoundError(f"there is no folder {self.root}")
+        if self._ending:
+            raise Refusal(503, "the server is being shut down")
+
+    async def run_queued(self, name: str, act: Callable[[], _Answer]) -> _Answer:
+        """Run a function that opens, creates or deletes a store in a thread, after others for this name."""
+        with self._queues.use(name) as queue:
+            return await anyio.to_thread.run_sync(act, limiter=queue)
+
+    @contextlib.contextmanager
+    def _lock_name(self, name: str) -> Iterator[None]:
+        """Wait until no other thread opens, creates, deletes or closes this store, and keep them out."""
+        with self._locks.use(name) as lock, lock:
+            yield
 
     def create(self, name: str, options: dict[str, Any]) -> Served:
         """Create a store, and open it.
@@ -326,7 +387,7 @@ class Stores:
         if not _NAME.fullmatch(name) or ".." in name or reserved:
             raise Refusal(400, f"{name[:120]!r} is not a name for a store", kind="name",
                           hint="use at most 100 letters, digits, '.', '_' and '-'")  # fmt: skip
-        with self._lock:
+        with self._lock_name(name):
             if name in self._open or self._find(name) is not None:
                 raise StateError(f"there is already a store {name!r}", kind="exists", hint="use another name")
             path = self.root / f"{name}{_SUFFIX}"
@@ -334,8 +395,7 @@ class Stores:
                 raise StateError(
                     f"{path.name!r} is a link, not a store", kind="exists", hint="use another name"
                 )
-            self._open[name] = self._open_store(name, path, mode="x", **options)
-            return self._open[name]
+            return self._open_store(name, path, mode="x", **options)
 
     async def delete(self, name: str) -> None:
         """Close a store and remove its folder.
@@ -356,11 +416,11 @@ class Stores:
         served = self._open.get(name)
         if served is not None:
             served.retire()
-        await anyio.to_thread.run_sync(self._delete, name, served)
+        await self.run_queued(name, lambda: self._delete(name, served))
 
     def _delete(self, name: str, served: Served | None) -> None:
         disk = Disk()
-        with self._lock:
+        with self._lock_name(name):
             if self._open.get(name) is not served:
                 raise _build_in_use_error(name, "another request opened or deleted it")
             if served is not None:
@@ -388,8 +448,10 @@ class Stores:
         for served in self.open_now():
             try:
                 served.end_silent()
-            except ExpStoreError as exc:
-                _log.error("store %s: sessions could not be ended: %s", served.name, exc)
+            except Exception as exc:
+                is_ours = isinstance(exc, ExpStoreError)
+                text = "store %s: sessions could not be ended: %s"
+                _log.error(text, served.name, exc, exc_info=not is_ours)
 
     def end(self) -> None:
         """Open no more stores, and stop endless streams."""
@@ -400,9 +462,10 @@ class Stores:
     def close(self) -> None:
         """Flush and close all stores; a failure is logged and does not affect the other stores."""
         self.end()
-        with self._lock:
-            for served in self._open.values():
-                served.close()
+        for name in {*self._open, *map(str, self._locks.keys())}:  # those that are being opened, too
+            with self._lock_name(name):
+                if (served := self._open.get(name)) is not None:
+                    served.close()
 
     def _open_store(self, name: str, path: Path, **options: Any) -> Served:
         if self._ending:
@@ -410,7 +473,11 @@ class Stores:
         options.setdefault("mode", "r" if self._settings.read_only else "a")
         limiter = self._settings.limiter()
         rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
-        return Served(name, path, rb, self._settings, limiter)
+        if self.address and isinstance(rb.storage, Store):
+            rb.storage.engine.lock_file.announce(f"{self.address}/{name}")
+        served = self._open[name] = Served(name, path, rb, self._settings, limiter)
+        served.ending = self._ending
+        return served
 
     def _path(self, name: str) -> Path:
         if self.single:
@@ -423,10 +490,20 @@ class Stores:
         return path
 
     def _find(self, name: str) -> Path | None:
-        for path in (self.root / f"{name}{_SUFFIX}", self.root / name):
-            if self._is_store(path):
-                return path
-        return None
+        """Return the folder of a store; None if there is none.
+
+        Raises:
+            StateError: Two folders have this name.
+        """
+        paths = (self.root / f"{name}{_SUFFIX}", self.root / name)
+        found = [path for path in paths if _name_of(path) == name and self._is_store(path)]
+        if len(found) > 1:
+            raise StateError(
+                f"two stores have the name {name!r}: the folders {found[0].name!r} and {found[1].name!r}",
+                kind="exists",
+                hint="rename one of the folders",
+            )
+        return found[0] if found else None
 
     def _is_store(self, path: Path) -> bool:
         """Return whether a path is a store and not a link, which could lead anywhere."""
@@ -445,4 +522,5 @@ def _build_in_use_error(name: str, why: str) -> StateError:
 
 
 def _unknown(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no store {name[:120]!r}", hint="GET /v1/stores lists them")
+    hint = "a store's name does not include .exp" if name.endswith(_SUFFIX) else "GET /v1/stores lists them"
+    return NotFoundError(f"there is no store {name[:120]!r}", hint=hint)

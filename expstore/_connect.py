@@ -93,8 +93,8 @@ def connect(
 
     Args:
         url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
-            their positions in the list. A path, or text that ends in `.json`: the cluster file that lists
-            the shards, which may change while they are used.
+            their positions in the list. A path, or text without `://` that ends in `.json`: the cluster file
+            that lists the shards, which may change while they are used.
         token: The access token; None to send none. A dict from hosts to tokens sends each token only to its
             hosts: `{"a": "...", "*.example.com": "..."}`; "*" stands for all hosts. One token is sent to the
             addresses that you pass. A cluster file's hosts, except this machine, need a dict.
@@ -150,7 +150,7 @@ def connect(
     }  # fmt: skip
     sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p, "rate_limiter": rate_limiter}
     given = {name: value for name, value in sharded.items() if value is not None}
-    if not isinstance(url, str) or url.endswith(_CLUSTER_FILE):
+    if not isinstance(url, str) or (url.endswith(_CLUSTER_FILE) and "://" not in url):
         if prefetch is not None:
             raise ArgumentError(
                 "prefetch is for one store: pass ahead=, the number of batches drawn together"

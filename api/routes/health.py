@@ -5,14 +5,20 @@ Used by orchestrators and by Prometheus.
 
 from __future__ import annotations
 
+import logging
+
 import anyio.to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from expstore.api.dependencies import problems
+from expstore.api.dependencies import Known, problems
+from expstore.api.errors import Refusal
+from expstore.errors import ExpStoreError
 
 router = APIRouter()
+
+_log = logging.getLogger("expstore.api")
 
 
 class Health(BaseModel):
@@ -21,15 +27,6 @@ class Health(BaseModel):
     model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok"}]})
 
     status: str = Field(description="Always `ok`.")
-
-
-class Readiness(BaseModel):
-    """The stores can be read."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"status": "ok", "stores": {"demo": 1000}}]})
-
-    status: str = Field(description="Always `ok`.")
-    stores: dict[str, int] = Field(description="Number of rows of each open store, by name.")
 
 
 @router.get(
@@ -43,15 +40,24 @@ async def healthz() -> Health:
     return Health(status="ok")
 
 
-@router.get("/readyz", tags=["reading"], summary="Check that stores can be read", responses=problems())
-async def readyz(request: Request) -> Readiness:
-    """List open stores, for readiness probes. A server of one store opens it."""
-    stores = request.app.state.stores
-    if stores.single:
-        name = stores.names()[0]
-        served = await anyio.to_thread.run_sync(lambda: stores.get(name))
-        return Readiness(status="ok", stores={name: len(served.rb)})
-    return Readiness(status="ok", stores={served.name: len(served.rb) for served in stores.open_now()})
+@router.get(
+    "/readyz",
+    tags=["open"],
+    summary="Check that stores can be read",
+    responses=problems(400, 429, 503, only=True),
+)
+async def readyz(known: Known) -> Health:
+    """Respond while stores can be read, for readiness probes; 503 otherwise. Needs no token.
+
+    A server of one store opens it, a server of a folder looks for the folder. The answer tells nothing about
+    them; the server's log says why they cannot be read.
+    """
+    try:
+        await known.check_readiness()
+    except ExpStoreError as exc:
+        _log.warning("the server is not ready: %s", exc)
+        raise Refusal(503, "the server is not ready", kind="not_ready", hint="ask again later") from exc
+    return Health(status="ok")
 
 
 @router.get(
@@ -71,6 +77,7 @@ async def readyz(request: Request) -> Readiness:
     },
 )
 async def metrics(request: Request) -> Response:
-    """Return counts and durations of requests, rows and bytes, and the rows of open stores."""
-    text, media_type = request.app.state.metrics.render(request.headers.get("accept", ""))
+    """Return figures of requests, of the disk, of open stores and of the server's process."""
+    render, accept = request.app.state.metrics.render, request.headers.get("accept", "")
+    text, media_type = await anyio.to_thread.run_sync(render, accept)
     return Response(text, media_type=media_type)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import anyio.to_thread
 import torch
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -115,7 +114,7 @@ async def create(stores: Known, name: StoreName, asked: NewStore) -> Created:
         options["schema"] = {
             tuple(key.split(".")): _type_of(key, value) for key, value in asked.fields.items()
         }
-    await anyio.to_thread.run_sync(lambda: stores.create(name, options))
+    await stores.run_queued(name, lambda: stores.create(name, options))
     return Created(name=name)
 
 

@@ -15,6 +15,7 @@ from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.object_storage import list_remote
 from expstore.cli.output import iso_text, print_json, print_versions, size_text
 from expstore.cli.paths import Store, to_local
+from expstore.errors import LockedError
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -56,7 +57,13 @@ def dumps(
     from expstore.storages.snapshots.create import dump
 
     Manifest.load(Disk(), store)  # raises if there is no store: opening must not create one
-    kept = _open(store)
+    try:
+        kept = _open(store)
+    except LockedError as exc:
+        hint = (
+            "let that process make the snapshot: rb.dumps(PATH), or POST /v1/stores/NAME/dumps to its server"
+        )
+        raise LockedError(exc.message, hint=hint) from exc
     try:
         made = dump(kept, path, keep=keep or (None if tag else KEEP), tag=tag)
     finally:

@@ -907,6 +907,10 @@ class Disk:
         """Return the bytes that are free on the disk of `path`."""
         return int(self._look(path, lambda: shutil.disk_usage(path).free))
 
+    def space(self, path: Path) -> int:
+        """Return the size of the disk of `path` in bytes, free or not."""
+        return int(self._look(path, lambda: shutil.disk_usage(path).total))
+
     def boot_id(self) -> bytes:
         """Return 16 bytes that change with every start of the machine."""
         try:
@@ -915,6 +919,14 @@ class Disk:
             # On other systems, use the time at which the machine started.
             started = int((time.time() - time.monotonic()) // 60)
             return hashlib.blake2b(str(started).encode(), digest_size=16).digest()
+
+    def count_threads(self) -> int:
+        """Return the number of threads of this process; except on Linux, of those that Python has started."""
+        try:
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            return threading.active_count()
+        return int(status.split("Threads:")[1].split()[0])
 
     def process_start(self, pid: int) -> float | None:
         """Return the start time of a process of this machine, in seconds since 1970.

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from expstore.core.fork_hooks import call_each
@@ -22,6 +22,8 @@ from expstore.errors import LockedError, StorageError
 __all__ = ["Owner", "WriterLock", "is_locked", "read_owner"]
 
 _LOOKS, _LOOK_SECONDS = 4, 0.005
+#: Size of the text in LOCK, which always overwrites the former text.
+_TEXT_BYTES = 256
 #: How far the clock may have changed between the start of a process and its taking the lock, in seconds.
 _CLOCK_SECONDS = 2.0
 
@@ -36,11 +38,13 @@ class Owner:
         pid: The process id.
         host: The name of its machine.
         since: When it took the lock, in seconds since 1970.
+        address: URL at which it serves what it has locked; "" if it is no server.
     """
 
     pid: int
     host: str
     since: float
+    address: str = ""
 
     @property
     def stamp(self) -> int:
@@ -66,8 +70,9 @@ def read_owner(disk: Disk, path: Path) -> Owner | None:
 def _parse_owner(text: bytes) -> Owner | None:
     try:
         data = json.loads(text)
-        return Owner(int(data["pid"]), str(data["host"]), float(data["since"]))
-    except (ValueError, KeyError, TypeError):
+        address = str(data.get("address", ""))
+        return Owner(int(data["pid"]), str(data["host"]), float(data["since"]), address)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -94,7 +99,7 @@ class WriterLock:
             if not _take(file):
                 raise _build_locked_error(path.parent, file.read(0, 4096))
             self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
-            file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
+            self._sign(file, self.owner)
         except BaseException:
             self._close()  # this releases the locks; otherwise no later attempt could succeed
             raise
@@ -105,6 +110,22 @@ class WriterLock:
     def is_in_place(self) -> bool:
         """Whether the folder that is locked is still at its path."""
         return self._folder.is_at(self._folder.path)
+
+    def announce(self, address: str) -> None:
+        """Tell processes that find the lock taken at which URL this process serves what it has locked.
+
+        Raises:
+            StorageError: LOCK cannot be written.
+        """
+        assert self._file is not None, "the lock is held"
+        self.owner = replace(self.owner, address=address)
+        self._sign(self._file, self.owner)
+
+    def _sign(self, file: File, owner: Owner) -> None:
+        facts = {name: value for name, value in asdict(owner).items() if value != ""}
+        text = json.dumps(facts).encode()
+        if len(text) <= _TEXT_BYTES:  # an address may be of any length, and the text is only for messages
+            file.write(text.ljust(_TEXT_BYTES), 0)
 
     def release(self) -> None:
         """Release the lock."""
@@ -194,10 +215,13 @@ def _build_locked_error(store: Path, text: bytes) -> LockedError:
             f"cannot open {store} for writing: this process ({pid}) has it open since {since}",
             hint="use that buffer, or close() it first",
         )
-    return LockedError(
-        f"cannot open {store} for writing: process {pid} on {host} has it open since {since}",
-        hint="close it there first; mode='r' reads it meanwhile",
-    )
+    message = f"cannot open {store} for writing: process {pid} on {host} has it open since {since}"
+    if owner.address:
+        return LockedError(
+            f"{message}, and serves it at {owner.address}",
+            hint="use that server, or stop it first; mode='r' reads a store meanwhile",
+        )
+    return LockedError(message, hint="close it there first; mode='r' reads it meanwhile")
 
 
 def _forget_in_child() -> None:

@@ -54,6 +54,8 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
     "temp_directory": "",
+    # DuckDB 2 starts 8 threads per database that read remote files ahead; there are no remote files here.
+    **({} if duckdb.__version__.startswith("1.") else {"async_threads": 0}),
 }
 #: A function that reads rows from a relation into an Arrow table.
 Read = Callable[[duckdb.DuckDBPyRelation], Any]

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+import expstore
 from expstore import errors
 from expstore.api import Settings, create_app
 from expstore.api.auth import is_loopback
@@ -22,6 +25,7 @@ from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.openapi import Need, RouteTable
 from expstore.api.rate_limits import Rates
 from expstore.api.request_log import Watch
+from tests.support.asgi import ask
 from tests.support.servers import Serving
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
@@ -70,7 +74,7 @@ def test_no_route_answers_without_its_token(guarded: Serving) -> None:
         routes = [*routes_of(guarded.app), ("GET", "/openapi.json", {}), ("POST", "/nowhere", {})]
         assert len(routes) > 12
         for method, path, _ in routes:
-            if path == "/healthz":
+            if path in ("/healthz", "/readyz"):
                 continue
             for borne in (
                 None, "Bearer wrong", "Bearer", f"Basic {TOKEN.decode()}", TOKEN.decode(),
@@ -126,9 +130,9 @@ def test_every_route_says_who_may_ask(guarded: Serving) -> None:
         )
         assert act.get("tags"), path
     table = RouteTable(lambda: {"paths": {"/new/{it}": {"get": {}, "post": {"tags": ["other"]}}}})
-    assert table.find("GET", "/new/1").need == Need.WRITE
-    assert table.find("POST", "/new/1").need == Need.WRITE
-    assert table.find("POST", "/new/1/2").path == "(none)"
+    assert table.find({"method": "GET", "path": "/new/1"}).need == Need.WRITE
+    assert table.find({"method": "POST", "path": "/new/1"}).need == Need.WRITE
+    assert table.find({"method": "POST", "path": "/new/1/2"}).path == "(none)"
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -140,7 +144,7 @@ def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -
     needs = {0: Need.NOTHING, 1: Need.WRITE, 2: Need.READ}
     for path, acts in app.openapi()["paths"].items():
         for method, act in acts.items():
-            found = table.find(method.upper(), path.replace("{", "").replace("}", ""))
+            found = table.find({"method": method.upper(), "path": path.replace("{", "").replace("}", "")})
             content = set(act.get("requestBody", {}).get("content", {}))
             assert found.path == path
             assert found.need == needs[len(act["security"])]
@@ -358,7 +362,7 @@ def test_figures_are_counted(tmp_path: Path) -> None:
         client.post("/v1/stores/run/sample/stream", json={"batch_size": 7, "batches": 3})
         client.get("/v1/stores/other")
         client.request("BREW", "/v1/coffee")
-        answer = client.get("/metrics")
+        answer, summary = client.get("/metrics"), client.get("/v1/stores/run/summary").json()
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     found = {
         (one.name, frozenset(one.labels.items())): one.value
@@ -385,8 +389,61 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert {name for name, _ in found} == {
         *(f"expstore_request_seconds_{part}" for part in ("bucket", "count", "sum")),
         *(f"expstore_{what}_total" for what in ("bytes_in", "bytes_out", "requests", "rows_in", "rows_out")),
-        "expstore_requests_in_flight", "expstore_store_rows", "expstore_stores_open",
+        "expstore_requests_in_flight", "expstore_stores_open", "expstore_disk_free_bytes",
+        "expstore_disk_size_bytes", "process_threads", "process_open_fds", "process_max_fds",
+        "process_resident_memory_bytes", "process_virtual_memory_bytes", "process_cpu_seconds_total",
+        "process_start_time_seconds",
+        *(f"expstore_store_{what}" for what in ("rows", "bytes", "last_write_timestamp_seconds")),
     }  # fmt: skip
+    assert abs(value("expstore_store_last_write_timestamp_seconds", store="run") - time.time()) < 600
+    assert value("expstore_store_bytes", store="run") == summary["bytes"] > 0
+    assert 0 < value("expstore_disk_free_bytes") < value("expstore_disk_size_bytes")
+    assert value("process_threads") >= threading.active_count()
+    assert value("process_open_fds") > 3
+    assert value("process_resident_memory_bytes") > 1 << 24
+
+
+def test_figures_of_stores_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    app = create_app(Settings(path=tmp_path))
+
+    async def check(client: httpx.AsyncClient) -> tuple[str, str]:
+        for name in "ab":
+            await client.put(f"/v1/stores/{name}", json={"fields": {"x": "int64"}})
+        empty = (await client.get("/metrics")).text
+        app.state.stores.open_now()[0].rb.close()
+        return empty, (await client.get("/metrics")).text
+
+    empty, closed = ask(app, check)
+    assert 'expstore_store_bytes{store="a"}' in empty
+    assert "expstore_store_last_write_timestamp_seconds{" not in empty  # there are no rows
+    assert 'expstore_store_bytes{store="b"}' in closed
+    assert "expstore_disk_free_bytes" in closed
+    app.state.stores.close()
+
+
+def test_readiness_needs_no_token_and_tells_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Probes of orchestrators have no token."""
+    folder, store = tmp_path / "runs", tmp_path / "secret.exp"
+    folder.mkdir()
+    with expstore.open(store, schema={"x": "int64"}) as rb:
+        apps = [create_app(Settings(path=path, token=TOKEN)) for path in (folder, store)]
+
+        async def check(client: httpx.AsyncClient) -> tuple[int, Any]:
+            answer = await client.get("/readyz")
+            assert "secret" not in answer.text
+            assert str(tmp_path) not in answer.text
+            return answer.status_code, answer.json()
+
+        ready, locked = (ask(app, check) for app in apps)
+        assert ready == (200, {"status": "ok"})
+        assert (locked[0], locked[1]["error"]["kind"]) == (503, "not_ready")
+        assert "secret.exp" in caplog.text
+        rb.close()
+    assert ask(apps[1], check) == (200, {"status": "ok"})
+    folder.rmdir()
+    assert ask(apps[0], check)[0] == 503
+    apps[1].state.stores.close()
+    assert ask(apps[1], check)[0] == 503  # it is shutting down
 
 
 def test_figures_come_in_the_format_that_is_preferred(tmp_path: Path) -> None:

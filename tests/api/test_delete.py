@@ -102,7 +102,7 @@ def test_a_store_in_use_is_kept(client: httpx.Client, server: Serving) -> None:
 
 def test_a_waiting_request_is_a_use(client: httpx.Client, server: Serving) -> None:
     client.put(RUN, json={"fields": {"x": "int64"}}).raise_for_status()
-    served = server.app.state.stores.find_open("run")
+    (served,) = server.app.state.stores.open_now()
     found: list[httpx.Response] = []
     began = threading.Event()
 

@@ -57,11 +57,30 @@ def test_json_is_taken_as_it_is_meant(client: httpx.Client) -> None:
     assert client.post("/v1/stores/run/add", json=row).json()["first_id"] == 1
     read = client.post("/v1/stores/run/rows", json={"ids": [1]}, headers={"Accept": "application/json"})
     assert read.json()["rows"] == {"x": [[1.0, 2.5]], "n": [7], "next.reward": [0.5], "index": [0], "id": [1]}
-    for bad in ({"n": [300]}, {"n": [1.5]}, {"n": [True]}, {"x": [[1]]}, {"x": [["a", "b"]]}, {"x": 3}):
+    for bad in ({"n": [300]}, {"n": [1.5]}, {"n": [True]}, {"x": [[1]]}, {"x": [["a", "b"]]}, {"x": 3},
+                {"x": [[True, 2]]}, {"x": [[0.5, False]]}):  # fmt: skip
         refused = client.post("/v1/stores/run/add", json=row | bad)
         assert refused.status_code == 422, (bad, refused.text)
         assert refused.json()["error"]["kind"] == "schema"
     assert client.get("/v1/stores/run").json()["rows"] == 1
+
+
+def test_json_values_of_different_types_are_refused(client: httpx.Client) -> None:
+    """NumPy would make one type of them: a 1 of a true."""
+    fields = {"whole": "int64", "real": "float64", "flag": "bool", "grid": ["int32", [2, 2]]}
+    for name, (dtype, good, bad) in {
+        "whole": ("int64", [[1, 2]], [[True, 2], [2, True], [True, False], [1.0, 2], [1, None], [1, "2"]]),
+        "real": ("float64", [[1, 2.5], [1, 2]], [[True, 2.5], [1, False], [True, False]]),
+        "flag": ("bool", [[True, False]], [[True, 0], [1, False], [0, 1], [1.0, True]]),
+        "grid": ("int32", [[[[1, 2], [3, 4]]]], [[[[1, 2], [3, True]]], [[[1, 2], [3, 4.0]]]]),
+    }.items():
+        shaped = {"x": fields[name]}
+        client.put(f"/v1/stores/{name}", json={"fields": shaped}).raise_for_status()
+        for values in bad:
+            refused = client.post(f"/v1/stores/{name}/extend", json={"x": values})
+            assert (refused.status_code, refused.json()["error"]["kind"]) == (422, "schema"), (dtype, values)
+        for values in good:
+            assert client.post(f"/v1/stores/{name}/extend", json={"x": values}).status_code == 200, values
 
 
 def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Path) -> None:

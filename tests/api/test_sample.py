@@ -57,14 +57,25 @@ def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) ->
         assert drawn == [rb.sample(32)["id"].tolist() for _ in range(3)]
 
 
-def test_a_sampler_is_named_for_its_defaults_until_one_is_kept_under_the_name(client: httpx.Client) -> None:
+def test_a_sampler_is_named_for_its_defaults(client: httpx.Client) -> None:
     post_rows(client, 60).raise_for_status()
     ours = sample(client, batch_size=9, seed=1, draw=0, sampler="prioritized")
     theirs = sample(client, batch_size=9, seed=1, draw=0, sampler={"kind": "prioritized"})
     assert ours["id"].tolist() == theirs["id"].tolist()
-    kept = {"sampler": {"kind": "without_replacement", "shuffle": False}}
-    client.put(f"{RUN}/samplers/prioritized", json=kept).raise_for_status()
-    assert sample(client, batch_size=9, sampler="prioritized")["id"].tolist() == [*range(1, 10)]
+
+
+def test_no_named_sampler_has_the_name_of_a_kind(client: httpx.Client) -> None:
+    """Otherwise a client that means the kind would draw with another client's sampler."""
+    post_rows(client, 60).raise_for_status()
+    document = client.get("/openapi.json").json()["components"]["schemas"]["NamedSampler"]
+    kinds = [*document["properties"]["sampler"]["discriminator"]["mapping"]]
+    assert len(kinds) == 9
+    body = {"sampler": {"kind": "without_replacement", "shuffle": False}}
+    for kind in kinds:
+        refused = client.put(f"{RUN}/samplers/{kind}", json=body)
+        assert (refused.status_code, refused.json()["error"]["kind"]) == (422, "request"), kind
+    assert client.get(f"{RUN}/samplers").json() == {"samplers": {}}
+    client.put(f"{RUN}/samplers/uniform_", json=body).raise_for_status()
 
 
 @pytest.mark.some(2)

@@ -16,7 +16,9 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
+from expstore.api.server import ServerThread
 from expstore.cli.app import run
+from expstore.errors import LockedError
 from expstore.wire.stream import END
 from tests.support.arrow_bodies import ACCEPT_ARROW
 from tests.support.batches import numbered_rows
@@ -100,7 +102,7 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
         url = said.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/v1/stores").status_code == 401
         borne = {"Authorization": "Bearer secret-1"}
-        assert httpx.get(f"{url}/readyz", headers=borne).json()["stores"] == {"run": 10}
+        assert httpx.get(f"{url}/v1/stores/run", headers=borne).json()["rows"] == 10
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=PATIENCE)
     assert (child.returncode, out) == (0, "")
@@ -238,3 +240,58 @@ def test_answers_wait_for_nothing(tmp_path: Path) -> None:
             times.append(time.perf_counter() - started)
     # A head that waits for the acknowledgement of what was sent before takes 40 ms, each time.
     assert min(times) < 0.03
+
+
+@pytest.mark.slow
+def test_others_that_want_to_write_are_told_who_serves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second server of a folder, one of a store that is open, and `expstore dumps`."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    build_store(folder / "run.exp")
+    with serving(folder) as (child, told):
+        url, who = told["listening"], f"process {child.pid} on "
+        code, error = refusal(capsys, folder, "--port", 0)
+        assert (code, error["kind"]) == (3, "locked")
+        assert error["message"].startswith(f"cannot open {folder} for writing: {who}")
+        assert error["message"].endswith(f"and serves it at {url}")
+        assert httpx.get(f"{url}/v1/stores/run").status_code == 200  # opens the store
+        code, error = refusal(capsys, folder / "run.exp", "--port", 0)
+        assert (code, error["kind"]) == (3, "locked")
+        assert error["message"].endswith(f"and serves it at {url}/run")
+        assert run(["dumps", str(folder / "run.exp"), str(tmp_path / "backup"), "--json"]) == 3
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["message"].endswith(f"and serves it at {url}/run")
+        assert "POST /v1/stores/NAME/dumps" in error["hint"]
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE) == 0
+    settings = Settings(path=folder)
+    server = ServerThread(settings, host="127.0.0.1", port=0)  # the folder is free again
+    try:
+        with pytest.raises(LockedError, match="this process"):
+            ServerThread(settings, host="127.0.0.1", port=0)
+        ServerThread(Settings(path=folder, read_only=True), host="127.0.0.1", port=0).stop()
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_clients_that_have_gone_leave_few_threads(tmp_path: Path) -> None:
+    """Each database of DuckDB 2 starts eight threads by default: of the index, and of every condition."""
+    rows = {"x": list(range(200))}
+    with serving(tmp_path) as (_, told):
+        for client_id in range(3):
+            with httpx.Client(base_url=told["listening"], timeout=PATIENCE) as client:
+                for name in "ab":
+                    run_url = f"/v1/stores/{name}"
+                    client.put(run_url, json={"fields": {"x": "int64"}})
+                    headers = {"X-Session": f"actor-{client_id}"}
+                    assert client.post(f"{run_url}/extend", json=rows, headers=headers).is_success
+                    sampled = {"batch_size": 8, "where": f"x > {client_id}", "seed": client_id}
+                    assert client.post(f"{run_url}/sample", json=sampled).is_success
+                    assert client.get(f"{run_url}/summary").is_success
+                    assert client.post(f"{run_url}/session/end", headers=headers).is_success
+        text = httpx.get(f"{told['listening']}/metrics").text
+        (threads,) = [line.split()[1] for line in text.splitlines() if line.startswith("process_threads ")]
+    assert float(threads) <= 40

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from expstore.disk.files import Disk, File, _to_error
-from expstore.disk.writer_lock import WriterLock, is_locked
+from expstore.disk.writer_lock import WriterLock, is_locked, read_owner
 from expstore.errors import LockedError, StateError, StorageError
 
 KEEP_OPEN = """
 import sys
 from pathlib import Path
 from expstore.disk.files import Disk, File, _to_error
-from expstore.disk.writer_lock import WriterLock, is_locked
+from expstore.disk.writer_lock import WriterLock, is_locked, read_owner
 lock = WriterLock(Disk(), Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -84,6 +84,25 @@ def test_a_text_that_explains_nothing_still_locks(tmp_path: Path) -> None:
         (tmp_path / "LOCK").write_bytes(text)
         with pytest.raises(LockedError, match="another process has it open"):
             take(tmp_path)
+    lock.release()
+
+
+def test_the_address_of_a_server_is_named(tmp_path: Path) -> None:
+    lock, path = take(tmp_path), tmp_path / "LOCK"
+    lock.announce("http://trainer:8420/demo")
+    owner = read_owner(Disk(), path)
+    assert owner is not None
+    assert (owner.address, path.stat().st_size) == ("http://trainer:8420/demo", 256)
+    lock.announce(f"http://{'x' * 300}/demo")  # too long for the text, which stays as it is
+    assert read_owner(Disk(), path) == owner
+    path.write_text(json.dumps({"pid": 1, "host": "other", "since": 0, "address": owner.address}))
+    with pytest.raises(LockedError, match="process 1 on other .*, and serves it at http://trainer:8420/demo"):
+        take(tmp_path)
+    lock.release()
+    lock = take(tmp_path)  # by a process that is no server
+    owner = read_owner(Disk(), path)
+    assert owner is not None
+    assert owner.address == ""
     lock.release()
 
 

@@ -95,6 +95,18 @@ def same(one: TensorDict, other: TensorDict) -> bool:
     return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
 
 
+def test_a_store_may_have_the_name_of_a_file(server: Serving, folder: Path, tmp_path: Path) -> None:
+    """An address that ends in .json is no cluster file."""
+    expstore.open(folder / "run.json.exp", mode="x", schema={"x": "int64"}).close()
+    with expstore.connect(f"{server.url}/run.json") as rb:
+        assert isinstance(rb, RemoteReplayBuffer)
+        assert len(rb) == 0
+    with pytest.raises(ArgumentError, match="is not the address of a store"):
+        expstore.connect("s3://bucket/run.json")
+    with pytest.raises(NotFoundError):
+        expstore.connect(str(tmp_path / "run.json"))  # a path is
+
+
 def test_arrays_are_stored_and_returned(server: Serving, name: str) -> None:
     """Dicts of arrays, lists of such rows and Arrow tables are stored; batches come as dicts of arrays."""
     rb = connect(server, name, batch_size=8, seed=1)

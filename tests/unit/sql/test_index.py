@@ -36,7 +36,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.sql.index import Column, Delta, Index, Position, Relations
+from expstore.sql.index import CONFIG, Column, Delta, Index, Position, Relations
 from tests.support import warm_processes
 from tests.support.batches import closing_factory, transitions
 
@@ -1356,3 +1356,12 @@ def test_meta_is_there_from_the_first_query(tmp_path: Path) -> None:
         assert facts(rb) == expected
     with expstore.open(tmp_path / "x.exp") as rb:
         assert facts(rb) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_database_starts_no_threads_that_a_store_does_not_need() -> None:
+    """DuckDB 2 starts eight for remote files, per database: an open store and each `where=` have one."""
+    before = set(os.listdir("/proc/self/task"))
+    with duckdb.connect(":memory:", config={**CONFIG, "threads": "1"}) as con:
+        con.execute("SELECT sum(x) FROM range(1000) AS t(x)").fetchall()
+        assert set(os.listdir("/proc/self/task")) <= before
