@@ -20,7 +20,6 @@ from expstore.core.arguments import check_whole
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
-from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
@@ -69,9 +68,6 @@ class Storage(ReadView):
     Raises:
         ArgumentError: The capacity or `ndim` is less than 1.
     """
-
-    #: TorchRL's attribute: `dumps` has one format.
-    checkpointer = VoidAttribute()
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.indexing import append_rows, layout_of, prepare
+from expstore.storages.indexing import add_new_fields, append_rows, layout_of, prepare
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
@@ -123,10 +123,11 @@ class Writer(ABC):
         storage = None if self._storage is None else self._storage()
         if storage is None:
             raise StateError("the writer has no storage", hint="call register_storage(storage) first")
+        self.check()
+        batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
+        add_new_fields(storage, batch)
         with storage.locks.extend, storage.lock:
             writable = storage.writer()
-            self.check()
-            batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
             if batch.count == 0:
                 raise StateError("extend() of a writer got no rows", hint="pass at least one row")
             if writable.schema is None:
