@@ -167,6 +167,18 @@ class Writer(ABC):
         found = storage.geometry.generations_at(numbers.cpu().numpy().astype(np.int64), storage.window)
         return torch.from_numpy(found).to(numbers.device)
 
+    @property
+    def _cursor(self) -> int:
+        """Index of the next row that is appended, under TorchRL's name; 0 without a storage.
+
+        If `ndim` is larger than 1, it is the next step of time.
+        """
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            return 0
+        geometry = storage.geometry
+        return int(geometry.index_of(np.array([storage.last + 1]))[0]) // geometry.lanes
+
     def check(self) -> None:
         """Raise StateError if the writer lets no rows be written or removed."""
 

@@ -304,3 +304,17 @@ def test_rows_that_do_not_fit_add_no_field(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"columns.add\(name, fill"):
         disk.extend(rows)
     disk.close()
+
+
+@pytest.mark.parametrize("count", [0, 3, 10, 13, 25])
+def test_private_names_that_programs_read(tmp_path: Path, count: int) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
+        if count:
+            rb.extend(numbers(0, min(count, 9)))
+        for number in range(9, count):
+            rb.add(numbers(number, 1)[0])
+        tell(rb._writer._cursor, rb._writer is rb.writer, rb._sampler is rb.sampler)
+        tell(rb._storage is rb.storage)
+
+    same(program, tmp_path)
