@@ -185,9 +185,7 @@ class ReplayBufferEnsemble:
                     hint="transform the members instead, or use a collate_fn whose parts have one shape",
                 )
             with batch.unlock_():
-                for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
-                    if key != "id":
-                        batch.set(key, repeat_along_dims(info.get(key), batch))
+                batch.update(repeat_along_dims(info.exclude("id"), batch))
         found = (batch, info) if return_info else batch
         return to_arrays(found) if (self._as_numpy if as_numpy is None else as_numpy) else found
 

@@ -119,15 +119,19 @@ class StoredRows:
                 f"rb[{index!r}] = would set parts of rows",
                 hint="rb[rows] = rows, or set_at_()",
             )
+        storage.writer()
+        ids, shape = self._index.find(index)
+        if self._batches.transform.transforms:
+            data = self._ingest.invert(data, len(shape), single=shape == ())
+            if data is None:
+                return
+        # The shape of the index counts here, not time and lanes.
+        layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
+        batch = self._ingest.read_columns(data, layout, single=shape == ())
+        if batch.count == ids.size:
+            self._ingest.add_new_fields(storage, batch)
         with storage.lock:
-            writer = storage.writer()
-            ids, shape = self._index.find(index)
-            if self._batches.transform.transforms:
-                data = self._ingest.invert(data, len(shape), single=shape == ())
-            if data is not None:
-                # The shape of the index counts here, not time and lanes.
-                layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
-                replace_rows(writer, ids, self._ingest.read_columns(data, layout, single=shape == ()))
+            replace_rows(storage.writer(), self._index.find(index)[0], batch)
 
     def by_id(self, ids: Any) -> TensorDictBase:
         """Return rows by id; see `ReplayBuffer.by_id`."""

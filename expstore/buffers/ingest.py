@@ -38,7 +38,7 @@ from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
-from expstore.storages.indexing import layout_of, prepare
+from expstore.storages.indexing import add_new_fields, layout_of, prepare
 from expstore.storages.read_view import ReadView, keys_for
 from expstore.storages.sessions import end_stream, warn_once
 from expstore.transforms import Compose
@@ -343,6 +343,9 @@ class Ingest(StorePart):
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
         """Write a batch; return the index, or id, of each row. The rate limiter has been asked."""
+        if batch.arranged is None:
+            self.writer.check()
+            self.add_new_fields(storage, batch)
         with storage.locks.extend, storage.lock:
             writable, key = storage.writer(), options.key
             self.writer.check()
@@ -384,6 +387,16 @@ class Ingest(StorePart):
             sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if options.return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else _spread(numbers, kept)
+
+    def add_new_fields(self, storage: ReadView, batch: Batch) -> None:
+        """Add the fields of a batch that a storage of TorchRL's kind in RAM lacks; the caller holds no lock.
+
+        Raises:
+            SchemaError: The batch does not fit the storage; nothing was changed.
+            StateError: Rows cannot be written.
+        """
+        if add_new_fields(storage, batch):
+            self._sampling.drop_prefetched()
 
     @property
     def is_limited(self) -> bool:

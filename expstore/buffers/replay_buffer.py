@@ -1123,6 +1123,11 @@ class ReplayBuffer:
         return self._ingest.writer
 
     @property
+    def _writer(self) -> Writer:
+        """The writer, under the name by which programs written for TorchRL read it."""
+        return self._ingest.writer
+
+    @property
     def _limiter(self) -> RateLimiter | None:
         """The rate limiter, which a collector opens while its workers end."""
         return self._sampling.limiter

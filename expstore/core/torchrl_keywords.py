@@ -28,6 +28,7 @@ __all__ = [
     "TENSOR_STORAGE",
     "VOID",
     "WRITER",
+    "VoidAttribute",
     "VoidKeyword",
     "check_keywords",
 ]
@@ -151,6 +152,31 @@ STREAMING_SLICES = ("cache_values", "compile", "use_gpu")
 SLICES_WITHOUT_REPLACEMENT = ("compile", "ends", "trajectories", "use_gpu")
 PRIORITIZED_SLICES = (*SLICES_WITHOUT_REPLACEMENT, "cache_values")
 SLICES = (*PRIORITIZED_SLICES, "fragmented", "step_key")
+
+
+class VoidAttribute:
+    """An attribute of TorchRL's class that has no effect here: assigning another value is refused.
+
+    Args:
+        value: Its value.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        self._value = value
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self._value
+
+    def __set__(self, instance: object, value: Any) -> None:
+        void = VOID[self._name]
+        if not void.accepts(value):
+            raise ArgumentError(
+                f"the {self._name} of a {type(instance).__name__} cannot be set to {value!r}: {void.reason}; "
+                "leave the assignment out"
+            )
 
 
 def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ...]) -> None:

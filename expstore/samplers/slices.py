@@ -18,6 +18,7 @@ from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
@@ -282,6 +283,11 @@ class SliceSampler(SlicingNames, Sampler):
         return (
             f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r}{given})"
         )
+
+
+# As in TorchRL, all of these are SliceSamplers; `SliceSampler(replacement=False)` constructs the first.
+SliceSampler.register(SliceSamplerWithoutReplacement)
+SliceSampler.register(PrioritizedSliceSampler)
 
 
 def _lengths(runs: Runs) -> IntArray:

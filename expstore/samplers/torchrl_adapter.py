@@ -57,9 +57,16 @@ def unwrap(sampler: Sampler) -> Any:
 
 
 def _takes_generator(sampler: Sampler) -> bool:
-    """Return whether `sample` takes a generator, unlike in torchrl."""
+    """Return whether `sample` takes a generator, unlike in torchrl. `*args` and `**keywords` do not count."""
     parameters = inspect.signature(sampler.sample).parameters
-    return "generator" in parameters or len(parameters) > 2
+    kinds = [one.kind for one in parameters.values()]
+    return (
+        "generator" in parameters
+        or sum(
+            kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for kind in kinds
+        )
+        > 2
+    )
 
 
 class AdaptedSampler(Sampler):
@@ -98,10 +105,28 @@ class AdaptedSampler(Sampler):
         """Whether the object draws whole slices of steps."""
         return bool(getattr(self.sampler, "windowed", False))
 
+    def attach(self, storage: ReadView) -> None:
+        """Attach the sampler to a storage, and an object that is a `Sampler`, too.
+
+        Raises:
+            QueryError: The object's filter names a field that the storage does not have.
+        """
+        super().attach(storage)
+        if isinstance(self.sampler, Sampler):
+            self.sampler.attach(storage)
+
+    def detach(self) -> None:
+        """Stop evaluating the filter of an object that is a `Sampler`."""
+        super().detach()
+        if isinstance(self.sampler, Sampler):
+            self.sampler.detach()
+
     @property
     def prioritized(self) -> bool:  # type: ignore[override]
-        """Whether the object draws by priority: it has `update_priority`."""
-        return is_written(self.sampler, "update_priority")
+        """Whether the object draws by priority: it says so, or it has `update_priority`."""
+        return bool(getattr(self.sampler, "prioritized", False)) or is_written(
+            self.sampler, "update_priority"
+        )
 
     @property
     def ran_out(self) -> bool:
@@ -151,6 +176,8 @@ class AdaptedSampler(Sampler):
 
     def reduce(self, priorities: Array) -> Array:
         """Return one priority per row, the largest. Shapes `(n, ...)` in, `(n,)` out."""
+        if isinstance(self.sampler, Sampler):
+            return self.sampler.reduce(priorities)
         if priorities.ndim > 1:
             priorities = priorities.reshape(len(priorities), -1).max(1)
         return priorities.reshape(-1)

@@ -27,6 +27,7 @@ class RowTraits:
         whole: Whether a row is one object, in the field `DATA`, instead of a set of tensors.
         stack_dim: The dim along which rows that are TensorDicts of any shapes are stacked; None returns them
             as a list.
+        grows: Whether written rows with fields that the storage lacks add the fields.
         row_class: The tensorclass of the rows; None if it is unknown, or if the rows are not tensorclasses.
     """
 
@@ -34,6 +35,7 @@ class RowTraits:
     objects: bool = False
     whole: bool = False
     stack_dim: int | None = None
+    grows: bool = False
     row_class: type | None = None
 
     def check(self, schema: Schema, kind: str) -> None:

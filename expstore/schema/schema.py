@@ -301,6 +301,8 @@ class Schema:
         if not (unknown or missing):
             return
         hint = f"the store has {self!r}"
+        if unknown:
+            hint += "; rb.columns.add(name, fill=...) adds a field"
         later = [key_name(key) for key in missing if key in self.late]
         if later:
             hint += f"; {', '.join(map(repr, later))} was added later, without a default: give it"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from expstore.core.members import Members
+from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.errors import ArgumentError
 
 __all__ = ["StorageEnsemble"]
@@ -33,6 +34,8 @@ class StorageEnsemble(Members):
         2
     """
 
+    #: TorchRL's attribute: `dumps` has one format.
+    checkpointer = VoidAttribute()
     _word = "storages"
 
     def __init__(self, *storages: Any, transforms: Sequence[Any] | None = None) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OVERTAKEN",
     "PATIENCE",
+    "add_new_fields",
     "append",
     "append_rows",
     "contains",
@@ -278,9 +279,11 @@ def put(storage: Storage, index: Any, data: Any, *, appends: bool = True) -> Non
 
     index = _plain(index)
     single = not isinstance(index, (slice, tuple)) and np.ndim(index) == 0
+    storage.writer()
+    batch = take(data, layout_of(storage, 0), single=single)
+    add_new_fields(storage, batch)
     with storage.lock:
         storage.writer()
-        batch = take(data, layout_of(storage, 0), single=single)
         new = _next_rows(storage, index, batch) if appends else None
         if new is None:
             replace_rows(storage, find(storage, index)[0], batch)
@@ -407,6 +410,43 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
     check_form(batch, storage.schema)
     storage.geometry.check_dims(batch.dims)
     return storage.schema
+
+
+def add_new_fields(storage: ReadView, batch: Batch) -> bool:
+    """Add the fields of a batch that the storage lacks, if storages of this kind do so; return whether.
+
+    Rows that exist get zeros, and so do later rows without the field. Nothing is changed unless the batch
+    fits the storage with the fields. The caller holds no lock of the storage.
+
+    Raises:
+        SchemaError: The batch does not fit, or a field cannot be added.
+        StateError: The storage cannot be written.
+    """
+    known = storage.schema
+    if known is None or not storage.row_traits.grows or batch.arranged is not None:
+        return False
+    new = [place for place, key in enumerate(batch.keys) if key not in known]
+    if not new or storage.settings.specs():
+        return False
+    from expstore.data.containers import check_form
+    from expstore.storages.new_field import NewField, check_new_field
+
+    check_form(batch, known)
+    fields, grown = storage.writer().fields, known
+    found = Schema.infer(batch.signature(), batch.form)
+    added = []
+    for place in new:
+        entry = found[batch.keys[place]]
+        check_new_field(storage, entry)
+        zero = np.zeros(entry.shape, entry.numpy_dtype)
+        grown = grown.grow(entry, zero)
+        added.append(NewField(entry=entry, default=zero, fill=zero))
+    batch.select_columns(grown)
+    if fields is None:
+        return False
+    for new_field in added:
+        fields.add(new_field)
+    return True
 
 
 def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:

@@ -26,8 +26,8 @@ from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.engine.backfill import Filler, Reshaping, check_going, check_new_field, places_without
-from expstore.storages.new_field import NewField
+from expstore.storages.engine.backfill import Filler, Reshaping, check_going, places_without
+from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.portable_storage import PortableStorage

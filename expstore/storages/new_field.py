@@ -1,17 +1,24 @@
 """A field that is added to a storage with existing rows.
 
-Used by storages and `expstore.storages.engine.backfill`. A plain data container.
+Used by storages and `expstore.storages.engine.backfill`. It computes and writes no values.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from expstore.core.values import Array, IntArray
-from expstore.schema.schema import Field
+from expstore.core.values import Array, IntArray, key_name
+from expstore.errors import SchemaError, StateError
+from expstore.schema.schema import DTYPES, OBJECT, Field
+from expstore.storages.read_view import keys_for
 
-__all__ = ["Compute", "NewField", "Progress"]
+if TYPE_CHECKING:
+    from expstore.storages.read_view import ReadView
+
+__all__ = ["Compute", "NewField", "Progress", "check_new_field", "inner_dims"]
 
 #: Gets ids of rows; returns the ids of those that still exist, ascending, and their values. Shapes `(n,)` and
 #: `(n, *row shape)`.
@@ -41,3 +48,51 @@ class NewField:
     rows: int = 4096
     specs: str = ""
     progress: Progress | None = None
+
+
+def check_new_field(storage: ReadView, entry: Field) -> None:
+    """Check that a storage can get another field.
+
+    Raises:
+        SchemaError: Rows are not TensorDicts, episodes would be split by the field, or its values cannot be
+            stored.
+        StateError: The store has no rows yet, or its rows are objects.
+    """
+    schema, name = storage.require_schema(), key_name(entry.key)
+    if storage.row_traits.whole:
+        raise StateError(f"a {type(storage).__name__} stores rows as objects, which have no fields")
+    if entry.key in schema:
+        raise SchemaError(f"there is a field {name!r} already: {schema[entry.key]}", hint="drop it first")
+    if entry.dtype not in DTYPES or entry.dtype == OBJECT:
+        raise SchemaError(
+            f"field {name!r} has dtype {entry.dtype}, but an added field must have a fixed size",
+            hint="use a fixed-size dtype",
+        )
+    inner = inner_dims(schema.form)
+    if inner is None:
+        raise SchemaError(
+            f"rows of this store are not TensorDicts: field {name!r} cannot be added",
+            hint="create a store of TensorDicts",
+        )
+    if entry.shape[: len(inner)] != inner:
+        raise SchemaError(
+            f"each row has batch dims {list(inner)}, but field {name!r} has shape {list(entry.shape)}",
+            hint=f"use the shape {[*inner, '...']}",
+        )
+    if keys_for(storage, schema.grow(entry, None)) != storage.keys:
+        raise SchemaError(
+            f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
+            hint="use another name",
+        )
+
+
+def inner_dims(form: str) -> tuple[int, ...] | None:
+    """Return the batch dims of each row; None if rows are not TensorDicts.
+
+    Args:
+        form: The schema's form, as JSON.
+    """
+    data = json.loads(form or "{}")
+    if set(data) - {"batch_size", "names", "nested"}:
+        return None
+    return tuple(data.get("batch_size", ()))

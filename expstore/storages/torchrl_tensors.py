@@ -6,6 +6,7 @@ Apart from the arguments, these classes are `MemoryStorage`. They use no files.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class TensorStorage(MemoryStorage):
         tensor(1)
     """
 
+    row_traits = replace(MemoryStorage.row_traits, grows=True)
     #: Whether the rows that are being appended become the columns themselves.
     _uses_rows = False
 
@@ -110,6 +112,9 @@ class TensorStorage(MemoryStorage):
 
 class LazyTensorStorage(TensorStorage):
     """Store rows of tensors in RAM; the first rows determine the fields.
+
+    Later rows with more fields add them, with zeros in all rows without, as `rb.columns.add(name, fill=0)`.
+    A storage with specs refuses such rows.
 
     Threads: one writes at a time, any number read. Processes: a forked child has its own copy. Crashes:
     nothing survives the process; `expstore.open` creates a store that does.

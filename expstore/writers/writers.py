@@ -28,7 +28,7 @@ from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.indexing import append_rows, layout_of, prepare
+from expstore.storages.indexing import add_new_fields, append_rows, layout_of, prepare
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
@@ -123,10 +123,11 @@ class Writer(ABC):
         storage = None if self._storage is None else self._storage()
         if storage is None:
             raise StateError("the writer has no storage", hint="call register_storage(storage) first")
+        self.check()
+        batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
+        add_new_fields(storage, batch)
         with storage.locks.extend, storage.lock:
             writable = storage.writer()
-            self.check()
-            batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
             if batch.count == 0:
                 raise StateError("extend() of a writer got no rows", hint="pass at least one row")
             if writable.schema is None:
@@ -165,6 +166,18 @@ class Writer(ABC):
             return torch.full(numbers.shape, -1, dtype=torch.int64, device=numbers.device)
         found = storage.geometry.generations_at(numbers.cpu().numpy().astype(np.int64), storage.window)
         return torch.from_numpy(found).to(numbers.device)
+
+    @property
+    def _cursor(self) -> int:
+        """Index of the next row that is appended, under TorchRL's name; 0 without a storage.
+
+        If `ndim` is larger than 1, it is the next step of time.
+        """
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            return 0
+        geometry = storage.geometry
+        return int(geometry.index_of(np.array([storage.last + 1]))[0]) // geometry.lanes
 
     def check(self) -> None:
         """Raise StateError if the writer lets no rows be written or removed."""

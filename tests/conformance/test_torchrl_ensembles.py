@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 from torchrl.envs import RenameTransform
 
 from tests.support.batches import whole_trajectories
-from tests.support.torchrl_pair import Teller, numbers, same
+from tests.support.torchrl_pair import OURS, Teller, numbers, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*end-of-episode:UserWarning")
 
@@ -273,3 +274,40 @@ def test_trajectories_of_data(tmp_path: Path) -> None:
         tell(sorted(predicate.required_keys()), sorted((lib.traj.total_reward > 1.0).required_keys()))
 
     same(program, tmp_path)
+
+
+def slices(lib: Any, sampler: Any) -> Any:
+    """Return a buffer with four trajectories of ten steps, the last of five."""
+    rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(100), sampler=sampler, batch_size=12)
+    x = torch.arange(35)
+    ends = ((x % 10 == 9) | (x == 34))[:, None]
+    following = {"x": x + 1, "reward": torch.ones(35, 1), "done": ends, "terminated": ends}
+    rb.extend(TensorDict({"x": x, "collector": {"traj_ids": x // 10}, "next": following}, [35]))
+    return rb
+
+
+@pytest.mark.parametrize("p", [None, [0.5, 0.5]])
+def test_slices_keep_the_fields_beside_their_flags(tmp_path: Path, p: list[float] | None) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        parts = [slices(lib, lib.SliceSampler(slice_len=6)) for _ in range(2)]
+        rb = lib.ReplayBufferEnsemble(*parts, p=p, sample_from_all=p is None, batch_size=24)
+        batch = rb.sample()
+        tell(sorted(batch.keys(True, True), key=str))
+        tell(bool((batch["next", "x"] == batch["x"] + 1).all()), batch["next", "truncated"].shape)
+
+    same(program, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: OURS.PrioritizedSliceSampler(100, 0.7, 0.5, slice_len=4),
+        lambda: OURS.SliceSampler(slice_len=6, strict_length=False, pad_output=True),
+    ],
+)
+def test_an_ensemble_has_every_field_of_its_members(sampler: Callable[[], Any]) -> None:
+    # TorchRL's ensemble fails with padded slices.
+    parts = [slices(OURS, sampler()) for _ in range(2)]
+    batch = OURS.ReplayBufferEnsemble(*parts, sample_from_all=True, batch_size=24).sample()
+    lost = set(parts[0].sample().keys(True, True)) - set(batch.keys(True, True))
+    assert lost <= {"index", "id"}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
-from tests.support.torchrl_pair import Teller, same
+from expstore.errors import SchemaError, StateError
+from tests.support.torchrl_pair import OURS, Teller, numbers, same
 
 LAZY = ("LazyTensorStorage", "LazyMemmapStorage")
 
@@ -258,5 +259,62 @@ def test_dumps_are_loaded(tmp_path: Path, kind: str) -> None:
         other.loads(place)
         tell(len(other), other.write_count, other[:].exclude("index"), other.sample().shape)
         tell(other.extend(formats(2)["tensordict"]), other[:]["a"])
+
+    same(program, tmp_path)
+
+
+@pytest.mark.parametrize("act", ["extend", "write_all", "rows"])
+def test_fields_that_written_rows_have_more_are_added(tmp_path: Path, act: str) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
+        rb.extend(numbers(0, 6))
+        more = rb[:] if act != "extend" else numbers(6, 2)
+        more = more.exclude("index").set("value", more["x"] + 1.0).set(("deep", "z"), more["x"])
+        if act == "extend":
+            rb.extend(more)
+        elif act == "write_all":
+            rb.write_all(more)
+        else:
+            rb[:3] = more[:3]
+        tell(rb[:].exclude("index"))
+        tell("value" in rb.sample())
+
+    same(program, tmp_path)
+
+
+def test_rows_that_do_not_fit_add_no_field(tmp_path: Path) -> None:
+    rb = OURS.TensorDictReplayBuffer(storage=OURS.LazyTensorStorage(10), batch_size=4)
+    rb.extend(numbers(0, 6))
+    rows = numbers(6, 2).set("value", torch.ones(2))
+    for wrong in (rows.exclude("x"), rows.clone().set("x", torch.ones(2, 3))):
+        with pytest.raises(SchemaError):
+            rb.extend(wrong)
+        with pytest.raises(SchemaError):
+            rb[:2] = wrong
+    with pytest.raises(SchemaError, match="cannot replace 3 rows by 2"):
+        rb[:3] = rows
+    rb.set_writer(OURS.ImmutableDatasetWriter())
+    with pytest.raises(StateError, match="doesn't allow writing"):
+        rb.extend(rows)
+    assert "value" not in rb[:]
+    rb.storage.set(torch.arange(2), rows)
+    assert rb["value"].tolist() == [1, 1, 0, 0, 0, 0]
+    disk = OURS.TensorDictReplayBuffer(storage=OURS.LazyMemmapStorage(10, scratch_dir=tmp_path / "s"))
+    disk.extend(numbers(0, 6))
+    with pytest.raises(SchemaError, match=r"columns.add\(name, fill"):
+        disk.extend(rows)
+    disk.close()
+
+
+@pytest.mark.parametrize("count", [0, 3, 10, 13, 25])
+def test_private_names_that_programs_read(tmp_path: Path, count: int) -> None:
+    def program(lib: Any, tell: Teller) -> None:
+        rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
+        if count:
+            rb.extend(numbers(0, min(count, 9)))
+        for number in range(9, count):
+            rb.add(numbers(number, 1)[0])
+        tell(rb._writer._cursor, rb._writer is rb.writer, rb._sampler is rb.sampler)
+        tell(rb._storage is rb.storage)
 
     same(program, tmp_path)

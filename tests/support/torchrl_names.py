@@ -149,7 +149,7 @@ REASONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         _MEMBERS,
     ),
     (_STORAGES, ("attach",), "a buffer attaches its parts itself"),
-    (_STORAGES, ("checkpointer",), "`dumps` has one format"),
+    (("Storage",), ("checkpointer",), "`dumps` has one format"),
     (_STORAGES, ("flatten",), "rows of several dims are found by `geometry`; reading them copies anyway"),
     (
         _STORAGES,

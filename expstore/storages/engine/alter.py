@@ -19,7 +19,7 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
-from expstore.storages.engine.backfill import Filler, check_going, check_new_field, places_without
+from expstore.storages.engine.backfill import Filler, check_going, places_without
 from expstore.storages.format.layout import refuse_objects
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
@@ -32,7 +32,7 @@ from expstore.storages.format.pending_swap import (
     finish_late,
 )
 from expstore.storages.format.zarr_metadata import make_metadata
-from expstore.storages.new_field import NewField
+from expstore.storages.new_field import NewField, check_new_field
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store

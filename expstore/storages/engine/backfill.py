@@ -6,7 +6,6 @@ that were changed meanwhile, are filled while writes are blocked. The caller dec
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +17,12 @@ import numpy as np
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
-from expstore.schema.schema import DTYPES, OBJECT, Field
-from expstore.storages.new_field import NewField
-from expstore.storages.read_view import keys_for
+from expstore.storages.new_field import NewField, inner_dims
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Filler", "Reshaping", "check_going", "check_new_field"]
+__all__ = ["Filler", "Reshaping", "check_going"]
 
 #: The most rows, and approximate bytes, computed at a time.
 _ROWS, _BYTES = 4096, 8 << 20
@@ -148,42 +145,6 @@ class Reshaping:
                 self._inside = False
 
 
-def check_new_field(storage: ReadView, entry: Field) -> None:
-    """Check that a storage can get another field.
-
-    Raises:
-        SchemaError: Rows are not TensorDicts, episodes would be split by the field, or its values cannot be
-            stored.
-        StateError: The store has no rows yet, or its rows are objects.
-    """
-    schema, name = storage.require_schema(), key_name(entry.key)
-    if storage.row_traits.whole:
-        raise StateError(f"a {type(storage).__name__} stores rows as objects, which have no fields")
-    if entry.key in schema:
-        raise SchemaError(f"there is a field {name!r} already: {schema[entry.key]}", hint="drop it first")
-    if entry.dtype not in DTYPES or entry.dtype == OBJECT:
-        raise SchemaError(
-            f"field {name!r} has dtype {entry.dtype}, but an added field must have a fixed size",
-            hint="use a fixed-size dtype",
-        )
-    inner = inner_dims(schema.form)
-    if inner is None:
-        raise SchemaError(
-            f"rows of this store are not TensorDicts: field {name!r} cannot be added",
-            hint="create a store of TensorDicts",
-        )
-    if entry.shape[: len(inner)] != inner:
-        raise SchemaError(
-            f"each row has batch dims {list(inner)}, but field {name!r} has shape {list(entry.shape)}",
-            hint=f"use the shape {[*inner, '...']}",
-        )
-    if keys_for(storage, schema.grow(entry, None)) != storage.keys:
-        raise SchemaError(
-            f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
-            hint="use another name",
-        )
-
-
 def check_going(storage: ReadView, key: Key) -> None:
     """Check that a field can be dropped from a storage.
 
@@ -208,18 +169,6 @@ def check_going(storage: ReadView, key: Key) -> None:
             f"rows are ranked by {name!r}: it cannot be dropped", hint="set another writer first"
         )
     schema.without(key)
-
-
-def inner_dims(form: str) -> tuple[int, ...] | None:
-    """Return the batch dims of each row; None if rows are not TensorDicts.
-
-    Args:
-        form: The schema's form, as JSON.
-    """
-    data = json.loads(form or "{}")
-    if set(data) - {"batch_size", "names", "nested"}:
-        return None
-    return tuple(data.get("batch_size", ()))
 
 
 def places_without(count: int, place: int) -> Sequence[int]:

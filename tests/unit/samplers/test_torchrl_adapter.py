@@ -329,3 +329,33 @@ def test_samplers_without_that_variant_refuse_it() -> None:
 def test_a_samplers_signature_is_its_own() -> None:
     assert list(inspect.signature(RandomSampler).parameters) == ["where", "weight"]
     assert "slice_len" in inspect.signature(SliceSampler).parameters
+
+
+class Warm(PrioritizedSampler):
+    """As a user of torchrl extends a sampler: whatever arguments come, more info out."""
+
+    def sample(self, storage: Any, batch_size: int, *more: Any) -> Any:
+        index, info = super().sample(storage, batch_size, *more)
+        return index, info | {"temperature": 3.0}
+
+
+def test_a_subclass_that_adds_to_the_info_keeps_its_kind_of_draw() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(10), sampler=Warm(10, 1.0, 1.0), batch_size=4, priority_key="p"
+    )
+    rows = numbered_rows(6).set("p", torch.tensor([0.0, 0, 0, 0, 0, 1]))
+    rb.extend(rows)
+    batch, info = rb.sample(return_info=True)
+    assert info["temperature"] == 3.0
+    assert batch["index"].tolist() == [5] * 4  # by the priorities that came with the rows
+    rb.update_priority(torch.arange(6), torch.tensor([1.0, 0, 0, 0, 0, 0]))
+    assert rb.sample()["index"].tolist() == [0] * 4
+
+
+def test_every_sampler_of_slices_is_a_slice_sampler() -> None:
+    # Without sum trees TorchRL's prioritized sampler cannot be constructed: compare the classes.
+    for name in ("SliceSamplerWithoutReplacement", "PrioritizedSliceSampler", "StreamingSliceSampler"):
+        assert issubclass(getattr(expstore, name), SliceSampler), name
+        assert issubclass(getattr(theirs, name), theirs.SliceSampler), name
+    assert isinstance(SliceSampler(slice_len=5, replacement=False), SliceSampler)
+    assert not isinstance(RandomSampler(), SliceSampler)
