@@ -490,7 +490,7 @@ class Stores:
         return path
 
     def _find(self, name: str) -> Path | None:
-        """Return the folder of a store; None if there is none.
+        """Return the folder of a store; None if it does not exist.
 
         Raises:
             StateError: Two folders have this name.

@@ -64,5 +64,7 @@ def read_tokens(path: Path | None, hosts: list[str] | None) -> str | dict[str, s
     if not hosts:
         return token
     if token is None:
-        raise ArgumentError("--token-host names who gets a token, and there is none", hint="add --token-file")
+        raise ArgumentError(
+            "--token-host names who gets a token, but no token was given", hint="add --token-file"
+        )
     return dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"], token)

@@ -1,6 +1,6 @@
 """Convert what parsing damaged or forged content raises to one error of expstore.
 
-Checksums find bytes that changed by accident. Content that somebody else wrote may have a matching checksum
+Checksums find bytes that changed by accident. Forged content may have a matching checksum
 and values that no version of expstore writes; the parsers raise many kinds of errors for those.
 """
 

@@ -711,7 +711,8 @@ class Disk:
             reopened = [file for file in groups if file.fd < 0]
             groups = [file for file in groups if file.fd >= 0]
             # Each return from a sync takes the GIL for a moment; a few groups take it less often.
-            acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in range(_SYNC_GROUPS)]
+            starts = range(min(_SYNC_GROUPS, len(groups)))
+            acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in starts]
             acts += [file.sync for file in reopened]
         else:
             acts = [file.sync for file in groups]

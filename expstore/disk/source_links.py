@@ -15,7 +15,7 @@ from expstore.errors import StorageError
 
 __all__ = ["check_links"]
 
-#: A repository in the cache of Hugging Face: files of `snapshots/REVISION` are links to `blobs` beside it.
+#: A repository in the cache of Hugging Face: files of `snapshots/REVISION` are links to its `blobs`.
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 
 

@@ -39,7 +39,7 @@ SYNONYMS: Mapping[Key, tuple[str, ...]] = {
         *("new_obs", "obs_next", "observations_next", "observation_next", "obs2"),
     ),
     ("info",): ("infos", "info"),
-    # d3rlpy 1.x marks every end by episode_terminals, beside terminals.
+    # d3rlpy 1.x marks every end by episode_terminals, and some by terminals, too.
     ("next", "done"): ("dones", "done", "episode_terminals"),
     EPISODE: ("episode", "episodes", "episode_id", "episode_ids", "eps_id"),
 }
@@ -96,7 +96,7 @@ def name_fields(paths: Sequence[Key], given: Mapping[str, str]) -> dict[Key, Key
 
     Names of the table are understood at the top of the file and in a group `next`, in any case. A name at the
     top keeps its meaning of TorchRL's layout, a value of the state before the step, if `next` has the value
-    after it: `done` beside `next.done` is the field `done`.
+    after it: with `next.done` in the file, `done` is the field `done`.
 
     Args:
         paths: The paths: groups, then the name.

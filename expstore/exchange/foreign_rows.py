@@ -93,7 +93,7 @@ class RowPlan:
     Args:
         columns: All columns of the file.
         sources: The fields with the columns that they are read from.
-        ids: Position of the column with the ids of episodes; None: there is none.
+        ids: Position of the column with the ids of episodes, or None.
         names: The columns that become fields of another name, and their fields; "" for ids that are not
             stored with the rows.
         notes: Descriptions of what is left out.
@@ -318,7 +318,7 @@ def rows_differ(first: Array, second: Array) -> Array:
 
 @dataclass(slots=True)
 class _Last:
-    """The last row of an episode that may go on: its episode and step, and its value of the step counter."""
+    """The last row of an episode that may continue: episode, step, and value of the step counter."""
 
     episode: int
     step: int

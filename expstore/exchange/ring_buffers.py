@@ -60,7 +60,7 @@ def tianshou_lanes(facts: Mapping[str, Any], rows: int) -> Lanes:
     """Return the filled rows of a buffer of Tianshou.
 
     Args:
-        facts: The attributes and arrays beside the group `_meta`, by name.
+        facts: The attributes and arrays of the file outside of `_meta`, by name.
         rows: Number of rows of the arrays.
 
     Raises:

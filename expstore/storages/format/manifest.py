@@ -269,7 +269,7 @@ def _parse(packed: bytes, name: str) -> tuple[int, dict[str, Any]]:
 def _values_of(data: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a manifest from the JSON of the current format.
 
-    The checksum says that nobody changed the text by accident, not that the values make sense: this is the
+    The checksum says that the text was not changed by accident, not that the values make sense: this is the
     only place that checks their types and ranges.
     """
     for name, is_valid in _CHECKS.items():

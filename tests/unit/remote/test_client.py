@@ -510,7 +510,7 @@ def test_a_connection_moves_with_its_session(server: Serving, name: str) -> None
         proxy.cut()
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(rb.extend, batch_of(5, 5), source="actor")
-            connection.move(Address(server.url, name))
+            connection.move(Address(server.url, name), None)
             assert written.result(30).tolist() == list(range(6, 11))
         assert rb.sql("SELECT count(*) FROM episodes").fetchone() == (1,)
         with pytest.raises(ValueError, match="same scheme"):
@@ -759,7 +759,7 @@ def test_values_of_numpy_and_dates_are_sent(server: Serving, name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"token": 5}, "token must be a string, got a int"),
+        ({"token": 5}, "token must be a string or a mapping of hosts, got a int"),
         ({"timeout": "x"}, "timeout must be a number above 0, got 'x'"),
         ({"device": "cuba"}, "batches cannot be returned on device 'cuba': .*; leave device out"),
     ],
