@@ -354,7 +354,7 @@ class Drawers:
             self._drop(shared)
 
     def _take(self, samplers: OrderedDict[Any, _Shared[_Buffer]], key: Any) -> _Shared[_Buffer] | None:
-        """Count a use of a sampler, and return it, or None if it does not exist. The use ends with `_drop`."""
+        """Count a use of a sampler, and return it; None if it is unknown. The use ends with `_drop`."""
         with self._lock:
             shared = samplers.get(key)
             if shared is not None:
