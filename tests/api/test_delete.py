@@ -240,5 +240,5 @@ def test_a_killed_server_deletes_for_good(tmp_path: Path) -> None:
         assert delete(client).status_code == 200
         child.kill()
         child.wait(60)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".expstore-server"]  # the lock of the server
     assert create_app(Settings(path=tmp_path)).state.stores.names() == []

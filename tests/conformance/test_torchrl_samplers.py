@@ -76,7 +76,7 @@ def test_rows_are_consumed(tmp_path: Path) -> None:
         tell(len(first), len(rb), bool((first == info["index"]).all()))
         second = rb.sample()
         tell(len(second), len(rb), sorted(torch.cat([first, second]).tolist()))
-        tell.fails(rb.sample, "Cannot sample from an empty storage")
+        tell.fails(rb.sample, "Cannot sample")
         rb.extend(list(torch.arange(10, 12)))
         tell(len(rb), sorted(rb.sample(10).tolist()), len(rb))
         twice = lib.ReplayBuffer(storage=lib.ListStorage(4), batch_size=4, consume_after_n_samples=2)
