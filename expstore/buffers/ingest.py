@@ -344,6 +344,7 @@ class Ingest(StorePart):
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
         """Write a batch; return the index, or id, of each row. The rate limiter has been asked."""
         if batch.arranged is None:
+            storage.writer()
             self.writer.check()
             self.add_new_fields(storage, batch)
         with storage.locks.extend, storage.lock:

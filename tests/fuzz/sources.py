@@ -423,7 +423,8 @@ def _make_hdf5(folder: Path) -> None:
     with h5py.File(folder / "flat.hdf5", "w") as file:
         for name, values in arrays.items():
             file.create_dataset(name, data=values, chunks=(20, *values.shape[1:]), compression="gzip")
-        file["metadata/algorithm"] = "sac"
+        # Of a fixed length: libhdf5 1.14 itself never ends with some forged heaps of variable-length text.
+        file["metadata/algorithm"] = np.bytes_("sac")
     with h5py.File(folder / "episodes.hdf5", "w") as file:
         for number in range(3):
             group = file.create_group(f"data/demo_{number}")
@@ -432,7 +433,7 @@ def _make_hdf5(folder: Path) -> None:
             for name in ("actions", "rewards"):
                 group[name] = arrays[name][:20]
             group["dones"] = arrays["terminals"][:20]
-        file["data"].attrs["env_args"] = "{}"
+        file["data"].attrs["env_args"] = np.bytes_("{}")
         file["link"] = h5py.SoftLink("/data/demo_0")
 
 

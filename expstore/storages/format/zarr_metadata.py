@@ -16,6 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
@@ -186,7 +187,7 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
         path = folder / group / "zarr.json"
         try:
             fits = _read_json(disk, path)["node_type"] == "group"
-        except (ValueError, KeyError, TypeError) as exc:
+        except INVALID as exc:
             raise CorruptionError(f"{path} cannot be read: {exc}") from exc
         if not fits:
             raise CorruptionError(f"{path} does not describe a group")
@@ -219,7 +220,7 @@ def read_packing(disk: Disk, folder: Path, entry: Field) -> Packing | None:
         rows = int(inner["chunk_shape"][0])
         packing = Packing.of(inner["codecs"], rows=rows, shard=int(shard), shares="shared" in about)
         fits = tuple(rest) == entry.shape and data["data_type"] == entry.numpy_dtype.name
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits:
         raise CorruptionError(f"{path} does not describe a column of {entry}")
@@ -246,7 +247,7 @@ def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
         fits = data["node_type"] == "array" and tuple(rest) == entry.shape and rows % CHUNK_ROWS == 0
         fits = fits and keys["name"] == "default" and layout.separator in ("/", ".")
         fits = fits and data["data_type"] == entry.numpy_dtype.name and data["shape"][1:] == rest
-    except (ValueError, KeyError, TypeError, IndexError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"{path} cannot be read: {exc}") from exc
     if not fits or rows < 1:
         raise CorruptionError(f"{path} does not describe a column of {entry}")

@@ -138,7 +138,7 @@ def test_rows_that_are_not_returned_do_not_count() -> None:
     rb.sample(5)
     assert len(rb.sample(5)["x"]) == 1
     assert limiter.describe()["sampled"] == 6
-    with pytest.raises(NotReadyError, match="empty storage"):
+    with pytest.raises(NotReadyError, match="none is left"):
         rb.sample(2)
     assert limiter.describe()["sampled"] == 6
     with pytest.raises(expstore.SchemaError):
