@@ -248,11 +248,6 @@ class _Reader:
             if plain == ABOUT and not shape and kind.kind == "U":
                 self.about = str(np.frombuffer(part.read(), kind).reshape(shape)[()])
             elif not shape:
-                if kind.hasobject:
-                    raise SchemaError(
-                        f"{plain!r} in {path} is a pickled object, which is not read",
-                        hint="save its arrays instead: numpy.savez(path, **arrays)",
-                    )
                 if kind.kind in "biuf":
                     self.scalars[plain] = float(np.frombuffer(part.read(kind.itemsize), kind)[0])
                 single.append(plain)
@@ -263,6 +258,11 @@ class _Reader:
                 self.columns.append(Column(key, kind, shape[1:]))
                 self.lengths.append(shape[0])
                 self._names[key] = name
+        if single and not any(column.dtype.kind in "biuf" for column in self.columns):
+            raise SchemaError(
+                f"{path} has no array of numbers with a row per step, and pickled objects are not read",
+                hint="save the arrays themselves: numpy.savez(path, **arrays)",
+            )
         rows = max(self.lengths, default=0)
         self.lanes: Lanes = [] if self.about else find_lanes(self.scalars, rows)
         self.notes += describe_lanes(self.lanes, single)
@@ -283,6 +283,11 @@ class _Reader:
         """Return rows, from row `first` of the file."""
         found = []
         for column in wanted:
+            if column.dtype.hasobject:
+                raise SchemaError(
+                    f"{column.name!r} holds Python objects, which are never unpickled",
+                    hint=f"leave it out with --map {column.name}=",
+                )
             part, row = self._parts.get(column.path, (None, 0))
             if part is None or first < row:
                 part, row = self._begin(self._names[column.path])[2], 0

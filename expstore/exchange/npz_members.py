@@ -53,8 +53,8 @@ def read_header(part: Any, size: int, what: str) -> tuple[tuple[int, ...], bool,
         Shape, whether it is in Fortran order, and dtype.
 
     Raises:
-        StorageError: The header is damaged, or its shape needs more bytes than the member has.
-        SchemaError: The array holds objects.
+        StorageError: The header is damaged, or its shape needs more bytes than the member has. The size of
+            objects, which are pickled, is not checked.
     """
     try:
         version = np.lib.format.read_magic(part)
@@ -65,9 +65,7 @@ def read_header(part: Any, size: int, what: str) -> tuple[tuple[int, ...], bool,
         raise
     except (*INVALID, tokenize.TokenError, zipfile.BadZipFile) as exc:
         raise StorageError(f"cannot read {what}: {exc}") from exc
-    if dtype.hasobject:
-        raise SchemaError(f"{what} holds Python objects, which are never unpickled")
-    needed = math.prod(shape) * dtype.itemsize if is_valid else -1
+    needed = math.prod(shape) * (0 if dtype.hasobject else dtype.itemsize) if is_valid else -1
     if not 0 <= needed <= size - part.tell():
         raise StorageError(
             f"{what} claims the shape {list(shape)} of {dtype}, but has {size - part.tell():,} bytes"
@@ -90,6 +88,8 @@ def read_npz(path: Path) -> dict[str, Array]:
                 with file.open(member) as part:
                     what = f"{member.filename!r} in {path}"
                     shape, fortran, dtype = read_header(part, member.file_size, what)
+                    if dtype.hasobject:
+                        raise SchemaError(f"{what} holds Python objects, which are never unpickled")
                     values = np.frombuffer(bytearray(part.read(math.prod(shape) * dtype.itemsize)), dtype)
                     order = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
                     found[member.filename.removesuffix(".npy")] = order
