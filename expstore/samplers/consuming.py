@@ -126,7 +126,7 @@ class ConsumingSampler(Sampler):
         if not len(storage):
             return super().build_no_rows_error(storage)
         times = "once" if self._limit == 1 else f"{self._limit} times"
-        which = "" if self.filter is None else " that matches where"
+        which = "" if self.filter is None else " of its where="
         return NotReadyError(
             f"Cannot sample: {type(self).__name__} returns each row{which} {times}, and none is left",
             hint="extend() the buffer, or set a sampler with a larger max_sample_count",

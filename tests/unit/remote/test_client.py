@@ -514,7 +514,7 @@ def test_a_connection_moves_with_its_session(server: Serving, name: str) -> None
             assert written.result(30).tolist() == list(range(6, 11))
         assert rb.sql("SELECT count(*) FROM episodes").fetchone() == (1,)
         with pytest.raises(ValueError, match="same scheme"):
-            connection.move(Address("https://127.0.0.1", name))
+            connection.move(Address("https://127.0.0.1", name), None)
         rb.close()
 
 
@@ -687,7 +687,7 @@ def test_writers_notice_new_fields(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as local:
         local.columns.add("y", fill=0.0, dtype="float64")
     with Serving(Settings(path=tmp_path)) as server:
-        rb._connection.move(Address.of(f"{server.url}/run"))
+        rb._connection.move(Address.of(f"{server.url}/run"), None)
         reader = table_of("x", "y").to_reader()
         assert rb.extend(reader).tolist() == [9, 10, 11]
         with pytest.raises(SchemaError, match="column 'z' is not a field"):
