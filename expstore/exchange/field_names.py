@@ -112,12 +112,12 @@ def name_fields(paths: Sequence[Key], given: Mapping[str, str]) -> dict[Key, Key
     given = _find_names(given, paths)
     found: dict[Key, Key | None] = {}
     for path in paths:
-        mapped, ours = _mapped(path, given)
+        mapped, ours = _find_mapping(path, given)
         found[path] = ours if mapped else _by_table(path, _FIELDS)
     fields = set(found.values())
     after = {key for path, key in found.items() if path[0] == "next"}
     for path, key in found.items():
-        if path[0] == "next" or key is None or _mapped(path, given)[0]:
+        if path[0] == "next" or key is None or _find_mapping(path, given)[0]:
             continue
         if key in after or (key in FLAGS and after.intersection(FLAGS)):
             found[path] = path  # TorchRL's layout: the value before the step
@@ -129,7 +129,7 @@ def name_fields(paths: Sequence[Key], given: Mapping[str, str]) -> dict[Key, Key
     return found
 
 
-def _mapped(path: Key, given: Mapping[str, str]) -> tuple[bool, Key | None]:
+def _find_mapping(path: Key, given: Mapping[str, str]) -> tuple[bool, Key | None]:
     """Return whether the user mapped a path, and its field."""
     for length in range(len(path), 0, -1):
         name = "/".join(path[:length])
