@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.parsing import parsing
+from expstore.core.parsing import check_number, parsing
 from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
@@ -229,6 +229,11 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
             faults.append((path, 0, "its first record cannot be read"))
             continue
         base, salt, _ = first
+        try:
+            length, is_opening = _read_base(base)
+        except CorruptionError as exc:
+            faults.append((path, 0, exc.message))
+            continue
         found: tuple[Record, int, int] | None = first
         end, sequence = 0, base.sequence - 1
         while found is not None and found[0].sequence == sequence + 1:
@@ -240,18 +245,29 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
         rest = data[end:].lstrip(b"\0")
         if rest:
             faults.append((path, len(data) - len(rest), "the last record is followed by other bytes"))
-        if len(data) < base.json()["bytes"]:
-            faults.append((path, len(data), f"it is cut off, {base.json()['bytes']} bytes are expected"))
-        if base.json().get("opening"):
+        if len(data) < length:
+            faults.append((path, len(data), f"it is cut off, {length} bytes are expected"))
+        if is_opening:
             break
     return faults
+
+
+def _read_base(record: Record) -> tuple[int, bool]:
+    """Return the length of a segment, bytes, and whether it begins an opening, from its first record.
+
+    Raises:
+        CorruptionError: The record is forged.
+    """
+    with parsing("the first record"):
+        facts = record.json()
+        return check_number("bytes", facts["bytes"]), bool(facts.get("opening"))
 
 
 def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
     """Remove a segment's contents from a byte on, and all segments after it; sync the folder."""
     data = disk.read_whole(path)
     base = parse_record(data, 0, None)
-    length = max(len(data), 0 if base is None else base[0].json()["bytes"])
+    length = max(len(data), 0 if base is None else _read_base(base[0])[0])
     disk.write_whole(path, data[:at].ljust(length, b"\0"))
     for name in disk.names(folder):
         if name.isdigit() and int(name) > int(path.name):
