@@ -784,5 +784,5 @@ def test_when_all_rows_that_match_were_drawn_the_error_says_so(store_path: Path)
     with expstore.open(store_path, batch_size=4, sampler=ConsumingSampler(where="number < 2")) as rb:
         rb.extend(numbered_rows(4))
         assert sorted(rb.sample()["number"].tolist()) == [0, 1]
-        with pytest.raises(NotReadyError, match="each row that matches where once, and none is left"):
+        with pytest.raises(NotReadyError, match="each row of its where= once, and none is left"):
             rb.sample()
