@@ -189,7 +189,7 @@ def fill_flat(
     if about:
         return _fill_exported(reader, about, target, capacity, progress, tell, disk)
     plan = plan_rows(reader.columns, given)
-    rows = _check_lengths([(reader.columns[place], reader.lengths[place]) for place in plan.wanted])
+    rows = _check_lengths([(reader.columns[place], reader.lengths[place]) for place in plan.positions])
     notes = [*reader.notes, *plan.notes]
     tell(notes)
     with new_store(disk, target, capacity) as filler:
@@ -197,8 +197,8 @@ def fill_flat(
         size, done = piece_rows(plan.schema.row_bytes), 0
 
         def read(first: int, count: int) -> dict[int, Array]:
-            values = reader.read([reader.columns[place] for place in plan.wanted], first, count)
-            return dict(zip(plan.wanted, values, strict=True))
+            values = reader.read([reader.columns[place] for place in plan.positions], first, count)
+            return dict(zip(plan.positions, values, strict=True))
 
         lanes = reader.lanes
         if not lanes:

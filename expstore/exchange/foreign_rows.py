@@ -111,7 +111,7 @@ class RowPlan:
         return Schema([source.field for source in self.sources])
 
     @property
-    def wanted(self) -> list[int]:
+    def positions(self) -> list[int]:
         """The positions of the columns that are read, in ascending order."""
         found = {place for source in self.sources for place in source.columns}
         return sorted(found if self.ids is None else {*found, self.ids})

@@ -21,7 +21,7 @@ SECRET = b"TOPSECRET-0123456789abcdef-private-key" * 20
 
 
 def write(path: Path, change: Callable[[h5py.File, Path], Any]) -> Path:
-    """Write 40 rows with D4RL's names, and let `change` add what is wrong; beside it are other files."""
+    """Write 40 rows with D4RL's names and other files; `change` adds what is wrong."""
     secret = path.with_name("secret.bin")
     secret.write_bytes(SECRET)
     with h5py.File(path.with_name("other.hdf5"), "w") as file:
