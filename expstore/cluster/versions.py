@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import SnapshotError
 
@@ -73,5 +74,5 @@ def read_version(folder: Path) -> ClusterVersion:
                 hint="upgrade expstore",
             )
         return ClusterVersion(**{field.name: facts[field.name] for field in fields(ClusterVersion)})
-    except (ValueError, KeyError, TypeError) as exc:
+    except INVALID as exc:
         raise SnapshotError(f"{path} cannot be read: {exc}") from exc

@@ -271,7 +271,7 @@ class RobomimicReader(_GroupedReader):
             if isinstance(value, str) and value.startswith("{"):
                 try:
                     found[name] = json.loads(value)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
         models = {str(_plain(file[name].attrs.get("model_file", ""))) for name in self._names}
         self._one_model = len(models) == 1

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from expstore.core.fork_hooks import call_each
+from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk, File
 from expstore.errors import LockedError, StorageError
 
@@ -72,7 +73,7 @@ def _parse_owner(text: bytes) -> Owner | None:
         data = json.loads(text)
         address = str(data.get("address", ""))
         return Owner(int(data["pid"]), str(data["host"]), float(data["since"]), address)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except INVALID:
         return None
 
 

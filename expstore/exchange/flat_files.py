@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.bfloat16 import widen_bfloat16
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.sources import lane_names
@@ -279,7 +280,7 @@ def _parse_about(text: str) -> dict[str, Any]:
             raise SchemaError(f"the file is in format {found['format']}, this version reads format {_FORMAT}")
         for entry in found["fields"]:
             Field(tuple(map(str, entry["key"])), str(entry["dtype"]), tuple(map(int, entry["shape"])))
-    except (ValueError, KeyError, TypeError) as exc:
+    except INVALID as exc:
         if isinstance(exc, SchemaError):
             raise
         raise SchemaError(f"the description of the fields in the file cannot be read: {exc}") from exc

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core.bfloat16 import narrow_to_bfloat16
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
 from expstore.exchange.table_survey import Seen, Survey
@@ -181,7 +182,7 @@ def _read_about(schema: Any) -> dict[str, Any]:
         newer = int(found["format"]) > FORMAT
         for entry in () if newer else found["fields"]:
             Schema([_as_said(tuple(map(str, entry["key"])), entry)])
-    except (ValueError, KeyError, TypeError) as exc:
+    except INVALID as exc:
         raise SchemaError(f"the description of the fields in the metadata cannot be read: {exc}") from exc
     if newer:
         raise SchemaError(

@@ -13,6 +13,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, key_name
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
@@ -48,7 +49,10 @@ def check_metadata(inspection: Inspection) -> None:
     arrays = {f"{column.entry.path}/zarr.json": column for column in inspection.arrays}
     for name, wanted in metadata_of(inspection).items():
         path, array = folder / name, arrays.get(name)
-        trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
+        try:
+            trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
+        except (StorageError, *INVALID) as exc:  # lists in lists end not only the parser, but comparing, too
+            trouble = f"cannot be read: {exc}"
         if trouble:
             inspection.note(
                 Finding(
@@ -83,10 +87,7 @@ def _metadata_trouble(
     disk = inspection.disk
     if not disk.exists(path):
         return "is missing"
-    try:
-        found = parse_metadata(disk.read_whole(path))
-    except (StorageError, ValueError) as exc:
-        return f"cannot be read: {exc}"
+    found = parse_metadata(disk.read_whole(path))
     if not isinstance(found, dict):
         return "does not describe anything"
     group = inspection.group

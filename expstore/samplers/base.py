@@ -21,6 +21,7 @@ import torch
 from expstore.core.arguments import refuse_keywords
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
+from expstore.core.parsing import parsing
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
@@ -371,8 +372,12 @@ class Sampler(metaclass=SamplerKind):
 
         Raises:
             StorageError: The file does not exist, or a disk operation failed.
+            CorruptionError: The file is damaged.
         """
-        self.load_state_dict(json.loads(Disk().read_whole(Path(path) / _FILE)))
+        file = Path(path) / _FILE
+        with parsing(file):
+            state = json.loads(Disk().read_whole(file))
+        self.load_state_dict(state)
 
     @property
     def ran_out(self) -> bool:

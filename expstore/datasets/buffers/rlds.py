@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from expstore._open import open as open_store
+from expstore.core.parsing import INVALID
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay, choose_sampler
 from expstore.datasets.buffers.episode_texts import EpisodeTexts
 from expstore.datasets.download import RemoteFile, fetch_files
@@ -166,7 +167,7 @@ def _list_files(dataset_id: str, mirror: str, split: str | None, folder: Path) -
     path = folder / _INFO[0]
     try:
         shards = list_shards(json.loads(Disk().read_whole(path.resolve())))
-    except (ValueError, AttributeError) as exc:
+    except INVALID as exc:
         raise SchemaError(f"{base}/{_INFO[0]} is not JSON: {exc}") from exc
     names = [shard.name for shard in shards if split in (None, shard.split)]
     if not names:

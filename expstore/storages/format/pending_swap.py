@@ -16,6 +16,7 @@ from typing import Literal
 
 import google_crc32c
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Key
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
@@ -75,7 +76,7 @@ class Plan:
             if crc != found["crc32c"]:
                 raise CorruptionError(f"{path} is damaged: its checksum does not match")
             return cls(data["act"], tuple(data["key"]), data["top"], data["column_set"])
-        except (ValueError, KeyError, TypeError) as exc:
+        except INVALID as exc:
             raise CorruptionError(f"{path} is damaged: {exc}") from exc
 
 

@@ -154,6 +154,7 @@ def parse_metadata(data: bytes) -> Any:
 
     Raises:
         ValueError: The data is not JSON.
+        RecursionError: It has too many lists in lists.
     """
     found = json.loads(data)
     if isinstance(found, dict):

@@ -18,6 +18,7 @@ from typing import Any
 
 import google_crc32c
 
+from expstore.core.parsing import INVALID
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -99,7 +100,7 @@ class Version:
             if checksum != _checksum(data):
                 raise ValueError("its checksum does not match")
             return cls(**data, path=folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (OSError, *INVALID) as exc:
             raise CorruptionError(f"{path} is damaged: {exc}", hint="open another version") from exc
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, key_name
 from expstore.episodes.log import LogEntry, unpack_entries
 from expstore.errors import CorruptionError, SchemaError, StateError
@@ -234,7 +235,7 @@ def _base(text: str) -> dict[str, Any]:
     try:
         base = json.loads(text)
         missing = _NUMBERS - set(base)
-    except (TypeError, ValueError) as exc:
+    except INVALID as exc:
         raise CorruptionError(f"the state's base is damaged: {exc}") from exc
     if missing:
         raise CorruptionError(f"the state's base lacks {', '.join(sorted(missing))}")
