@@ -59,6 +59,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         reach: In a ring, how many rows before the oldest readable one must not be overwritten.
         compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: no compression.
         generation: The number of the opening, which is stored with variable-length rows.
+        packings: How each field is packed, where `create` was called just before; None: read each zarr.json.
 
     Raises:
         CorruptionError: A zarr.json cannot be read.
@@ -77,6 +78,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         reach: int = 0,
         compression: str | None = None,
         generation: int = 0,
+        packings: Sequence[Packing | None] | None = None,
     ) -> None:
         #: Whether reading a hole through a map allocates space in this file system.
         self.fills = fills_holes(disk, folder)
@@ -92,7 +94,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             array = folder.joinpath(*entry.key)
             if entry.variable:
                 loose[place] = entry
-            elif (packing := read_packing(disk, array, entry)) is None:
+            elif (packing := packings[place] if packings else read_packing(disk, array, entry)) is None:
                 flat[place] = FlatColumn(disk, array, entry, slots, fills=self.fills)
             else:
                 packed[place] = PackedColumn(disk, array, entry, slots, packing)

@@ -8,7 +8,7 @@ Used when a store is opened, when memory may lag behind the journal, and after a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
+from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -75,7 +76,13 @@ class Opened:
 
 
 def make_columns(
-    disk: Disk, path: Path, manifest: Manifest, schema: Schema, *, generation: int
+    disk: Disk,
+    path: Path,
+    manifest: Manifest,
+    schema: Schema,
+    *,
+    generation: int,
+    packings: Sequence[Packing | None] | None = None,
 ) -> WritableColumns:
     """Return the columns of a store; no file is opened yet.
 
@@ -85,6 +92,7 @@ def make_columns(
         manifest: The contents of expstore.json.
         schema: The fields.
         generation: The number of the opening.
+        packings: How each field is packed, where the columns were created just before.
     """
     return WritableColumns(
         disk,
@@ -94,6 +102,7 @@ def make_columns(
         reach=manifest.geometry.reach,
         compression=manifest.compression,
         generation=generation,
+        packings=packings,
     )
 
 

@@ -524,7 +524,8 @@ class Store(Storage):
         WritableColumns.create(self.disk, folder, fields, ring.slots, engine.pool, attributes, packings)
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         manifest = engine.manifest.replace(schema=schema, **numbers)
-        columns = make_columns(self.disk, engine.path, manifest, schema, generation=manifest.generation)
+        how: Any = {"generation": manifest.generation, "packings": packings}
+        columns = make_columns(self.disk, engine.path, manifest, schema, **how)
         columns.warm()
         if state.checksums is not None:
             state.checksums.close()

@@ -497,6 +497,7 @@ def _build_columns(
         slots,
         reach=manifest.reach,
         compression=manifest.compression,
+        packings=packings,
     )
     try:
         group.ensure(ready)
