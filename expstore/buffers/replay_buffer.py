@@ -836,7 +836,8 @@ class ReplayBuffer:
 
         Other threads append and sample meanwhile; a write waits if it would overwrite or change a row that is
         not copied yet. Files that have not changed since the previous version are shared with it (hard
-        links). After a crash the version is complete or does not exist.
+        links). After a crash the version is complete or does not exist. A buffer that only reads its store,
+        such as a data set, opens the store for writing meanwhile.
 
         Args:
             path: Folder of versions; created if it is missing.
@@ -847,8 +848,9 @@ class ReplayBuffer:
 
         Raises:
             SnapshotError: The folder holds something else.
-            LockedError: Another process creates a version there.
-            StateError: The store is closed, or open for reading only.
+            LockedError: Another process creates a version there; or this buffer only reads the store, and
+                another one writes to it.
+            StateError: The store is closed, or it is a version itself.
             CorruptionError: Rows that would be copied do not have their checksum. Blocks of 4096 rows that
                 are not full, or were changed since the last sync, are not compared.
             StorageError: The disk failed or is full; earlier versions are unchanged.

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.disk.local_path import local_path
-from expstore.errors import StateError
+from expstore.errors import LockedError, StateError
+from expstore.storages.engine.store import Store
+from expstore.storages.factory import open_storage
+from expstore.storages.format.paths import VERSION
+from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version, versions
 from expstore.storages.snapshots.create import dump
 
@@ -59,11 +64,15 @@ class Snapshots:
 
         Raises:
             SnapshotError: There is a version of this name.
-            StateError: The store has no folder, is closed, or open for reading only.
+            StateError: The store has no folder or is closed; or it is open for reading only, and `path` is
+                None.
             StorageError: The disk failed or is full; earlier versions are unchanged.
         """
-        place = self._own_folder("tag(name, path)") / OWN_FOLDER if path is None else path
-        return self._dump(place, tag=name)
+        if path is None:
+            path = self._own_folder("tag(name, path)") / OWN_FOLDER
+            if self._store.proxy is None:
+                self._store.storage.writer()  # a reader adds nothing to the store's folder
+        return self._dump(path, tag=name)
 
     def list(self, path: str | Path | None = None) -> _Versions:
         """Return the versions in a folder, oldest first.
@@ -97,13 +106,33 @@ class Snapshots:
         if proxy is not None:
             return unpack_version(proxy.dump(str(local_path(path).absolute()), keep=keep, tag=tag))
         settings = self._sampling.sampler.settings()
-        return dump(self._store.storage.writer(), path, keep=keep, tag=tag, sampler=settings)
+        storage = self._store.check_open()
+        with closing(_open_store(storage)) if storage.follows else nullcontext(storage.writer()) as writable:
+            return dump(writable, path, keep=keep, tag=tag, sampler=settings)
 
     def _own_folder(self, call: str) -> Path:
         storage = self._store.storage
         if storage.manifest is None or storage.path is None:
             raise StateError("this store has no folder of its own", hint=f"pass a path: {call}")
         return storage.path
+
+
+def _open_store(storage: ReadView) -> Store:
+    """Open the store that a buffer only reads for writing.
+
+    Raises:
+        LockedError: Another process has the store open for writing.
+        StateError: The store is a version itself.
+        StorageError: The store's folder cannot be written to.
+    """
+    path = storage.path
+    assert path is not None, "what is followed has a folder"
+    if storage.disk.exists(path / VERSION):
+        raise StateError(f"{path} is a version already", hint="copy its folder")
+    try:
+        return open_storage(path)
+    except LockedError as exc:
+        raise LockedError(exc.message, hint="call dumps() of the buffer that writes to the store") from exc
 
 
 def pack_version(version: Version) -> str:

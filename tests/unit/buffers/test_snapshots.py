@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 import expstore
-from expstore import MemoryStorage, NotFoundError, PrioritizedSampler, ReplayBuffer, SnapshotError, StateError
+from expstore import (
+    LockedError,
+    MemoryStorage,
+    NotFoundError,
+    PrioritizedSampler,
+    ReplayBuffer,
+    SnapshotError,
+    StateError,
+)
 from tests.support.batches import numbered_rows
 
 
@@ -46,3 +54,25 @@ def test_rows_in_ram_have_no_folder_of_their_own(tmp_path: Path) -> None:
     rb.empty()
     rb.snapshots.restore(tmp_path / "versions", "x")
     assert len(rb) == 3
+
+
+def test_a_reader_creates_versions_of_a_store_that_nobody_writes(store_path: Path, tmp_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(5))
+        with expstore.open(store_path, mode="r") as reader:
+            with pytest.raises(LockedError, match="dumps.. of the buffer that writes"):
+                reader.dumps(tmp_path / "early")
+    assert not (tmp_path / "early").exists()
+    with expstore.open(store_path, mode="r") as reader:
+        assert reader.dumps(tmp_path / "versions").rows == 5
+        assert reader.snapshots.tag("x", tmp_path / "versions").number == 2
+        with pytest.raises(StateError, match="reading only"):
+            reader.snapshots.tag("y")
+        assert len(reader) == 5
+        reader.sample(4)
+    with expstore.open(tmp_path / "versions", version=1) as version:
+        with pytest.raises(StateError, match="is a version already; copy its folder"):
+            version.dumps(tmp_path / "copies")
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    rb.loads(tmp_path / "versions", 1)
+    assert len(rb) == 5

@@ -227,3 +227,12 @@ def test_one_process_at_a_time_fetches(tmp_path: Path, source: Path) -> None:
         assert not server.requests
         assert len(opened(tmp_path, mirror=server.url)) == 12
     assert not folder.exists()
+
+
+def test_a_version_of_a_data_set_is_loaded_by_a_buffer(tmp_path: Path, source: Path) -> None:
+    data = opened(tmp_path, source)
+    assert data.dumps(tmp_path / "versions").rows == data.save(tmp_path / "versions").rows == 12
+    rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4)
+    rb.loads(tmp_path / "versions")
+    assert torch.equal(rb[:]["next", "reward"].flatten(), data[:]["next", "reward"].flatten())
+    assert data.sample().batch_size == (8,)
