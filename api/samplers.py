@@ -25,9 +25,9 @@ from expstore.api.where_conditions import check_condition, limit_condition
 from expstore.buffers.draw_masses import record_masses
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Mass, Selection
 from expstore.errors import NotFoundError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.names import make_sampler
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.disk.local_path import local_path
 from expstore.errors import StateError
+from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 
 __all__ = ["Settings"]
 

@@ -29,9 +29,9 @@ from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
 from expstore.api.summary import Summarizer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST

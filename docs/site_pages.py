@@ -34,8 +34,8 @@ NAMESPACES = {
     "open": "expstore",
     "buffers": "expstore.buffers",
     "samplers": "expstore.samplers",
-    "schedulers": "expstore.buffers.schedulers",
-    "rate_limiters": "expstore.core.rate_limiters",
+    "schedulers": "expstore.schedulers",
+    "rate_limiters": "expstore.rate_limiters",
     "storages": "expstore.storages",
     "writers": "expstore.writers",
     "transforms": "expstore.transforms",
@@ -47,11 +47,11 @@ NAMESPACES = {
     "exchange": "expstore.exchange",
     "cold": "expstore.cold",
     "ray": "expstore.on_ray.cluster",
-    "gym": "expstore.integrations.gymnasium_wrappers",
-    "sb3": "expstore.integrations.sb3",
-    "trainers": "expstore.integrations.torchrl_trainer",
-    "trackers": "expstore.integrations.trackers",
-    "plot": "expstore.integrations.plot",
+    "gym": "expstore.gym",
+    "sb3": "expstore.sb3",
+    "trainers": "expstore.trainers",
+    "trackers": "expstore.trackers",
+    "plot": "expstore.plot",
     "maintenance": "expstore.maintenance",
     "testing": "expstore.testing",
     "errors": "expstore.errors",
@@ -163,13 +163,7 @@ def names_of_page(page: str) -> dict[str, str]:
 def render_namespace(page: str) -> str:
     """Return a page of the interface: a directive of mkdocstrings for each public name."""
     module = NAMESPACES[page]
-    short = {
-        "expstore.integrations.gymnasium_wrappers": "expstore.gym",
-        "expstore.integrations.torchrl_trainer": "expstore.trainers",
-        "expstore.buffers.schedulers": "expstore.schedulers",
-        "expstore.core.rate_limiters": "expstore.rate_limiters",
-        "expstore.on_ray.cluster": "expstore.cluster.ray",
-    }.get(module, module.replace(".integrations", ""))
+    short = "expstore.cluster.ray" if module == "expstore.on_ray.cluster" else module
     text = ast.get_docstring(parse(source_of(module))) or ""
     lines = [f"# {short}", "", text.partition("\n\n")[0], ""]
     for name, home in sorted(names_of_page(page).items(), key=lambda pair: pair[0].lower()):

@@ -4,18 +4,18 @@ from expstore import collectors as collectors
 from expstore import datasets as datasets
 from expstore import errors as errors
 from expstore import exchange as exchange
+from expstore import gym as gym
+from expstore import plot as plot
+from expstore import rate_limiters as rate_limiters
 from expstore import samplers as samplers
+from expstore import sb3 as sb3
+from expstore import schedulers as schedulers
 from expstore import specs as specs
 from expstore import storages as storages
+from expstore import trackers as trackers
+from expstore import trainers as trainers
 from expstore import transforms as transforms
 from expstore import writers as writers
-from expstore.buffers import schedulers as schedulers
-from expstore.core import rate_limiters as rate_limiters
-from expstore.integrations import gymnasium_wrappers as gym
-from expstore.integrations import plot as plot
-from expstore.integrations import sb3 as sb3
-from expstore.integrations import torchrl_trainer as trainers
-from expstore.integrations import trackers as trackers
 
 __version__: str
 from expstore._connect import connect as connect
@@ -39,8 +39,6 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer as TensorDictRepl
 from expstore.buffers.updates import ConditionalUpdateResult as ConditionalUpdateResult
 from expstore.cluster.buffer import ShardedReplayBuffer as ShardedReplayBuffer
 from expstore.collectors.collector import Collector as Collector
-from expstore.core.rate_limiters import MinSize as MinSize
-from expstore.core.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.core.retention_policy import Retain as Retain
 from expstore.datasets.buffers.atari_dqn import AtariDQNExperienceReplay as AtariDQNExperienceReplay
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay as BaseDatasetExperienceReplay
@@ -73,10 +71,10 @@ from expstore.errors import SnapshotError as SnapshotError
 from expstore.errors import StackError as StackError
 from expstore.errors import StateError as StateError
 from expstore.errors import StorageError as StorageError
-from expstore.integrations.torchrl_storage import ExpStorage as ExpStorage
-from expstore.integrations.torchrl_trainer import ReplayBufferTrainer as ReplayBufferTrainer
 from expstore.maintenance.merge import merge as merge
 from expstore.maintenance.resize import resize as resize
+from expstore.rate_limiters import MinSize as MinSize
+from expstore.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.remote.client import RemoteReplayBuffer as RemoteReplayBuffer
 from expstore.remote.transport import Retries as Retries
 from expstore.samplers.base import Sampler as Sampler
@@ -140,6 +138,8 @@ from expstore.storages.torchrl_objects import ListStorage as ListStorage
 from expstore.storages.torchrl_tensors import LazyTensorStorage as LazyTensorStorage
 from expstore.storages.torchrl_tensors import TensorStorage as TensorStorage
 from expstore.storages.zarr import ZarrStorage as ZarrStorage
+from expstore.torchrl import ExpStorage as ExpStorage
+from expstore.trainers import ReplayBufferTrainer as ReplayBufferTrainer
 from expstore.trajectories.postprocs import DensifyReward as DensifyReward
 from expstore.trajectories.postprocs import MultiStep as MultiStep
 from expstore.trajectories.predicates import Trajectory as Trajectory

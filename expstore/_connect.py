@@ -10,9 +10,9 @@ import torch
 
 from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
 from expstore.cluster.members import FileMembers, FixedMembers
-from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
+from expstore.rate_limiters import RateLimiter
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address, Connection, Retries

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from expstore.buffers.sample_units import SampleUnit
-    from expstore.core.rate_limiters import RateLimiter
+    from expstore.rate_limiters import RateLimiter
 
 __all__ = ["Batches", "Durability", "EpisodeKeys", "Layout"]
 

@@ -12,8 +12,8 @@ import torch
 from tensordict import is_tensor_collection
 
 from expstore.core.arguments import check_whole
-from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import ArgumentError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.storages.torchrl_options import check_device
 
 __all__ = [

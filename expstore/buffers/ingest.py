@@ -22,7 +22,6 @@ from expstore.buffers.write_options import WriteOptions
 from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core import tuning
 from expstore.core.idempotency import WriteKey, Written, key_reused
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray
 from expstore.data.batch import Batch, Intake, StepReader, batch_of, is_plain, tensordict_of
 from expstore.data.containers import Layout, is_tree, take
@@ -32,6 +31,7 @@ from expstore.data.tensordict_cells import compile_put_tensordict
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ArgumentError, SchemaError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema

@@ -44,11 +44,11 @@ from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.torchrl_keywords import BUFFER, check_keywords
 from expstore.core.values import to_key
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
 from expstore.errors import ArgumentError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName

@@ -24,9 +24,9 @@ from expstore.buffers.rng import DrawNumber, Draws, GivenDraws, set_state
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import ArgumentError, ExpStoreError, StateError
+from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, unwrap

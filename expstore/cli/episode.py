@@ -80,7 +80,7 @@ def _find_facts(storage: FollowerStorage, number: int, path: Path) -> dict[str, 
 
 def _write_picture(storage: FollowerStorage, facts: dict[str, Any], png: Path) -> None:
     from expstore.disk.files import Disk
-    from expstore.integrations.plot import draw_episode
+    from expstore.plot import draw_episode
 
     buffer = io.BytesIO()
     draw_episode(storage, facts).savefig(buffer, format="png")

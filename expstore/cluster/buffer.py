@@ -28,7 +28,6 @@ from expstore.cluster.shard import Shard
 from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
 from expstore.cluster.worker import run_together
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_array, to_arrays
@@ -43,6 +42,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
+from expstore.rate_limiters import RateLimiter
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer

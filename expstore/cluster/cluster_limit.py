@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from expstore.cluster.shard_set import ShardSet
-from expstore.core.rate_limiters import Counts, RateLimiter
 from expstore.errors import NotReadyError, StateError
+from expstore.rate_limiters import Counts, RateLimiter
 from expstore.remote.forks import copy_in_child
 
 __all__ = ["ClusterLimit"]

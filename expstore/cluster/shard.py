@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from expstore.cluster.members import Member
 from expstore.cluster.shares import ShardMass
 from expstore.cluster.worker import Worker
-from expstore.core.rate_limiters import Counts
 from expstore.core.values import IntArray
 from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
+from expstore.rate_limiters import Counts
 from expstore.remote.client import RemoteReplayBuffer, send_priorities
 from expstore.remote.forks import copy_in_child
 from expstore.remote.tokens import Tokens

@@ -126,7 +126,7 @@ def test_matplotlib_is_needed_for_pictures_only(
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "expstore.integrations.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "expstore.plot", raising=False)
     assert cli("episode", store, 2).code == 0
     done = cli("episode", store, 2, "--png", tmp_path / "out.png")
     assert done.code == 2

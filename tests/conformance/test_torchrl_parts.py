@@ -14,8 +14,8 @@ from torchrl.data.map import QueryModule, TensorDictMap
 from torchrl.envs import EnvBase, check_env_specs
 
 import expstore
-from expstore.integrations.torchrl_storage import ExpStorage
 from expstore.specs import to_torchrl
+from expstore.torchrl import ExpStorage
 from tests.support.segment_trees import use_trees
 from tests.support.torchrl_names import module
 from tests.support.torchrl_pair import Teller, numbers, same

@@ -115,6 +115,26 @@ def test_the_version_is_the_installed_one() -> None:
     assert expstore.__version__ == version("expstore")
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("gym", "Record"),
+        ("plot", "returns"),
+        ("rate_limiters", "MinSize"),
+        ("sb3", "ReplayBuffer"),
+        ("schedulers", "LinearScheduler"),
+        ("torchrl", "ExpStorage"),
+        ("trackers", "Tracker"),
+        ("trainers", "ReplayBufferTrainer"),
+    ],
+)
+def test_what_users_import_is_a_module(module: str, name: str) -> None:
+    """`from expstore.sb3 import ReplayBuffer`, and the same object as an attribute."""
+    found = importlib.import_module(f"expstore.{module}")
+    assert getattr(found, name).__module__ == f"expstore.{module}"
+    assert getattr(expstore, module) is found
+
+
 @pytest.mark.slow
 def test_modules_are_there_by_name_from_the_start() -> None:
     names = "expstore.rate_limiters.MinSize(3), expstore.schedulers, expstore.trainers, expstore.MinSize(2)"

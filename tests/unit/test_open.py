@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import expstore
-from expstore.core.rate_limiters import MinSize
 from expstore.errors import CorruptionError, LockedError, QueryError, SchemaError, SnapshotError, StateError
+from expstore.rate_limiters import MinSize
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import MANIFEST
 from tests.support import warm_processes

@@ -19,10 +19,10 @@ from expstore.buffers.ensemble import ReplayBufferEnsemble
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.info import facts_of
 from expstore.core import tuning
-from expstore.core.rate_limiters import SampleToInsertRatio
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError, StorageError
 from expstore.maintenance import repair, verify
+from expstore.rate_limiters import SampleToInsertRatio
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage

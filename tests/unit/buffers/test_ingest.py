@@ -17,8 +17,8 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest, WriteOptions
 from expstore.buffers.row_styles import PlainRows
 from expstore.buffers.store_handle import StoreHandle
-from expstore.core.rate_limiters import SampleToInsertRatio
 from expstore.core.values import Array
+from expstore.rate_limiters import SampleToInsertRatio
 from expstore.schema.schema import Schema
 from expstore.transforms import Compose
 from expstore.writers import RoundRobinWriter

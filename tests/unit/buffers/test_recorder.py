@@ -27,8 +27,8 @@ from expstore import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from expstore.core.rate_limiters import SampleToInsertRatio
 from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError, StorageError
+from expstore.rate_limiters import SampleToInsertRatio
 from expstore.storages.format.journal import Journal
 from tests.support.paths import ROOT
 

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
 from expstore.buffers.rng import Draws
-from expstore.buffers.schedulers import StepScheduler
 from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, Window
+from expstore.schedulers import StepScheduler
 
 
 class Readable(MemoryStorage):

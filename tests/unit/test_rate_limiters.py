@@ -28,8 +28,8 @@ from expstore import NotReadyError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.sample_units import Sequence
 from expstore.core.draw_state import DrawState
-from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.disk.files import Disk
+from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
@@ -295,7 +295,7 @@ def test_closing_wakes_waiting_threads(store_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys, threading
 import expstore
-from expstore.core.rate_limiters import MinSize
+from expstore.rate_limiters import MinSize
 
 rb = expstore.open(sys.argv[1], batch_size=4, batches={"rate_limiter": MinSize(10)})
 wait = rb._sampling.limiter._changed.wait
@@ -359,7 +359,7 @@ import os, signal, sys
 import torch
 from tensordict import TensorDict
 import expstore
-from expstore.core.rate_limiters import SampleToInsertRatio
+from expstore.rate_limiters import SampleToInsertRatio
 
 limiter = SampleToInsertRatio(2.0, 10, 40, timeout=0)
 prefetch = int(sys.argv[2])

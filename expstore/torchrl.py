@@ -1,4 +1,4 @@
-"""A store as the storage of torchrl's own replay buffers, with their samplers, writers and transforms.
+"""Stores in TorchRL's own objects: the storage of its replay buffers, and the buffer of its trainer.
 
 Built on the buffers; needs torchrl. All its state is in the store.
 """
@@ -18,23 +18,25 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.data.batch import Batch, StepReader
 from expstore.data.containers import take
+from expstore.datasets import offline_to_online
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.indexing import append_rows, contains, find, get, layout_of, prepare, replace_rows
 from expstore.storages.read_view import ReadView
 
 try:
+    from torchrl.data.replay_buffers.offline_to_online import OfflineToOnlineReplayBuffer
     from torchrl.data.replay_buffers.samplers import ConsumingSampler
     from torchrl.data.replay_buffers.storages import TensorStorage
     from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, RoundRobinWriter
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(
-        "ExpStorage is a storage for torchrl's replay buffers, and torchrl is not installed; expstore's own "
-        "buffers do not need it",
+        "expstore.torchrl has classes for torchrl's buffers and trainers, and torchrl is not installed: pip "
+        "install torchrl; expstore's own buffers do not need it",
         name=exc.name,
     ) from exc
 
-__all__ = ["ExpStorage"]
+__all__ = ["ExpStorage", "TorchRLOfflineToOnline"]
 
 #: Root keys that torchrl's buffers add to what they write and to what they sample.
 _BESIDE = frozenset({"index", "index_generation"})
@@ -366,6 +368,21 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.buffer!r})"
+
+
+class TorchRLOfflineToOnline(
+    offline_to_online.OfflineToOnlineReplayBuffer,
+    OfflineToOnlineReplayBuffer,  # type: ignore[misc]
+):
+    """Do what expstore's `OfflineToOnlineReplayBuffer` does, in the type hierarchy of TorchRL.
+
+    TorchRL's `OfflineToOnlineTrainer` checks by `isinstance` that it gets TorchRL's class. Created by
+    `expstore.trainers.to_torchrl`, with the state of a buffer.
+
+    Example:
+        >>> type(expstore.trainers.to_torchrl(rb)).__name__
+        'TorchRLOfflineToOnline'
+    """
 
 
 def _build_process_error() -> StateError:

@@ -8,8 +8,7 @@ import pytest
 from torchrl.data.replay_buffers import PrioritizedSampler as TheirSampler
 from torchrl.data.replay_buffers import scheduler as theirs
 
-from expstore import MemoryStorage, PrioritizedSampler, TensorDictReplayBuffer
-from expstore.buffers import schedulers
+from expstore import MemoryStorage, PrioritizedSampler, TensorDictReplayBuffer, schedulers
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LinearScheduler", {"final_value": 1.0, "num_steps": 7}),

@@ -27,7 +27,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 import expstore
 from expstore import sb3
 from expstore.cli.app import run as cli
-from expstore.core.rate_limiters import SampleToInsertRatio
+from expstore.rate_limiters import SampleToInsertRatio
 
 spaces = gym.spaces
 IMAGE = spaces.Box(0, 255, (4, 8, 8), np.uint8)

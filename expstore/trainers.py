@@ -276,7 +276,7 @@ def to_torchrl(replay_buffer: Any) -> Any:
             f"to_torchrl takes an OfflineToOnlineReplayBuffer of expstore, got {_kind(replay_buffer)}; for "
             "other buffers there is expstore.trainers.ReplayBufferTrainer"
         )
-    from expstore.integrations.torchrl_offline_to_online import TorchRLOfflineToOnline
+    from expstore.torchrl import TorchRLOfflineToOnline
 
     made = TorchRLOfflineToOnline.__new__(TorchRLOfflineToOnline)
     made.__dict__ = replay_buffer.__dict__

@@ -187,7 +187,7 @@ def test_transforms_and_prefetching_are_torchrls_affair(storage: ExpStorage) -> 
 KILLED = """
 import os, signal, sys, warnings
 warnings.simplefilter("ignore")
-from tests.unit.integrations import test_torchrl_storage as test
+from tests.unit import test_torchrl as test
 from torchrl import data as theirs
 from expstore import ExpStorage
 rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(sys.argv[1], capacity=40, seed=1, source="w"))

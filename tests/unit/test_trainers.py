@@ -36,9 +36,7 @@ with warnings.catch_warnings():
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torchrl"),
-    pytest.mark.filterwarnings(
-        "ignore::FutureWarning:expstore.integrations.torchrl_trainer"
-    ),  # hooks that TorchRL would rename
+    pytest.mark.filterwarnings("ignore::FutureWarning:expstore.trainers"),  # hooks that TorchRL would rename
 ]
 
 

@@ -299,7 +299,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "expstore.integrations.plot")
+    monkeypatch.delitem(sys.modules, "expstore.plot")
     monkeypatch.delattr(expstore, "plot")
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'expstore\[plot\]'"):
         expstore.plot  # noqa: B018

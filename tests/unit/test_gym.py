@@ -20,8 +20,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import Autoreset, RecordEpisodeStatistics, TimeLimit
 
 import expstore
-from expstore.core.rate_limiters import SampleToInsertRatio
 from expstore.errors import LockedError, NotReadyError, SchemaError, StateError, StorageError
+from expstore.rate_limiters import SampleToInsertRatio
 from expstore.storages.format.journal import Journal
 from tests.support.recorded_envs import (
     LENGTHS,
