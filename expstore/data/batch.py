@@ -31,7 +31,7 @@ from expstore.data.to_arrays import to_ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts, to_trajectory_ids
 from expstore.episodes.table import Steps
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StackError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import ARROW, Schema
 
@@ -179,7 +179,15 @@ def flatten(
         if not (dims and has_lazy(data)):
             raise
         keys, leaves = [], []
-        leaves_of_rows(single_rows(data, dims), (), skip, keys, leaves)
+        rows = single_rows(data, dims)
+        try:
+            leaves_of_rows(rows, (), skip, keys, leaves)
+        except RuntimeError as exc:  # a row is a lazy stack itself
+            raise StackError(
+                f"the steps within a row have different shapes (batch size {list(shape)}, {dims} of its dims "
+                "make rows)",
+                hint="pad them, or use a ListStorage, which stores rows of any shape",
+            ) from exc
     count = math.prod(shape[:dims])
     if typed or any(map(is_loose, leaves)):
         arrays, dtypes = columns_of(keys, leaves, shape[:dims], typed=typed)

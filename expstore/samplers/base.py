@@ -26,6 +26,7 @@ from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, NotReadyError, StateError
+from expstore.samplers.early_priorities import EarlyPriorities
 from expstore.samplers.filter import Filter, Where, split_where
 
 if TYPE_CHECKING:
@@ -109,7 +110,11 @@ class Sampler(metaclass=SamplerKind):
     hears_writes: ClassVar[bool] = False
     #: Evaluates `where` and `weight`; None if every row may be drawn with the same probability.
     filter: Filter | None = None
+    #: Whether new rows get the largest priority of the readable rows, instead of the largest ever set.
+    max_priority_within_buffer = False
     _attached: weakref.ref[ReadView] | None = None
+    #: The priorities that were set before the sampler had a storage.
+    _early: EarlyPriorities | None = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -133,12 +138,22 @@ class Sampler(metaclass=SamplerKind):
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to the storage that it samples from. A buffer calls it for its storage.
 
+        Priorities that were set before are moved to the storage, by index.
+
         Raises:
             QueryError: `where` or `weight` names a field that the storage does not have.
+            StateError: Priorities were set before, and the storage cannot be written.
         """
+        if self._early is not None:
+            self._early.move_to(storage)
+            self._early = None
         self._attached = weakref.ref(storage)
         if self.filter is not None:
             self.filter.attach(storage)
+
+    def _find_storage(self, storage: ReadView | None = None) -> ReadView | None:
+        """Return the given storage, or the storage that the sampler is attached to, if any."""
+        return storage if storage is not None or self._attached is None else self._attached()
 
     def _require_storage(self, storage: ReadView | None = None) -> ReadView:
         """Return the given storage, or the storage that the sampler is attached to.
@@ -146,9 +161,7 @@ class Sampler(metaclass=SamplerKind):
         Raises:
             StateError: No storage was given, and the sampler is not attached to one.
         """
-        if storage is not None:
-            return storage
-        found = None if self._attached is None else self._attached()
+        found = self._find_storage(storage)
         if found is None:
             raise StateError(
                 f"this {type(self).__name__} is not attached to a storage",
@@ -394,27 +407,40 @@ class Sampler(metaclass=SamplerKind):
             tell_write(self, self._require_storage(), ids)
 
     def add(self, index: Any) -> None:
-        """Handle one row that was written. The base class does nothing.
+        """Handle one row that was written. The base class drops a priority that was set before a storage.
 
         Args:
             index: Index of the row: an integer; if the storage has several dims, a tensor of shape `(ndim,)`.
         """
+        self._forget_early(index)
 
     def extend(self, index: Any) -> None:
-        """Handle rows that were written. The base class does nothing.
+        """Handle rows that were written. The base class drops priorities that were set before a storage.
 
         Args:
             index: Indices of the rows: a tensor of shape `(n,)`; if the storage has several dims,
                 `(n, ndim)`.
         """
+        self._forget_early(index)
+
+    def _forget_early(self, index: Any) -> None:
+        if self._early is not None:
+            self._early.forget(_flat_index(index))
 
     @property
     def default_priority(self) -> float:
-        """The priority of new rows; 1 if the sampler does not draw by priority."""
-        return 1.0
+        """The priority of new rows: the largest so far; 1 before any was set, or without priorities."""
+        if not self.prioritized:
+            return 1.0
+        storage = self._find_storage()
+        if storage is not None:
+            return float(storage.priorities.largest)
+        return 1.0 if self._early is None else self._early.largest
 
     def update_priority(self, index: Any, priority: Any, *, storage: ReadView | None = None) -> None:
         """Set the priorities of rows. A sampler that does not draw by priority warns and does nothing.
+
+        A sampler without a storage keeps them for the rows that its first storage has at these indices.
 
         Args:
             index: Indices of the rows, as `extend` returns them; -1 is ignored.
@@ -424,8 +450,8 @@ class Sampler(metaclass=SamplerKind):
 
         Raises:
             PriorityError: A value is negative, NaN or infinite; no priority was set.
-            StateError: The sampler is not attached to a storage, or the number of priorities does not match
-                the number of rows.
+            StateError: The number of priorities does not match the number of rows; the indices have several
+                dims, and the sampler has no storage.
         """
         if not self.prioritized:
             warnings.warn(
@@ -433,21 +459,39 @@ class Sampler(metaclass=SamplerKind):
                 stacklevel=2,
             )
             return
-        kept = self._require_storage(storage)
+        kept = self._find_storage(storage)
         given = to_array(priority).astype(np.float64)
+        if kept is None:
+            numbers = _flat_index(index)
+            counts = numbers != -1
+            if self._early is None:
+                self._early = EarlyPriorities(self.max_priority_within_buffer)
+            self._early.set(numbers[counts], self._spread(given, counts))
+            return
         with kept.lock:
             ids, counts = ids_of(kept, index)
-            if given.size == 1:
-                given = np.full(ids.size, given.reshape(())[()])
-            else:
-                given = self.reduce(given)
-                if given.size != counts.size:
-                    raise StateError(
-                        f"update_priority() got {given.size} priorities for {counts.size} rows; pass one for "
-                        "each row, or one for all"
-                    )
-                given = given[counts]
-            kept.writer().set_priorities(ids, given)
+            kept.writer().set_priorities(ids, self._spread(given, counts))
+
+    def _spread(self, given: Array, counts: Array) -> Array:
+        """Return one priority for each row that counts. Shape `(m,)`.
+
+        Args:
+            given: The priorities as passed: one, or one or several for each row.
+            counts: Whether each row counts. Shape `(n,)`, bool.
+
+        Raises:
+            StateError: The numbers of priorities and rows differ.
+        """
+        if given.size == 1:
+            return np.full(int(counts.sum()), given.reshape(())[()])
+        given = self.reduce(given)
+        if given.size != counts.size:
+            raise StateError(
+                f"update_priority() got {given.size} priorities for {counts.size} rows; pass one for "
+                "each row, or one for all"
+            )
+        chosen: Array = given[counts]
+        return chosen
 
     def mark_update(self, index: Any, *, storage: ReadView | None = None) -> None:
         """Handle rows that the user changed.
@@ -459,7 +503,9 @@ class Sampler(metaclass=SamplerKind):
             storage: The storage with the rows; None for the storage that the sampler is attached to.
         """
         if self.prioritized:
-            self.update_priority(index, self._require_storage(storage).priorities.largest, storage=storage)
+            kept = self._find_storage(storage)
+            largest = self.default_priority if kept is None else kept.priorities.largest
+            self.update_priority(index, largest, storage=storage)
 
     def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
         """Handle priorities that the user has just set.
@@ -561,6 +607,21 @@ def ids_of(storage: ReadView, index: Any) -> tuple[IntArray, IntArray]:
     numbers = numbers.reshape(-1)
     kept: IntArray = numbers != -1
     return storage.geometry.ids_at(numbers[kept], storage.window), kept
+
+
+def _flat_index(index: Any) -> IntArray:
+    """Return indices of rows of a storage with one dim. Shape `(n,)`.
+
+    Raises:
+        StateError: The indices are of a storage with several dims.
+    """
+    if isinstance(index, tuple) or to_array(index).ndim > 1:
+        raise StateError(
+            "the sampler has no storage, which tells what indices of several dims mean",
+            hint="pass storage=, or give the sampler to a buffer first",
+        )
+    flat: IntArray = to_array(index).astype(np.int64).reshape(-1)
+    return flat
 
 
 def index_tensor(storage: ReadView, ids: IntArray) -> Any:

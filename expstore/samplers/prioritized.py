@@ -129,12 +129,6 @@ class PrioritizedSampler(Sampler):
         """The device of the tree: the CPU."""
         return torch.device("cpu")
 
-    @property
-    def default_priority(self) -> float:
-        """The priority of new rows: the largest so far; 1 before any was set, or without a storage."""
-        storage = None if self._attached is None else self._attached()
-        return super().default_priority if storage is None else float(storage.priorities.largest)
-
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to a storage, and follow the storage's priorities.
 

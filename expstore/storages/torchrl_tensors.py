@@ -40,7 +40,9 @@ class TensorStorage(MemoryStorage):
 
     Args:
         storage: The rows: a TensorDict, a tensorclass, a tensor, or a tree of tensors; its first dim, or its
-            first `ndim` dims, are rows. Later changes of it reach the storage only if it is memory-mapped.
+            first `ndim` dims, are rows. Later changes of it reach the storage only if it is memory-mapped. A
+            TensorDict without fields gives the capacity: the storage has no rows yet, and the first rows that
+            are written determine the fields.
         max_size: The expected length of the first dim; None: it is not checked.
         device: The device on which rows are returned; they are stored in host memory. "auto": the CPU.
         ndim: How many dims are rows; the first is time; see `Storage`.
@@ -86,6 +88,8 @@ class TensorStorage(MemoryStorage):
             )
         super().__init__(math.prod(shape), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
+        if _is_without_fields(storage):
+            return
         self._uses_rows = _is_mapped(storage)
         try:
             append(self, storage)
@@ -148,6 +152,13 @@ class LazyTensorStorage(TensorStorage):
         # Not the constructor of `TensorStorage`, which expects rows.
         MemoryStorage.__init__(self, check_whole("max_size", max_size), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
+
+
+def _is_without_fields(storage: Any) -> bool:
+    """Return whether rows are a TensorDict or tensorclass that has no fields yet."""
+    from tensordict import is_tensor_collection
+
+    return is_tensor_collection(storage) and bool(storage.is_empty())
 
 
 def _is_mapped(storage: Any) -> bool:

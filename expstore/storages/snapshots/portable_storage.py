@@ -43,7 +43,8 @@ class PortableStorage(Storage):
         """Return the whole content as tensors and plain values, which torch.save can store.
 
         The state has rows, ids, priorities, counts, episodes and the number of the next draw. It shares no
-        memory with the storage. Objects are copied; torch.save can store them if pickle can.
+        memory with the storage. Objects are copied, and their tensors detached; torch.save can store them if
+        pickle can.
 
         Returns:
             `rows`: field name -> a tensor of all rows, oldest first (objects: a list), with ids, episodes,

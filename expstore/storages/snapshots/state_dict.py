@@ -105,7 +105,7 @@ def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
     import torch
 
     if entry.dtype == OBJECT:
-        return copy.deepcopy([value for part in parts for value in part])
+        return copy.deepcopy([_detach(value) for part in parts for value in part])
     if entry.variable:
         from expstore.storages.columns.object_cells import to_bytes
 
@@ -113,6 +113,14 @@ def _join(entry: Field, parts: Sequence[Array]) -> torch.Tensor | list[Any]:
     rows = np.concatenate(parts) if parts else np.empty((0, *entry.shape), entry.numpy_dtype)
     tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if entry.dtype == "bfloat16" else tensor
+
+
+def _detach(value: Any) -> Any:
+    """Return an object whose tensors have no gradient history, which cannot be copied."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,6 +425,51 @@ def test_rows_that_are_there_in_several_dims() -> None:
     assert storage.get(slice(1, 3))["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
 
 
+def test_preallocated_rows_without_fields() -> None:
+    storage = TensorStorage(TensorDict(batch_size=[4]))
+    assert (len(storage), storage.max_size, storage.schema) == (0, 4, None)
+    rb = expstore.TensorDictReplayBuffer(storage=storage, batch_size=4)
+    for start in (0, 3):
+        rb.extend(TensorDict({"root": torch.arange(start, start + 3)}, [3]))
+    assert rb[:]["root"].tolist() == [4, 5, 2, 3]
+    lanes = TensorStorage(TensorDict(batch_size=[3, 2]), ndim=2)
+    expstore.ReplayBuffer(storage=lanes).extend(TensorDict({"a": torch.arange(4).reshape(2, 2)}, [2, 2]))
+    assert (lanes.max_size, lanes.shape) == (6, (2, 2))
+
+
+def test_rows_whose_steps_have_different_shapes_are_stored_as_objects_or_refused() -> None:
+    def ragged() -> LazyStackedTensorDict:
+        parts = [TensorDict({"a": torch.ones(5, length, 8)}, [5]) for length in (4, 3)]
+        return LazyStackedTensorDict(*parts, stack_dim=1)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(SchemaError, match=r"batch size \[5, 2\].*use a ListStorage"):
+        rb.extend(ragged())
+    assert (len(rb), rb.schema) == (0, None)
+    for storage in (ListStorage(10), LazyStackStorage(10)):
+        rb = ReplayBuffer(storage=storage, batch_size=2)
+        rb.extend(ragged())
+        assert [len(row["a"]) for row in rb[3].unbind(0)] == [4, 3]
+
+
+def test_states_of_rows_with_gradients_are_detached() -> None:
+    weights = torch.ones(3, requires_grad=True)
+
+    def rows() -> list[Any]:
+        return [weights * 2, {"a": (weights * 3, "text")}, TensorDict({"b": weights * 4}, [3])]
+
+    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
+    rb.extend(rows())
+    other = pickle.loads(pickle.dumps(rb))
+    loaded = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
+    loaded.load_state_dict(rb.state_dict())
+    for copied in (other, loaded):
+        plain, tree, batch = copied[:]
+        assert (plain.tolist(), tree["a"][0].tolist(), tree["a"][1]) == ([2, 2, 2], [3, 3, 3], "text")
+        assert not any(one.requires_grad for one in (plain, tree["a"][0], batch["b"]))
+    assert rb[0].requires_grad
+
+
 def test_rows_that_are_not_there() -> None:
     with pytest.raises(ValueError, match="Expected storage to be non-null"):
         TensorStorage(None)
