@@ -43,10 +43,12 @@ from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
+from expstore.buffers.torchrl_dump import is_torchrl_dump, load_torchrl_dump
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
 from expstore.core.torchrl_keywords import BUFFER, check_keywords
 from expstore.core.values import to_key
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
+from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
@@ -879,18 +881,27 @@ class ReplayBuffer:
         same if the capacities are. Versions in the store's folder are kept. If the version is of this store,
         fields that were added or dropped since are restored to the version's state.
 
+        A buffer without rows also loads the rows that `dumps` of a TorchRL buffer wrote, the oldest row
+        first; a warning names what is not loaded, such as the sampler's state.
+
         Args:
             path: The folder that `dumps` was given, or a store that has tagged versions.
             version: Number or tag; None: the newest.
 
         Raises:
-            SnapshotError: There is no such version; the message lists the versions.
-            SchemaError: This store has other fields.
+            SnapshotError: There is no such version, and the message lists the versions; or TorchRL's rows are
+                not TensorDicts.
+            SchemaError: This store has other fields; or TorchRL's rows have several dims.
             CorruptionError: The version is damaged: all rows are compared with their checksums. The store has
                 its former content.
-            StateError: The store is closed, or open for reading only.
+            StateError: The store is closed, or open for reading only; or it has rows, and TorchRL wrote
+                `path`.
         """
-        self.snapshots.restore(path, version)
+        folder = local_path(path)
+        if version is None and is_torchrl_dump(folder):
+            load_torchrl_dump(self._store.check_open().writer(), self._ingest.writer, folder)
+        else:
+            self.snapshots.restore(path, version)
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Restore a version in a folder: TorchRL's other name of `loads`, with its arguments and errors."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from expstore import datasets
+from expstore.data.memory_maps import is_tensordict_folder
 from expstore.datasets.atari_dqn import torchrl_checkpoints
 from expstore.datasets.episode import Reader
 from expstore.datasets.recognition import ARCHIVES, archive_format, folder_format
-from expstore.datasets.tensordict_folder import is_tensordict_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.source_links import check_links
 

@@ -131,7 +131,7 @@ FILE_EXCEPTIONS: dict[str, set[str]] = {
     "datasets.minari_folder": {".open()"},  # Image.open, of bytes
     "exchange.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
     "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
-    "datasets.tensordict_folder": {"np.memmap"},  # of a file whose size was compared with its shape
+    "data.memory_maps": {"np.memmap"},  # of a file whose size was compared with its shape
     "disk.message_socket": {"os.close", "os.geteuid"},  # of a descriptor that came by a socket
     "disk.shared_memory": {
         "fcntl",

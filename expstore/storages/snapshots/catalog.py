@@ -228,7 +228,7 @@ def _build_missing_error(disk: Disk, path: Path, place: Path, version: int | str
     asked = "version" if version is None else f"version {version!r}"
     hint = "" if known else "make one with dumps() or tag()"
     if not known and disk.exists(path / "buffer_metadata.json"):
-        hint = "torchrl has written it: load it there, and extend() a buffer here by its rows"
+        hint = "torchrl has written it: load it with loads() of a buffer, or import it by `expstore import`"
     return SnapshotError(f"{path} has no {asked}: {listed}", hint=hint)
 
 

@@ -147,7 +147,7 @@ def _refuse_objects(storage: Storage) -> None:
         what = "the storage" if storage.row_traits.whole else f"field {key_name(schema.objects[0])!r}"
         raise SnapshotError(
             f"{what} has objects, which cannot be written to files",
-            hint="convert them to tensors, or save them yourself",
+            hint="convert them to tensors, or save rb.state_dict() by torch.save",
         )
 
 

@@ -18,7 +18,7 @@ from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
-from expstore.storages.snapshots.state_dict import call_hooks, content_of, hook_rows, read_state
+from expstore.storages.snapshots.state_dict import call_hooks, check_hook, content_of, hook_rows, read_state
 
 __all__ = ["PortableStorage"]
 
@@ -79,7 +79,11 @@ class PortableStorage(Storage):
         Args:
             hook: Takes and returns field name -> rows. If it has attributes `shift` and `is_full`, they are
                 set to the index of the next row, and to whether the storage is full.
+
+        Raises:
+            ArgumentError: It is one of TorchRL's hooks for its own files, such as `TED2Flat`.
         """
+        check_hook(hook)
         self._save_hooks = (*self._save_hooks, hook)
 
     def register_load_hook(self, hook: Hook) -> None:
@@ -89,7 +93,11 @@ class PortableStorage(Storage):
 
         Args:
             hook: Takes and returns field name -> rows.
+
+        Raises:
+            ArgumentError: It is one of TorchRL's hooks for its own files, such as `Flat2TED`.
         """
+        check_hook(hook)
         self._load_hooks = (*self._load_hooks, hook)
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from expstore.core.parsing import INVALID
 from expstore.core.values import Array, key_name
 from expstore.episodes.log import LogEntry, unpack_entries
-from expstore.errors import CorruptionError, SchemaError, StateError
+from expstore.errors import ArgumentError, CorruptionError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import OBJECT, Field
 from expstore.storages.base import Hook, Storage
@@ -29,7 +29,10 @@ from expstore.storages.snapshots.restore import ContentLike
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Carried", "call_hooks", "content_of", "hook_rows", "read_state"]
+__all__ = ["Carried", "call_hooks", "check_hook", "content_of", "hook_rows", "read_state"]
+
+#: TorchRL's hooks for its own files, and the classes derived from them.
+_FILE_HOOKS = {"TED2Flat", "Flat2TED", "H5Split", "H5Combine"}
 
 #: Keys that `base` must have.
 _NUMBERS = {
@@ -37,6 +40,23 @@ _NUMBERS = {
     "write_count",
 }
 _PARTS = {"manifest": str, "base": str, "log": object, "rows": object}
+
+
+def check_hook(hook: Hook) -> None:
+    """Refuse hooks of TorchRL that convert a TensorDict to TorchRL's own files, or back.
+
+    Raises:
+        ArgumentError: The hook is one of these.
+    """
+    if not callable(hook):
+        raise ArgumentError(f"a hook is a function of the rows, got {hook!r}")
+    bases = type(hook).__mro__
+    if any(base.__name__ in _FILE_HOOKS and base.__module__.startswith("torchrl.") for base in bases):
+        raise ArgumentError(
+            f"{type(hook).__name__} converts TensorDicts to or from torchrl's own files, but dumps() and "
+            "loads() have one format",
+            hint="leave the hook out: they need none",
+        )
 
 
 def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:

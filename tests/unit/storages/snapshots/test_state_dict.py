@@ -17,11 +17,18 @@ from expstore._open import open as open_store
 from expstore.buffers.prioritized import TensorDictPrioritizedReplayBuffer
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.episodes.table import Steps
-from expstore.errors import CorruptionError, SchemaError, StateError
+from expstore.errors import ArgumentError, CorruptionError, SchemaError, SnapshotError, StateError
 from expstore.samplers import ConsumingSampler, SamplerWithoutReplacement
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
-from expstore.storages import LazyMemmapStorage, LazyTensorStorage, MemoryStorage, Storage, ZarrStorage
+from expstore.storages import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MemoryStorage,
+    Storage,
+    ZarrStorage,
+)
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory, numbered_rows
 from tests.support.stores import prepare
@@ -334,3 +341,26 @@ def test_buffers_over_a_storage_are_notified_of_other_content(
     other.extend(rows("x", "y"))
     readers[0].extend(rows("y", "x"))
     assert readers[0][:]["x"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["TED2Flat", "TED2Nested", "Flat2TED", "Nested2TED", "H5Split", "H5Combine"])
+def test_torchrls_hooks_for_its_own_files_are_refused(name: str) -> None:
+    utils = pytest.importorskip("torchrl.data.replay_buffers.utils")
+    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+    hook = getattr(utils, name)()
+    for register in (rb.register_save_hook, rb.register_load_hook, rb.storage.register_save_hook):
+        with pytest.raises(ArgumentError, match=f"{name} converts .* leave the hook out: they need none"):
+            register(hook)
+    with pytest.raises(ArgumentError, match="a hook is a function of the rows, got None"):
+        rb.register_save_hook(None)  # type: ignore[arg-type]
+
+
+def test_dumps_of_objects_names_the_way_to_save_them(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=ListStorage(10))
+    rb.extend(["one", "two"])
+    with pytest.raises(SnapshotError, match=r"save rb.state_dict\(\) by torch.save"):
+        rb.dumps(tmp_path / "versions")
+    torch.save(rb.state_dict(), tmp_path / "rows.pt")
+    other = ReplayBuffer(storage=ListStorage(10))
+    other.load_state_dict(torch.load(tmp_path / "rows.pt", weights_only=False))
+    assert other[:] == ["one", "two"]
