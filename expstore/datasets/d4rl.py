@@ -15,10 +15,10 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.seams import rows_differ
 from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
+from expstore.exchange.foreign_rows import rows_differ
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 
 __all__ = ["D4RLReader"]

@@ -15,10 +15,10 @@ import numpy as np
 from expstore.core.values import Array, Key
 from expstore.data.memory_maps import MemoryMapFolder, is_tensordict_folder
 from expstore.datasets.episode import End, Part, Reader, Rows
-from expstore.datasets.seams import rows_differ
 from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
+from expstore.exchange.foreign_rows import rows_differ
 
 __all__ = ["TensorDictReader"]
 

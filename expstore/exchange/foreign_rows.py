@@ -305,15 +305,14 @@ def is_text(arrow: str) -> bool:
 
 
 def rows_differ(first: Array, second: Array) -> Array:
-    """Return which rows differ, by their bytes if the dtypes are the same: NaN equals NaN. Shape `(n,)`."""
-    if not len(first):
-        return np.zeros(0, bool)
+    """Return a mask of the rows in which two arrays differ; NaN equals NaN. Shape `(n,)`, bool."""
     if first.dtype != second.dtype:  # the narrower one was rounded
         kind = min(first.dtype, second.dtype, key=lambda one: one.itemsize)
         first, second = first.astype(kind), second.astype(kind)
-    raw = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (first, second)]
-    different: Array = (raw[0] != raw[1]).any(1)
-    return different
+    different = first != second
+    if first.dtype.kind in "fc":
+        different &= ~((first != first) & (second != second))
+    return np.asarray(different.any(axis=tuple(range(1, different.ndim))))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,11 @@ def import_hdf5(
         1000000
     """
     path, target = local_path(source), local_path(target)
-    with reading_hdf5(path) as file:
+    with _open_hdf5(path) as file:
+        with _parsing(path):
+            reader = _Reader(file, path)
         return fill_flat(
-            _Reader(file, path),
+            reader,
             target,
             given=names or {},
             capacity=capacity,
@@ -189,24 +191,38 @@ def import_hdf5(
 
 
 @contextmanager
+def _open_hdf5(path: Path) -> Iterator[Any]:
+    """Open an HDF5 file for reading; yield the h5py.File. Errors of the block are raised unchanged."""
+    h5py = import_library("h5py")
+    with open_to_read(path) as raw, ExitStack() as stack:
+        with _parsing(path):
+            file = stack.enter_context(h5py.File(raw, "r"))
+            check_contents(file, path)
+        yield file
+
+
+@contextmanager
+def _parsing(path: Path) -> Iterator[None]:
+    """Convert errors of h5py to StorageError."""
+    try:
+        yield
+    except ExpStoreError:
+        raise
+    except (OSError, RuntimeError, *INVALID) as exc:
+        raise StorageError(f"cannot read {path} as HDF5: {exc}") from exc
+
+
+@contextmanager
 def reading_hdf5(path: Path) -> Iterator[Any]:
-    """Open an HDF5 file for reading; yield the h5py.File.
+    """Open an HDF5 file for reading; yield the h5py.File. The block only reads: its errors are the file's.
 
     Raises:
         NotFoundError: The file does not exist.
         SchemaError: Something in it is in another file (kind "outside").
         StorageError: It is not an HDF5 file, is damaged, or claims more bytes than it can have.
     """
-    h5py = import_library("h5py")
-    with open_to_read(path) as raw:
-        try:
-            with h5py.File(raw, "r") as file:
-                check_contents(file, path)
-                yield file
-        except ExpStoreError:
-            raise
-        except (OSError, RuntimeError, *INVALID) as exc:
-            raise StorageError(f"cannot read {path} as HDF5: {exc}") from exc
+    with _open_hdf5(path) as file, _parsing(path):
+        yield file
 
 
 class _Reader:
@@ -257,10 +273,8 @@ class _Reader:
     def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
         """Return rows, from row `first` of the file."""
         part = slice(first, first + count)
-        try:
+        with _parsing(self._path):
             return [np.asarray(self._sets[column.path][part]) for column in wanted]
-        except OSError as exc:
-            raise StorageError(f"cannot read {self._path}: {exc}") from exc
 
 
 def _find_tianshou(file: Any) -> Any:

@@ -37,14 +37,14 @@ from expstore.exchange.base import (
     piece_rows,
 )
 from expstore.exchange.field_names import split_name
-from expstore.exchange.fill import Facts, new_store, settings_of
-from expstore.exchange.foreign_rows import Column, ForeignRows, plan_rows
+from expstore.exchange.fill import Facts, Filler, new_store, settings_of
+from expstore.exchange.foreign_rows import Column, ForeignRows, RowPlan, plan_rows
 from expstore.exchange.table_files import ArrowPart, CsvPart, ParquetPart, Part, reading_arrow
 from expstore.exchange.table_layout import Layout, Table, needs_survey, read_layout
 from expstore.exchange.table_survey import Survey
 from expstore.schema.arrow_types import describe
 from expstore.schema.row_selection import pick
-from expstore.schema.schema import Field
+from expstore.schema.schema import Field, Schema
 from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["import_arrow", "import_csv", "import_parquet"]
@@ -106,10 +106,9 @@ def import_parquet(
         1000
     """
     source, target = local_path(source), local_path(target)
-    with reading_arrow(source):
-        parts = [ParquetPart(path) for path in _parquet_files(source)]
-        facts = _read_facts(source / "episodes.parquet", pq.read_table)
-        return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    parts = [ParquetPart(path) for path in _parquet_files(source)]
+    facts = _read_facts(source / "episodes.parquet", pq.read_table)
+    return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -150,10 +149,9 @@ def import_arrow(
     source, target = local_path(source), local_path(target)
     check_links(source)
     path = source / "rows.arrow" if _is_folder(source) else source
-    with reading_arrow(source):
-        part = ArrowPart(path)
-        facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-        return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    part = ArrowPart(path)
+    facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+    return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_csv(
@@ -196,9 +194,8 @@ def import_csv(
         1000
     """
     source, target = local_path(source), local_path(target)
-    with reading_arrow(source):
-        parts = [CsvPart(source)]
-        return _fill(parts, None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    parts = [CsvPart(source)]
+    return _fill(parts, None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:
@@ -400,63 +397,109 @@ def _fill(
 ) -> Imported:
     if storage not in (None, "zarr", "arrow"):
         raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
+    with reading_arrow(parts[0].path):
+        plan = _plan(parts, given, storage)
+    layout, about = plan.layout, plan.layout.about
+    total = sum(part.rows for part in parts) or int(about.get("rows", 0))
+    room = about.get("capacity") if capacity is None else capacity
+    tell(plan.notes)
+    with new_store(disk, target, room, settings_of(about, plan.schema), storage=plan.storage) as filler:
+        numbered = {"_episode", "_step"} <= set(layout.own)
+        if plan.foreign is not None and not numbered:
+            foreign = ForeignRows(plan.foreign, filler)
+            written = _write_foreign(parts, layout, foreign)
+        else:
+            foreign = None
+            filler.prepare(
+                plan.schema, specs=about.get("specs") or "", above=facts.above if facts and numbered else None
+            )
+            written = _write_numbered(parts, plan, facts, filler)
+        for done in written:
+            progress(done, max(done, total))
+        return filler.result(
+            target,
+            plan.notes,
+            names=plan.foreign.names if plan.foreign else {},
+            warnings=foreign.warnings() if foreign else [],
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of the columns of the files.
+
+    `foreign` says which columns become which fields, unless the files describe expstore's fields.
+    """
+
+    layout: Layout
+    schema: Schema
+    storage: Kind
+    notes: list[str]
+    foreign: RowPlan | None
+
+
+def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None) -> _Plan:
     if given:
         for part in parts:
             part.forget_description()
     layout = _find_layout(parts, given)
-    about, plan = layout.about, None
     notes = [*layout.notes, *(note for part in parts for note in part.notes)]
-    names: Mapping[str, str] = {}
-    if about:
-        schema = layout.schema
-    else:
+    schema, foreign = layout.schema, None
+    if not layout.about:
         _refuse_packed(parts, layout.fields)
         columns = [
             Column(split_name(f.key), np.dtype(object) if f.variable else f.numpy_dtype, f.shape, f.arrow)
             for f in layout.fields
         ]
-        plan = plan_rows(columns, {name: ours for name, ours in given.items() if not layout.leaves_out(name)})
-        schema, names = plan.schema, plan.names
-        notes += plan.notes
+        kept = {name: ours for name, ours in given.items() if not layout.leaves_out(name)}
+        foreign = plan_rows(columns, kept)
+        schema = foreign.schema
+        notes += foreign.notes
     if storage == "zarr":
         layout.check_fixed(schema)
     elif schema.variable:
         storage = "arrow"
-    total = sum(part.rows for part in parts) or int(about.get("rows", 0))
-    numbered = {"_episode", "_step"} <= set(layout.own)
+    return _Plan(layout, schema, storage or "zarr", notes, foreign)
+
+
+def _write_foreign(parts: Sequence[Part], layout: Layout, foreign: ForeignRows) -> Iterator[int]:
+    """Write rows whose episodes are to be found; yield after each batch how many are written."""
+    done = 0
+    with reading_arrow(parts[0].path):
+        for values, _ in _read(parts, layout):
+            foreign.write(dict(enumerate(values)), len(values[0]))
+            done += len(values[0])
+            yield done
+
+
+def _write_numbered(
+    parts: Sequence[Part], plan: _Plan, facts: _EpisodeFacts | None, filler: Filler
+) -> Iterator[int]:
+    """Write rows that have numbers of episodes and steps; yield after each batch how many are written."""
+    done = 0
+    with reading_arrow(parts[0].path):
+        ends = _Ends(parts, plan.layout) if facts is None else None
+        for values, own in _read(parts, plan.layout):
+            count = len(values[0])
+            _check_order(own["_episode"], own["_step"])
+            filler.put(
+                values if plan.foreign is None else plan.foreign.read(dict(enumerate(values)), count),
+                own["_episode"],
+                own["_step"],
+                facts=facts or _make_facts,
+                last=None if ends is None else ends.of(own["_episode"], own["_step"]),
+                times=own.get("_time"),
+                priorities=own.get("_priority"),
+            )
+            done += count
+            yield done
+
+
+def _read(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[list[Any], dict[str, Array]]]:
+    """Yield the rows of all parts: by id, or in the order of the files if they have no ids."""
     row_bytes = sum(entry.row_bytes for entry in layout.fields)
     size = _rows_at_once(parts, row_bytes, loose=any(entry.variable for entry in layout.fields))
-    reading = (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
-    room = about.get("capacity") if capacity is None else capacity
-    tell(notes)
-    with new_store(disk, target, room, settings_of(about, schema), storage=storage or "zarr") as filler:
-        foreign = None
-        if plan is None or numbered:
-            above = facts.above if facts and numbered else None
-            filler.prepare(schema, specs=about.get("specs") or "", above=above)
-        else:
-            foreign = ForeignRows(plan, filler)
-        done = 0
-        ends = _Ends(parts, layout) if numbered and facts is None else None
-        for values, own in reading:
-            count = len(values[0])
-            if foreign is not None:
-                foreign.write(dict(enumerate(values)), count)
-            else:
-                _check_order(own["_episode"], own["_step"])
-                filler.put(
-                    values if plan is None else plan.read(dict(enumerate(values)), count),
-                    own["_episode"],
-                    own["_step"],
-                    facts=facts or _make_facts,
-                    last=None if ends is None else ends.of(own["_episode"], own["_step"]),
-                    times=own.get("_time"),
-                    priorities=own.get("_priority"),
-                )
-            done += count
-            progress(done, max(done, total))
-        warnings = [] if foreign is None else foreign.warnings()
-        return filler.result(target, notes, names=names, warnings=warnings)
+    yield from (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
 
 
 def _refuse_packed(parts: Sequence[Part], fields: Sequence[Field]) -> None:

@@ -28,6 +28,7 @@ from expstore.exchange import (
     import_parquet,
 )
 from expstore.exchange.field_names import SYNONYMS, name_fields
+from expstore.exchange.foreign_rows import rows_differ
 from tests.support.paths import ROOT
 
 FILES = ROOT / "tests/fixtures/foreign"
@@ -247,6 +248,25 @@ def test_a_flag_that_is_none_is_refused(tmp_path: Path, form: str) -> None:
     done, _ = load(form, tmp_path, arrays, names={"done": "its_done"})
     assert "its_done" in done.fields
     assert any("no end flag" in warning for warning in done.warnings)
+
+
+@pytest.mark.parametrize("callback", ["progress", "tell"])
+def test_an_error_of_a_callback_is_no_error_of_the_file(tmp_path: Path, form: str, callback: str) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("no such widget")
+
+    with pytest.raises(LookupError, match="no such widget"):
+        load(form, tmp_path, steps(), **{callback: fail})
+    assert [path.suffix for path in tmp_path.iterdir()] == [f".{form}"]
+
+
+def test_rows_differ_by_value() -> None:
+    one = np.array([[0.0, np.nan], [1.0, 2.0], [0.1, 0.0]])
+    other = np.array([[-0.0, np.nan], [1.0, np.nan], [0.1, 0.0]])
+    assert rows_differ(one, other).tolist() == [False, True, False]
+    assert rows_differ(one, other.astype("f4")).tolist() == [False, True, False]  # 0.1 was rounded
+    assert rows_differ(np.arange(3), np.array([0, 5, 2])).tolist() == [False, True, False]
+    assert rows_differ(one[:0], other[:0]).tolist() == []
 
 
 def test_names_are_mapped_in_every_format(
