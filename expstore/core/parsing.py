@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from expstore.errors import CorruptionError, ExpStoreError, StorageError
 
-__all__ = ["INVALID", "MOST_IDS", "check_number", "parsing"]
+__all__ = ["INVALID", "MOST_IDS", "check_number", "parsing", "reading"]
 
 #: The largest id and the largest count in a file: more than a disk has bytes.
 MOST_IDS = 1 << 60
@@ -53,3 +53,25 @@ def parsing(name: object, error: type[StorageError] = CorruptionError) -> Iterat
         raise
     except INVALID as exc:
         raise error(f"{name} is damaged: {type(exc).__name__}: {str(exc)[:200]}") from exc
+
+
+@contextmanager
+def reading(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of the block, in which a library reads a file of another program.
+
+    The block must not call functions of the user: their errors would be taken for the file's.
+
+    Args:
+        what: The file, for the message.
+        kinds: Further errors that the library raises for damaged files.
+
+    Raises:
+        StorageError: The file cannot be read. Errors of expstore are raised unchanged.
+    """
+    known: tuple[type[Exception], ...] = (*INVALID, *kinds)
+    try:
+        yield
+    except ExpStoreError:  # some of these are RuntimeErrors
+        raise
+    except known as exc:
+        raise StorageError(f"cannot read {what}: {str(exc).partition(chr(10))[0]}") from exc

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from expstore.core.parsing import INVALID
+from expstore.core.parsing import reading
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ExpStoreError, SchemaError, StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -201,15 +201,9 @@ def _open_hdf5(path: Path) -> Iterator[Any]:
         yield file
 
 
-@contextmanager
-def _parsing(path: Path) -> Iterator[None]:
+def _parsing(path: Path) -> AbstractContextManager[None]:
     """Convert errors of h5py to StorageError."""
-    try:
-        yield
-    except ExpStoreError:
-        raise
-    except (OSError, RuntimeError, *INVALID) as exc:
-        raise StorageError(f"cannot read {path} as HDF5: {exc}") from exc
+    return reading(f"{path} as HDF5", OSError, RuntimeError)
 
 
 @contextmanager

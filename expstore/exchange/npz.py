@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.errors import ExpStoreError, SchemaError, StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -34,7 +33,7 @@ from expstore.exchange.export import open_export
 from expstore.exchange.field_names import split_name
 from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
 from expstore.exchange.foreign_rows import Column
-from expstore.exchange.npz_members import check_archive, read_header
+from expstore.exchange.npz_members import check_archive, read_header, reading_npz
 from expstore.exchange.ring_buffers import (
     Lanes,
     SplitEnvironments,
@@ -46,8 +45,6 @@ from expstore.exchange.rows import Episodes, Exchanged
 
 __all__ = ["export_npz", "import_npz"]
 
-#: What zipfile raises for damaged files, and for compressions and encryptions that it cannot read.
-_DAMAGES = (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, RuntimeError, *INVALID)
 #: Number of bytes that are copied at a time.
 _COPIED = 1 << 20
 
@@ -200,22 +197,18 @@ def import_npz(
     """
     path, target = local_path(source), local_path(target)
     with ExitStack() as stack:
-        try:
+        with reading_npz(path):
             reader = _Reader(path, stack)
-            split = not reader.about and has_environments(reader.scalars, reader.columns)
-            return fill_flat(
-                SplitEnvironments(reader) if split else reader,
-                target,
-                given=names or {},
-                capacity=capacity,
-                progress=progress,
-                tell=tell,
-                disk=disk or Disk(),
-            )
-        except ExpStoreError:  # some of these are RuntimeErrors
-            raise
-        except _DAMAGES as exc:
-            raise StorageError(f"cannot read {path}: {exc}") from exc
+        split = not reader.about and has_environments(reader.scalars, reader.columns)
+        return fill_flat(
+            SplitEnvironments(reader) if split else reader,
+            target,
+            given=names or {},
+            capacity=capacity,
+            progress=progress,
+            tell=tell,
+            disk=disk or Disk(),
+        )
 
 
 class _Reader:
@@ -281,23 +274,24 @@ class _Reader:
 
     def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
         """Return rows, from row `first` of the file."""
-        found = []
-        for column in wanted:
-            if column.dtype.hasobject:
-                raise SchemaError(
-                    f"{column.name!r} holds Python objects, which are never unpickled",
-                    hint=f"leave it out with --map {column.name}=",
-                )
-            part, row = self._parts.get(column.path, (None, 0))
-            if part is None or first < row:
-                part, row = self._begin(self._names[column.path])[2], 0
-            self._parts[column.path] = part, first + count
-            skipped = (first - row) * column.row_bytes
-            while skipped > 0:
-                skipped -= len(self._take(part, column, min(skipped, _COPIED)))
-            data = self._take(part, column, count * column.row_bytes)
-            found.append(np.frombuffer(data, column.dtype).reshape(count, *column.shape))
-        return found
+        with reading_npz(self._path):
+            return [self._read(column, first, count) for column in wanted]
+
+    def _read(self, column: Column, first: int, count: int) -> Array:
+        if column.dtype.hasobject:
+            raise SchemaError(
+                f"{column.name!r} holds Python objects, which are never unpickled",
+                hint=f"leave it out with --map {column.name}=",
+            )
+        part, row = self._parts.get(column.path, (None, 0))
+        if part is None or first < row:
+            part, row = self._begin(self._names[column.path])[2], 0
+        self._parts[column.path] = part, first + count
+        skipped = (first - row) * column.row_bytes
+        while skipped > 0:
+            skipped -= len(self._take(part, column, min(skipped, _COPIED)))
+        data = self._take(part, column, count * column.row_bytes)
+        return np.frombuffer(data, column.dtype).reshape(count, *column.shape)
 
     def _take(self, part: Any, column: Column, size: int) -> bytes:
         data: bytes = part.read(size)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import tokenize
 import zipfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from expstore.core.parsing import INVALID
+from expstore.core.parsing import reading
 from expstore.core.values import Array
 from expstore.disk.files import ReadingDisk
-from expstore.errors import ExpStoreError, SchemaError, StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.claimed_sizes import check_size
 
-__all__ = ["check_archive", "read_header", "read_npz"]
+__all__ = ["check_archive", "read_header", "read_npz", "reading_npz"]
 
 #: Other compressions have no bound on what a byte becomes; NumPy writes these.
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -56,15 +57,11 @@ def read_header(part: Any, size: int, what: str) -> tuple[tuple[int, ...], bool,
         StorageError: The header is damaged, or its shape needs more bytes than the member has. The size of
             objects, which are pickled, is not checked.
     """
-    try:
+    with reading(what, tokenize.TokenError, zipfile.BadZipFile):
         version = np.lib.format.read_magic(part)
         read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(part)
         is_valid = all(type(side) is int and side >= 0 for side in shape)
-    except ExpStoreError:
-        raise
-    except (*INVALID, tokenize.TokenError, zipfile.BadZipFile) as exc:
-        raise StorageError(f"cannot read {what}: {exc}") from exc
     needed = math.prod(shape) * (0 if dtype.hasobject else dtype.itemsize) if is_valid else -1
     if not 0 <= needed <= size - part.tell():
         raise StorageError(
@@ -81,20 +78,20 @@ def read_npz(path: Path) -> dict[str, Array]:
         SchemaError: An array holds objects, or a member is no array.
     """
     found: dict[str, Array] = {}
-    try:
-        with open_to_read(path) as raw, zipfile.ZipFile(raw) as file:
-            check_archive(file, path)
-            for member in file.infolist():
-                with file.open(member) as part:
-                    what = f"{member.filename!r} in {path}"
-                    shape, fortran, dtype = read_header(part, member.file_size, what)
-                    if dtype.hasobject:
-                        raise SchemaError(f"{what} holds Python objects, which are never unpickled")
-                    values = np.frombuffer(bytearray(part.read(math.prod(shape) * dtype.itemsize)), dtype)
-                    order = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
-                    found[member.filename.removesuffix(".npy")] = order
-    except ExpStoreError:
-        raise
-    except (OSError, RuntimeError, zipfile.BadZipFile, *INVALID) as exc:
-        raise StorageError(f"cannot read {path} as .npz: {exc}") from exc
+    with open_to_read(path) as raw, reading_npz(path), zipfile.ZipFile(raw) as file:
+        check_archive(file, path)
+        for member in file.infolist():
+            with file.open(member) as part:
+                what = f"{member.filename!r} in {path}"
+                shape, fortran, dtype = read_header(part, member.file_size, what)
+                if dtype.hasobject:
+                    raise SchemaError(f"{what} holds Python objects, which are never unpickled")
+                values = np.frombuffer(bytearray(part.read(math.prod(shape) * dtype.itemsize)), dtype)
+                order = values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
+                found[member.filename.removesuffix(".npy")] = order
     return found
+
+
+def reading_npz(path: Path) -> AbstractContextManager[None]:
+    """Convert what zipfile raises for damaged files, unknown compressions and encryptions to StorageError."""
+    return reading(f"{path} as .npz", zipfile.BadZipFile, zipfile.LargeZipFile, OSError, RuntimeError)

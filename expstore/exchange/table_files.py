@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from expstore.core.parsing import INVALID
-from expstore.errors import ExpStoreError, SchemaError, StorageError
+from expstore.core.parsing import reading
+from expstore.errors import SchemaError
 from expstore.exchange.base import DiskFile, open_to_read
 
 __all__ = ["ArrowPart", "CsvPart", "ParquetPart", "Part", "reading_arrow"]
@@ -28,15 +28,9 @@ __all__ = ["ArrowPart", "CsvPart", "ParquetPart", "Part", "reading_arrow"]
 _PANDAS = b"pandas"
 
 
-@contextmanager
-def reading_arrow(path: Path) -> Iterator[None]:
+def reading_arrow(path: Path) -> AbstractContextManager[None]:
     """Convert Arrow's errors to StorageError."""
-    try:
-        yield
-    except ExpStoreError:
-        raise
-    except (pa.ArrowException, OSError, *INVALID) as exc:
-        raise StorageError(f"cannot read {path}: {str(exc).partition(chr(10))[0]}") from exc
+    return reading(path, pa.ArrowException, OSError)
 
 
 class Part(ABC):

@@ -444,8 +444,10 @@ def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None)
             part.forget_description()
     layout = _find_layout(parts, given)
     notes = [*layout.notes, *(note for part in parts for note in part.notes)]
-    schema, foreign = layout.schema, None
-    if not layout.about:
+    foreign = None
+    if layout.about:
+        schema = layout.schema
+    else:
         _refuse_packed(parts, layout.fields)
         columns = [
             Column(split_name(f.key), np.dtype(object) if f.variable else f.numpy_dtype, f.shape, f.arrow)
