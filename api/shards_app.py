@@ -27,6 +27,7 @@ from expstore.api.body_limits import Incoming
 from expstore.api.errors import Refusal
 from expstore.api.metrics import Metrics
 from expstore.api.request_log import Watch
+from expstore.api.routes import health
 from expstore.api.routes.read import StoreNames
 from expstore.api.settings import Settings
 from expstore.cluster.members import Member, Members
@@ -75,6 +76,14 @@ class _ShardStores:
                 return member
         raise Refusal(404, f"there is no shard {name[:80]!r}", kind="not_found", hint="GET /v1/stores")
 
+    async def check_readiness(self) -> None:
+        """Read the list of shards.
+
+        Raises:
+            ExpStoreError: It cannot be read.
+        """
+        await anyio.to_thread.run_sync(self.members.read)
+
     def open_now(self) -> list[Any]:
         """Return the stores that are open here: none."""
         return []
@@ -109,12 +118,14 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
         title="expstore", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    app.state.settings, app.state.stores = settings, stores
+    metrics = Metrics(stores.open_now, stores.root)
+    app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     page.install(app)
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    app.add_middleware(Watch, routes=reading_routes(), metrics=Metrics(stores.open_now, stores.root))
+    app.add_middleware(Watch, routes=reading_routes(), metrics=metrics)
+    app.include_router(health.router)
 
     describe = functools.cache(describe_reading)
 

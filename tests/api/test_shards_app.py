@@ -13,6 +13,7 @@ import expstore
 from expstore.api import Settings
 from expstore.api.shards_app import create_shards_app
 from expstore.cluster.members import FixedMembers, Member, MemberList
+from expstore.errors import StorageError
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 
@@ -32,6 +33,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     # The process that runs conditions may start slowly on a busy machine.
     with Serving(Settings(path=folder, token=TOKEN.encode(), sql_seconds=30.0)) as server:
         yield server
+
+
+class Unreadable:
+    """A list of shards on a disk that fails."""
+
+    named = False
+
+    def read(self) -> MemberList:
+        raise StorageError("the disk failed")
 
 
 def members_of(shards: Serving) -> FixedMembers:
@@ -123,6 +133,17 @@ def test_other_hosts_and_sites_are_refused(client: httpx.Client) -> None:
     headers = client.get("/v1/stores/shard-0/summary").headers
     assert headers.get_list("X-Content-Type-Options") == ["nosniff"]
     assert len(headers.get_list("Content-Security-Policy")) == 1
+
+
+def test_probes_and_metrics(client: httpx.Client, tmp_path: Path) -> None:
+    for path in ("/healthz", "/readyz"):
+        assert (client.get(path).status_code, client.get(path).json()) == (200, {"status": "ok"})
+    assert "expstore_requests" in client.get("/metrics").text
+    settings = Settings(path=tmp_path, read_only=True)
+    with Serving(settings, create_shards_app(Unreadable(), settings)) as server:
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        answer = httpx.get(f"{server.url}/readyz")
+    assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "not_ready")
 
 
 def test_the_token_of_the_browser_is_passed_where_none_is_known(shards: Serving, tmp_path: Path) -> None:
