@@ -6,6 +6,7 @@ Used by `expstore.cli.app`, which reports errors. None of the commands loads tor
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,10 @@ from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.object_storage import list_remote
 from expstore.cli.output import iso_text, print_json, print_versions, size_text
 from expstore.cli.paths import Store, to_local
+from expstore.cli.tokens import read_token
 from expstore.errors import LockedError
+from expstore.storages.format.paths import LOCK
+from expstore.storages.snapshots.catalog import OWN_FOLDER, version_name
 
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["dumps", "loads", "versions"]
 
 KEEP = 5
+#: How long a server may take to make a snapshot, in seconds.
+_SERVER_SECONDS = 3600.0
 
 Place = Annotated[
     Path,
@@ -36,7 +42,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def dumps(
     store: Store,
-    path: Place,
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            callback=to_local,
+            autocompletion=complete_store,
+            metavar="PATH",
+            help="The folder of snapshots; by default the one in the store's own folder.",
+        ),
+    ] = None,
     keep: Annotated[
         int | None,
         typer.Option(
@@ -49,33 +63,67 @@ def dumps(
             metavar="NAME", help="Name of the snapshot; a tagged snapshot is never deleted automatically."
         ),
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token of the server that has the store open.", metavar="FILE"),
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Save a snapshot of a store; no other process may write to it meanwhile."""
+    """Save a snapshot of a store. If a server has the store open, the server makes it."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
     from expstore.storages.snapshots.create import dump
 
     Manifest.load(Disk(), store)  # raises if there is no store: opening must not create one
+    place = store / OWN_FOLDER if path is None or path.resolve() == store.resolve() else path
     try:
         kept = _open(store)
     except LockedError as exc:
-        hint = (
-            "let that process make the snapshot: rb.dumps(PATH), or POST /v1/stores/NAME/dumps to its server"
-        )
-        raise LockedError(exc.message, hint=hint) from exc
-    try:
-        made = dump(kept, path, keep=keep or (None if tag else KEEP), tag=tag)
-    finally:
-        kept.close()
+        made = _ask_server(store, place, keep, tag, token_file, exc)
+    else:
+        with closing(kept):
+            made = dump(kept, place, keep=keep or (None if tag else KEEP), tag=tag)
     if as_json:
         print_json(_facts(made))
     else:
         name = f" ({made.tag})" if made.tag else ""
-        typer.echo(
-            f"snapshot {made.number}{name}: {made.rows:,} rows, {size_text(made.new_bytes)} written to {path}"
-        )
+        size = size_text(made.new_bytes)
+        typer.echo(f"snapshot {made.number}{name}: {made.rows:,} rows, {size} written to {place}")
     return 0
+
+
+def _ask_server(
+    store: Path, place: Path, keep: int | None, tag: str | None, token_file: Path | None, locked: LockedError
+) -> Version:
+    """Let the server that has a store open make a snapshot of it.
+
+    Raises:
+        LockedError: The process that has it open is no server, or keeps its snapshots elsewhere.
+    """
+    from expstore.disk.files import Disk
+    from expstore.disk.writer_lock import read_owner
+    from expstore.remote.snapshots import RemoteSnapshots
+    from expstore.remote.transport import Address, Connection
+
+    disk = Disk()
+    owner = read_owner(disk, store / LOCK)
+    if owner is None or not owner.address or not owner.lives(disk):
+        hint = "let that process make the snapshot: rb.dumps(PATH)"
+        raise LockedError(locked.message, hint=hint) from locked
+    if keep is not None or place.resolve() != (store / OWN_FOLDER).resolve():
+        raise LockedError(
+            f"{owner.address} serves {store}; a server keeps {KEEP} snapshots, in the store's own folder",
+            hint=f"leave PATH and --keep out: expstore dumps {store}",
+        ) from locked
+
+    def ask(method: str, route: str, body: Any, *, once: bool) -> Any:
+        return connection.request(method, route, body=body, once=once).json()
+
+    token = read_token(token_file)
+    with closing(Connection(Address.of(owner.address), token, timeout=_SERVER_SECONDS)) as connection:
+        snapshots = RemoteSnapshots(ask)
+        made = snapshots.create() if tag is None else snapshots.tag(tag)
+    return dataclasses.replace(made, path=place / version_name(made.number))  # a server tells no paths
 
 
 def loads(

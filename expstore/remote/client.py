@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
@@ -31,6 +31,7 @@ from expstore.episodes.annotations import pack_info
 from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
+from expstore.remote.snapshots import RemoteSnapshots
 from expstore.remote.stream import Feed
 from expstore.remote.transport import ARROW, Answer, Connection
 from expstore.schema.row_fields import SAMPLE_ENTRIES
@@ -45,7 +46,6 @@ from expstore.wire.tables import describe_left_out, find_names, is_table, take_t
 
 __all__ = ["RemoteReplayBuffer", "send_priorities"]
 
-_Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
 _logger = logging.getLogger("expstore")
 
 
@@ -691,59 +691,6 @@ class RemoteEpisodes(LocalEpisodes):
         return torch.tensor(found["episodes"], dtype=torch.int64)
 
 
-class RemoteSnapshots:
-    """Create, tag, list and restore versions of a served store. They are in the store's own folder.
-
-    Args:
-        request: Sends a request with a JSON body and returns the answer.
-    """
-
-    def __init__(self, request: Callable[..., Any]) -> None:
-        self._request = request
-
-    def create(self, path: None = None) -> Version:
-        """Make the server create a version: a complete, closed copy of the store as it is now.
-
-        Args:
-            path: Must be None: versions are in the store's own folder.
-
-        Raises:
-            StateError: The server opened the store for reading only.
-        """
-        _refuse_path("dumps", path)
-        return Version(**self._request("POST", "dumps", {"tag": None}, once=True))
-
-    def tag(self, name: str, path: None = None) -> Version:
-        """Make the server create a version with a name. Named versions are kept until they are removed.
-
-        Args:
-            name: 1 to 100 letters, digits or `. _ -`; not a number.
-            path: Must be None: versions are in the store's own folder.
-
-        Raises:
-            SnapshotError: There is a version of this name.
-        """
-        _refuse_path("snapshots.tag", path)
-        return Version(**self._request("POST", "dumps", {"tag": name}, once=True))
-
-    def list(self) -> _Versions:
-        """Return the versions in the store's folder, the oldest first."""
-        return [Version(**entry) for entry in self._request("GET", "versions")["versions"]]
-
-    def restore(self, path: None = None, version: int | str | None = None) -> None:
-        """Make the server replace the store's content by a version's, for all users of the store.
-
-        Args:
-            path: Must be None: versions are in the store's own folder.
-            version: Number or tag; None for the newest.
-
-        Raises:
-            SnapshotError: There is no such version.
-        """
-        _refuse_path("loads", path)
-        self._request("POST", "loads", {"version": version}, once=True)
-
-
 def send_priorities(
     connection: Connection, ids: IntArray, values: NDArray[np.float64], *, write: bool = True
 ) -> int:
@@ -757,14 +704,6 @@ def send_priorities(
     """
     body = {"ids": ids.tolist(), "priorities": values.tolist()}
     return int(connection.request("POST", "priorities", body=body, write=write).json()["updated"])
-
-
-def _refuse_path(name: str, path: object) -> None:
-    if path is not None:
-        raise RemoteError(
-            f"{name} of a served store takes no path", kind="local_only",
-            hint="versions are in the store's own folder: leave the path out",
-        )  # fmt: skip
 
 
 def _check_rows(data: Any) -> None:

@@ -262,8 +262,13 @@ def test_others_that_want_to_write_are_told_who_serves(
         assert error["message"].endswith(f"and serves it at {url}/run")
         assert run(["dumps", str(folder / "run.exp"), str(tmp_path / "backup"), "--json"]) == 3
         error = json.loads(capsys.readouterr().out)["error"]
-        assert error["message"].endswith(f"and serves it at {url}/run")
-        assert "POST /v1/stores/NAME/dumps" in error["hint"]
+        assert error["message"].startswith(f"{url}/run serves ")
+        assert error["hint"] == f"leave PATH and --keep out: expstore dumps {folder / 'run.exp'}"
+        assert run(["dumps", str(folder / "run.exp"), "--json"]) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert (made["number"], made["path"]) == (1, str(folder / "run.exp/versions/v0001"))
+        assert run(["dumps", str(folder / "run.exp"), "--tag", "night"]) == 0
+        assert capsys.readouterr().out.startswith("snapshot 2 (night): ")
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE) == 0
     settings = Settings(path=folder)
