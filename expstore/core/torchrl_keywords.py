@@ -122,11 +122,11 @@ VOID: dict[str, VoidKeyword] = {
         "priorities are kept in host memory, where a draw takes microseconds; give the device to the buffer",
         is_cpu,
     ),
-    "ends": VoidKeyword("the store knows where episodes end", _UNSET),
+    "ends": VoidKeyword("slice samplers compare it with the store's episodes", is_anything),
     "fragmented": VoidKeyword("slices follow the episode wherever its rows are", is_anything),
     "max_capacity": VoidKeyword("it is a number of rows, at least 1", is_size),
     "step_key": VoidKeyword("the store counts steps itself", is_anything),
-    "trajectories": VoidKeyword("the store knows its episodes", _UNSET),
+    "trajectories": VoidKeyword("slice samplers compare it with the store's episodes", is_anything),
     "use_gpu": VoidKeyword(
         "slices are found faster than a device could be asked", one_of(None, False, "cpu")
     ),

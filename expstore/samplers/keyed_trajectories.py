@@ -6,6 +6,7 @@ where the rows of each trajectory are. It reads rows again only after they were 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.episodes.fragments import Fragments, find_fragments
 from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError
+from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.schema.schema import OBJECT
 from expstore.storages.run_index import Runs, Taken, as_names
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KeyedRuns", "Trajectories"]
 
+_log = logging.getLogger("expstore")
 _CHUNK = 1 << 18
 _TRIES = 3
 
@@ -36,12 +39,20 @@ class Trajectories:
     Threads: any number may call. Processes, crashes: it stores nothing; it caches the last result.
 
     Args:
-        name: The field that identifies trajectories; None for the store's episodes.
+        name: The field that identifies trajectories; None for the store's episodes. If it is not stored,
+            trajectories end by `ends`.
         ends: The fields that end trajectories; None for the store's own.
+        by_row: Trajectories by row, which must be the store's episodes; they are compared when the runs of a
+            storage are first needed.
     """
 
-    def __init__(self, name: Key | None = None, ends: Sequence[Key] | None = None) -> None:
-        self.name, self.ends = name, ends
+    def __init__(
+        self,
+        name: Key | None = None,
+        ends: Sequence[Key] | None = None,
+        by_row: RowTrajectories | None = None,
+    ) -> None:
+        self.name, self.ends, self._by_row = name, ends, by_row
         self._known: tuple[weakref.ref[ReadView], Schema, Runs] | None = None
 
     @property
@@ -54,15 +65,19 @@ class Trajectories:
 
         Raises:
             SchemaError: A field does not exist, or has more than one value per row.
+            StateError: Trajectories that were given by row are not the store's episodes.
         """
         known, schema = self._known, storage.require_schema()
         if known is None or known[0]() is not storage or known[1] is not schema:
+            if self._by_row is not None:
+                self._by_row.check(storage)
             known = self._known = weakref.ref(storage), schema, _runs_by(storage, self.name, self.ends)
         return known[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which finds runs for itself."""
-        return {"name": self.name, "ends": self.ends, "_known": None}
+        """Return the state of a copy, which finds runs for itself, and compares rows unless this one has."""
+        by_row = self._by_row if self._known is None else None
+        return {"name": self.name, "ends": self.ends, "_by_row": by_row, "_known": None}
 
 
 def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
@@ -70,13 +85,17 @@ def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | No
 
     Args:
         storage: The storage with the rows.
-        trajectory: The field that identifies trajectories; None for the store's episodes.
+        trajectory: The field that identifies trajectories; None for the store's episodes. It need not be
+            stored if a field that ends trajectories is.
         ends: The fields that end trajectories, at least one of them stored; None for the store's own.
 
     Raises:
         SchemaError: A field does not exist, or has more than one value per row.
     """
     keys, schema = storage.keys, storage.require_schema()
+    if trajectory is not None and trajectory not in schema and _has_others(storage, ends):
+        _log.warning("no field is named %r: trajectories end by the end keys", key_name(trajectory))
+        trajectory = None
     if trajectory is not None:
         _check(storage, trajectory)
     stored = None if ends is None else [key for key in ends if key in schema]
@@ -91,6 +110,14 @@ def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | No
     if trajectory in (None, keys.trajectory) and stored is None:
         return storage.runs
     return KeyedRuns(storage, trajectory, stored)
+
+
+def _has_others(storage: ReadView, ends: Sequence[Key] | None) -> bool:
+    """Return whether other fields than one that is missing define trajectories."""
+    keys = storage.keys
+    own = (keys.trajectory, keys.terminated, keys.truncated, keys.done, keys.start)
+    known = own if ends is None else ends
+    return any(key is not None and key in storage.require_schema() for key in known)
 
 
 def _check(storage: ReadView, key: Key) -> None:

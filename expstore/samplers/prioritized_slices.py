@@ -19,6 +19,7 @@ from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
+from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
@@ -63,7 +64,8 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
             store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
         traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
-            not the store's own, a table is built when it is first needed, and kept current.
+            not the store's own, a table is built when it is first needed, and kept current. If no field has
+            this name, trajectories end by the end keys.
         truncated_key: The field that marks the last step of each slice; None to mark none.
         init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
         strict_length: Whether to leave out trajectories that are shorter than a slice. If False, such a
@@ -77,7 +79,8 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`, or a
             `Where`; None for all rows. The weight of a `Where` is a factor for the probability of each row.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+            refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
+            if they say the same as the store's episodes, which the first draw checks.
 
     Example:
         >>> sampler = PrioritizedSliceSampler(1000, alpha=0.7, beta=0.5, slice_len=4)
@@ -126,7 +129,9 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key))
+        name, fields = trajectory_fields(end_key, end_keys, traj_key)
+        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
+        self._trajectories = Trajectories(name, fields, by_row)
         self._starts = _Starts()
 
     def attach(self, storage: ReadView) -> None:

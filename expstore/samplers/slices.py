@@ -19,6 +19,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
+from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
@@ -70,7 +71,8 @@ class SliceSampler(SlicingNames, Sampler):
         end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
             store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
         traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
-            not the store's own, a table is built when it is first needed, and kept current.
+            not the store's own, a table is built when it is first needed, and kept current. If no field has
+            this name, trajectories end by the end keys.
         trajectory_key: Another name for `traj_key`; pass one of them.
         truncated_key: The field that marks the last step of each slice; None to mark none.
         init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
@@ -90,7 +92,8 @@ class SliceSampler(SlicingNames, Sampler):
             numeric SQL expression, at least 0; None for 1.
         replacement: False constructs a `SliceSamplerWithoutReplacement` with the other arguments.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+            refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
+            if they say the same as the store's episodes, which the first draw checks.
 
     Raises:
         ArgumentError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown; an
@@ -136,7 +139,9 @@ class SliceSampler(SlicingNames, Sampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
+        name, fields = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
+        self._trajectories = Trajectories(name, fields, by_row)
         self.by = by
         self._begin()
 

@@ -16,6 +16,7 @@ from expstore.core.torchrl_keywords import SLICES_WITHOUT_REPLACEMENT, check_key
 from expstore.core.values import IntArray, Selection
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
@@ -53,7 +54,8 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         end_keys: The fields that end trajectories; fields that are not stored are ignored. None for the
             store's own (`done_keys` of `expstore.open`), which end its episodes in any case.
         traj_key: The field that identifies trajectories; None for the store's episodes. For a field that is
-            not the store's own, a table is built when it is first needed, and kept current.
+            not the store's own, a table is built when it is first needed, and kept current. If no field has
+            this name, trajectories end by the end keys.
         trajectory_key: Another name for `traj_key`; pass one of them.
         truncated_key: The field that marks the last step of each slice; None to mark none.
         init_key: The field that marks the first step of each slice, if it is stored; None to mark none.
@@ -65,7 +67,8 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
             pass begins when their number changes.
         weight: Not supported, because every trajectory is drawn once per pass.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+            refused with the reason. `trajectories` (int, `(rows,)`) and `ends` (bool, `(rows,)`) are accepted
+            if they say the same as the store's episodes, which the first draw checks.
 
     Raises:
         TypeError: Both or neither of `num_slices` and `slice_len` are given, or a keyword is unknown.
@@ -109,7 +112,9 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
+        name, fields = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
+        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
+        self._trajectories = Trajectories(name, fields, by_row)
         self._begin()
 
     def _begin(self) -> None:

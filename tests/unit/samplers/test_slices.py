@@ -252,7 +252,7 @@ def test_they_are_kept_current(two_names: TensorDictReplayBuffer) -> None:
 
 def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) -> None:
     for options, match in (
-        ({"traj_key": "nobody"}, "no field 'nobody'"),
+        ({"traj_key": "nobody", "end_key": "b"}, "no field 'nobody'"),
         ({"end_keys": ["a", ("next", "b")]}, "none of the end keys a, next.b is a field"),
     ):
         sampler = SliceSampler(slice_len=2, **options)  # type: ignore[arg-type]
@@ -265,6 +265,67 @@ def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) 
     wide.extend(TensorDict({"w": torch.zeros(4, 2)}, [4]))
     with pytest.raises(SchemaError, match="must be one number per row"):
         wide.sample()
+
+
+def test_a_missing_trajectory_field_falls_back_to_the_ends(caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler):
+        sampler = kind(slice_len=4, traj_key="nobody")
+        rb = trajectory_buffer(5, 9, 4, sampler=sampler, batch_size=8)
+        for _ in range(5):
+            found = slices(rb.sample())
+            assert all(is_slice(one) and len(one) == 4 for one in found)
+        assert sum("no field is named 'nobody'" in message for message in caplog.messages) == 1
+        caplog.clear()
+
+
+# -- trajectories by row ---------------------------------------------------------------------------------
+
+BY_ROW = [
+    {"trajectories": torch.tensor([7] * 5 + [8] * 9 + [7] * 4)},
+    {"ends": torch.isin(torch.arange(18), torch.tensor([4, 13]))},
+]
+
+
+@pytest.mark.parametrize("by_row", BY_ROW)
+@pytest.mark.parametrize("kind", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
+def test_trajectories_by_row_that_are_the_episodes(kind: Any, by_row: dict[str, torch.Tensor]) -> None:
+    rb = trajectory_buffer(5, 9, 4, sampler=kind(slice_len=4, **by_row), batch_size=8)
+    assert all(is_slice(one) for _ in range(5) for one in slices(rb.sample()))
+    rb.extend(trajectory_rows(9, 6))  # as in a buffer without these arguments
+    seen = {one[0] // 1000 for _ in range(50) for one in slices(rb.sample())}
+    assert seen == {1, 2, 3, 9}
+    other = pickle.loads(pickle.dumps(rb.sampler))  # which need not compare again
+    assert TensorDictReplayBuffer(storage=rb.storage, sampler=other, batch_size=8).sample().batch_size == (8,)
+
+
+def test_trajectories_by_row_in_a_ring_and_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expstore.samplers.row_trajectories._CHUNK", 3)
+    ends = [False] * 3 + [True, True] + [False] * 5
+    for given in (ends, [False] * 10):
+        sampler = SliceSampler(slice_len=4, ends=given, cache_values=True)
+        rb = TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=sampler, batch_size=4)
+        rb.extend(trajectory_rows(1, 5))
+        rb.extend(trajectory_rows(2, 9))  # the end of which is at the beginning of the ring
+        if given is ends:
+            assert all(is_slice(one) for one in slices(rb.sample()))
+    with pytest.raises(StateError, match="does not end at row 3, but the store's episode does"):
+        rb.sample()
+
+
+@pytest.mark.parametrize(
+    ("by_row", "match"),
+    [
+        ({"trajectories": torch.zeros(17, dtype=torch.int64)}, "has 17 values, but the store has 18 rows"),
+        ({"trajectories": torch.arange(18) // 9}, "does not end at row 4, but the store's episode does;"),
+        ({"trajectories": torch.arange(18)}, "does end at row 0, but the store's episode does not;"),
+        ({"ends": torch.arange(18) == 4}, "ends a trajectory does not end at row 13"),
+    ],
+)
+def test_trajectories_by_row_that_are_not_the_episodes(by_row: dict[str, Any], match: str) -> None:
+    rb = trajectory_buffer(5, 9, 4, sampler=SliceSampler(slice_len=4, **by_row), batch_size=8)
+    for _ in range(2):
+        with pytest.raises(StateError, match=match):
+            rb.sample()
 
 
 # -- what is refused -------------------------------------------------------------------------------------
@@ -286,7 +347,14 @@ def test_fields_that_are_not_there_are_named(two_names: TensorDictReplayBuffer) 
         ({"slice_len": 2, "end_keys": []}, ValueError, "end_keys must be a list of keys"),
         ({"slice_len": 2, "by": "row"}, ValueError, "by must be 'trajectory' or 'start'"),
         ({"slice_len": 2, "compile": True}, ValueError, "SliceSampler does not support compile=True"),
-        ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "SliceSampler does not support ends="),
+        ({"slice_len": 2, "ends": torch.ones(2)}, ValueError, "ends must be a 1-dim tensor of booleans"),
+        (
+            {"slice_len": 2, "trajectories": torch.zeros(2, 1)},
+            ValueError,
+            "trajectories must be a 1-dim tensor",
+        ),
+        ({"slice_len": 2, "trajectories": [0], "ends": [True]}, ValueError, "are exclusive arguments"),
+        ({"slice_len": 2, "trajectories": [0], "traj_key": "a"}, ValueError, "are exclusive arguments"),
         ({"slice_len": 2, "end_key": "a", "end_keys": ["b"]}, RuntimeError, "exclusive"),
         ({"slice_len": 2, "traj_key": "a", "trajectory_key": "a"}, ValueError, "pass one of them"),
     ],
