@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -195,8 +196,9 @@ def _plot_column(
         figure = Figure(figsize=(8, 4), layout="constrained")
         ax = figure.add_subplot(axes_class=_NotebookAxes)
     names, counts = np.unique(sources, return_counts=True)
-    largest = names[np.argsort(-counts, kind="stable")]
-    named = largest if len(largest) <= _SOURCES else largest[: _SOURCES - 1]
+    rows_of = dict(zip(names, counts, strict=True))
+    largest = sorted(names, key=lambda name: (-rows_of[name], _by_number(name)))
+    named = sorted(largest if len(largest) <= _SOURCES else largest[: _SOURCES - 1], key=_by_number)
     groups = [(cell_text(name), f"C{place}", sources == name) for place, name in enumerate(named)]
     if len(named) < len(names):
         groups.append((f"{len(names) - len(named)} other sources", "0.5", ~np.isin(sources, named)))
@@ -215,6 +217,11 @@ def _plot_column(
     ax.set_title(f"{column} of {ids.size:,} episodes, and mean of {window}", loc="left", fontsize="medium")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return ax
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Return a key that sorts lane 2 of a source before its lane 10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _running_mean(values: Array, window: int) -> Array:

@@ -5,7 +5,8 @@ Used by the buffers and by `expstore.open`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "check_batch_size",
     "check_drawing",
     "check_generator",
+    "check_positional",
     "check_predictable",
     "check_sample",
     "resolve_part",
@@ -137,3 +139,15 @@ def check_batch_size(size: int | None) -> int | None:
     if size is not None and size < 1:
         raise ArgumentError(f"batch_size must be at least 1, got {size}")
     return size
+
+
+def check_positional(kind: type, args: Sequence[object]) -> None:
+    """Raise ArgumentError if the constructor of a class takes no positional arguments."""
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    if all(one.kind in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in parameters):
+        types = ", ".join(type(one).__name__ for one in args)
+        raise ArgumentError(
+            f"{kind.__name__} takes no positional arguments, got {types}",
+            hint=f"use {kind.__name__}(storage=...); for replay_buffer_class= of Stable-Baselines3 there is "
+            "expstore.sb3.ReplayBuffer",
+        )

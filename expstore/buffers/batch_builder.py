@@ -20,6 +20,7 @@ from expstore.core.values import Array, Key, Selection
 from expstore.data.containers import Form, form_of, stack
 from expstore.data.nested_rows import take_rows
 from expstore.data.to_arrays import put_entry, to_array, to_arrays
+from expstore.errors import StackError
 from expstore.schema.row_selection import in_shape
 from expstore.storages.read_view import ReadView
 from expstore.transforms import Compose, StepView
@@ -163,7 +164,7 @@ class BatchBuilder(StorePart):
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
             elif isinstance(batch, list) and batch and storage.row_traits.whole:
-                batch = stack(batch)
+                batch = _stack_objects(batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
             for key, values in ({} if form.keyed else root).items():
                 batch.set(key, repeat_along_dims(values, batch))
@@ -254,6 +255,21 @@ class BatchBuilder(StorePart):
         if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
             return cast(_Placed, place_one(batch))
         return cast(_Placed, tree_map_only(torch.Tensor, place_one, batch))
+
+
+def _stack_objects(rows: list[Any]) -> Any:
+    """Stack rows that a storage keeps as objects.
+
+    Raises:
+        StackError: They have different types or shapes.
+    """
+    try:
+        return stack(rows)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as exc:
+        raise StackError(
+            f"the sampled rows do not make a batch: {exc.args[0] if exc.args else exc}",
+            hint="pass collate_fn=, a function that makes a batch of a list of rows; list leaves it a list",
+        ) from exc
 
 
 def _reshape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:

@@ -22,6 +22,7 @@ from expstore.buffers.arguments import (
     check_batch_size,
     check_drawing,
     check_generator,
+    check_positional,
     check_predictable,
     resolve_part,
     resolve_part_of,
@@ -123,6 +124,12 @@ class ReplayBuffer:
         >>> rb.sample()["observation"].shape
         torch.Size([2, 3])
     """
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Self:
+        """Refuse positional arguments, which Stable-Baselines3 passes to its buffers."""
+        if args:
+            check_positional(cls, args)
+        return super().__new__(cls)
 
     def __init__(
         self,

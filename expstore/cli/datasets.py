@@ -259,10 +259,13 @@ def _path(name: str, root: Path | None) -> Path:
 @contextlib.contextmanager
 def _bad_name(name: str) -> Iterator[None]:
     """Report a name that no data set has as a usage error."""
+    from expstore.datasets.registry import UnknownDatasetError
     from expstore.errors import ExpStoreError
 
     try:
         yield
+    except UnknownDatasetError as exc:
+        raise typer.BadParameter(f"{exc.message}. {_describe_names(name)}", param_hint=name) from exc
     except (ValueError, KeyError) as exc:
         if isinstance(exc, ExpStoreError):
             raise

@@ -295,9 +295,12 @@ def _stack_tensors(items: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack tensors; of different dtypes in a dtype for all of them.
 
     Raises:
-        ValueError: An integer would be rounded.
+        ValueError: The shapes differ, or an integer would be rounded.
     """
-    stacked = torch.stack(list(items))
+    try:
+        stacked = torch.stack(list(items))
+    except (RuntimeError, TypeError):
+        raise ValueError(_describe_difference(items)) from None
     if stacked.is_floating_point() and any(item.dtype != stacked.dtype for item in items):
         for item, part in zip(items, stacked, strict=True):
             floats = part.float() if part.dtype is torch.bfloat16 else part
@@ -308,11 +311,24 @@ def _stack_tensors(items: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _stack_arrays(items: Sequence[Array]) -> torch.Tensor:
     """Stack arrays as `_stack_tensors` stacks tensors."""
-    stacked = np.stack(items)
+    try:
+        stacked = np.stack(items)
+    except ValueError:
+        raise ValueError(_describe_difference(items)) from None
     for item, part in zip(items, stacked, strict=True):
         if item.dtype != stacked.dtype:
             _check_kept(item, np.asarray(part))
     return as_tensor(stacked)
+
+
+def _describe_difference(items: Sequence[Any]) -> str:
+    """Return how rows differ that cannot be stacked."""
+    first = items[0]
+    other = next((item for item in items if not hasattr(item, "shape")), None)
+    if other is not None:
+        return f"some rows are {type(first).__name__}, others {type(other).__name__}"
+    shapes = list(dict.fromkeys(str(tuple(item.shape)) for item in items))
+    return f"rows have the shapes {', '.join(shapes[:4])}" + (", ..." if len(shapes) > 4 else "")
 
 
 def _check_kept(values: Array, cast: Array) -> None:

@@ -9,7 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from expstore.errors import ArgumentError
+from expstore.core.nearest import nearest, suggest
+from expstore.errors import ArgumentError, NotFoundError
 
 __all__ = ["dataset_class", "load_dataset", "prefixes", "register_dataset"]
 
@@ -61,6 +62,28 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
     _REGISTERED[name] = dataset
 
 
+class UnknownDatasetError(ArgumentError, NotFoundError, RuntimeError):
+    """A collection has no data set of this name.
+
+    TorchRL's classes raise ValueError, KeyError or RuntimeError; this error is each of them.
+    """
+
+    default_kind = "argument"
+
+    @classmethod
+    def of(cls, collection: Any, name: str, message: str) -> UnknownDatasetError:
+        """Return the error, with the most similar name as its hint.
+
+        Args:
+            collection: The class of the data sets.
+            name: The name that it does not have.
+            message: What was asked, in the words of TorchRL's class.
+        """
+        near = nearest(str(name), collection.available_datasets)
+        hint = f"did you mean {near!r}? All" if near else "all"
+        return cls(message, hint=f"{hint} names: {collection.__name__}.available_datasets")
+
+
 def load_dataset(dataset_id: str, **keywords: Any) -> Any:
     """Return a data set by its prefix and id.
 
@@ -92,7 +115,9 @@ def dataset_class(prefix: str) -> Factory:
     """
     name = _normal(prefix)
     if name not in _REGISTERED:
-        raise ArgumentError(f"Unknown dataset source {name!r}. Supported prefixes: {prefixes()}.")
+        raise ArgumentError(
+            f"Unknown dataset source {name!r}", hint=suggest(name, prefixes(), "the supported prefixes are")
+        )
     found = _REGISTERED[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, key_name
 from expstore.episodes.joins import BatchJoins
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.sources import lane_names
@@ -72,13 +72,20 @@ def warn_of(
         session: The session that has written them; None: the storage's own.
     """
     for name in assignment.restarted:
-        warn_once(
-            storage,
-            f"source {name} began another episode under the trajectory id of its open one, which is cut: "
-            "two collectors write under one name, or one has restarted; give each its own source=, "
-            "or call episodes.end() when one restarts",
-            name,
-        )
+        if storage.keys.trajectory is None:
+            names = ", ".join(map(key_name, storage.episodes.joins.names))
+            text = (
+                f"source {name} began another episode: {names} of its newest row does not equal the next "
+                "observation of the row before, and no row has ended the episode, which is cut; set "
+                "terminated or truncated in the last row of an episode, or call episodes.end() after it"
+            )
+        else:
+            text = (
+                f"source {name} began another episode under the trajectory id of its open one, which is cut: "
+                "two collectors write under one name, or one has restarted; give each its own source=, "
+                "or call episodes.end() when one restarts"
+            )
+        warn_once(storage, text, name)
     if source is not None and assignment.sources:
         table = storage.episodes
         own = table.sources_named(source, session=session or storage.episodes.session)

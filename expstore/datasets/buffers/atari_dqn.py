@@ -15,6 +15,7 @@ from expstore.datasets.atari_dqn import CHECKPOINT_FILES, AtariDQNReader, as_ran
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay, choose_sampler
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
@@ -123,7 +124,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         available_datasets: All ids.
 
     Raises:
-        ArgumentError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
         NotFoundError: There are no files: neither `source` nor `mirror` is given.
         StateError: The store was made from other checkpoints.
         SchemaError: The path of the source names another game or run.
@@ -162,10 +163,11 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         **keywords: Any,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ArgumentError(
+            raise UnknownDatasetError.of(
+                type(self),
+                dataset_id,
                 f"{dataset_id!r} is not part of the available datasets. The dataset should be named "
-                "<game_name>/<run>, with a run between 1 and 5. All ids: "
-                "AtariDQNExperienceReplay.available_datasets"
+                "<game_name>/<run>, with a run between 1 and 5",
             )
         if strict_length is not None and not strict_len:
             raise ArgumentError("strict_len and strict_length mean the same; pass one of them")

@@ -15,6 +15,7 @@ from expstore.datasets.d4rl import D4RLReader
 from expstore.datasets.d4rl_files import D4RL_ADDRESS, d4rl_files, score_bounds
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
@@ -53,7 +54,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         env_kwargs: Not supported.
 
     Raises:
-        KeyError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; a KeyError, as in TorchRL.
         RuntimeError: `env_kwargs` are given.
         ArgumentError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
@@ -99,7 +100,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         if terminate_on_end is False:
             raise ArgumentError("terminate_on_end=False needs the package d4rl, which is not used")
         if dataset_id not in d4rl_files():
-            raise KeyError(f"Env {dataset_id} not found.")
+            raise UnknownDatasetError.of(type(self), dataset_id, f"Env {dataset_id} not found")
         super().__init__(
             Origin(
                 name="d4rl",

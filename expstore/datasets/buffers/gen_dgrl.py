@@ -10,7 +10,7 @@ from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.gen_dgrl import GenDGRLReader
 from expstore.datasets.origin import Download, Origin
-from expstore.errors import ArgumentError
+from expstore.datasets.registry import UnknownDatasetError
 
 __all__ = ["GenDGRLExperienceReplay"]
 
@@ -52,7 +52,7 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         keywords: Arguments of the base class: `sampler`, `writer`, `transform` and so on.
 
     Raises:
-        ArgumentError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -75,9 +75,8 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         **keywords: Any,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ArgumentError(
-                f"{dataset_id!r} is not one of the data sets. All ids: "
-                "GenDGRLExperienceReplay.available_datasets"
+            raise UnknownDatasetError.of(
+                type(self), dataset_id, f"{dataset_id!r} is not one of the data sets"
             )
         game, category = dataset_id.split("-")
         folder, rows = _CATEGORIES[category]

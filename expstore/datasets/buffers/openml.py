@@ -14,6 +14,7 @@ from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.openml import OpenMLName, OpenMLReader
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.errors import NotFoundError, RemoteError
 from expstore.samplers.base import Sampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
@@ -60,7 +61,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
         max_outcome_val: The largest class.
 
     Raises:
-        RuntimeError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; a RuntimeError, as in TorchRL.
         ModuleNotFoundError: scikit-learn or pandas is not installed, and the store does not exist yet.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
@@ -89,9 +90,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = _ADDRESS,
     ) -> None:
         if name not in _PUBLIC:
-            raise RuntimeError(
-                f"Dataset does not exist: {name!r} is not one of {', '.join(self.available_datasets)}"
-            )
+            raise UnknownDatasetError.of(type(self), name, f"Dataset does not exist: {name!r}")
         super().__init__(
             Origin(
                 name="openml",

@@ -14,6 +14,7 @@ from expstore.datasets.buffers.episode_texts import EpisodeTexts
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.openx import OpenXReader
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
@@ -59,7 +60,8 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         trust_pickle: Whether to unpickle files that name other classes than NumPy's; see `OpenXReader`.
 
     Raises:
-        ArgumentError: The data set does not exist, `streaming` is True, or arguments exclude each other.
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
+        ArgumentError: `streaming` is True, or arguments exclude each other.
         RuntimeError: `pad` is given, or `shuffle` is False with replacement.
         NotImplementedError: `split_trajs` is True.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
@@ -133,9 +135,8 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         trust_pickle: bool = False,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ArgumentError(
-                f"{dataset_id!r} is not one of the data sets. All ids: "
-                "OpenXExperienceReplay.available_datasets"
+            raise UnknownDatasetError.of(
+                type(self), dataset_id, f"{dataset_id!r} is not one of the data sets"
             )
         if num_slices is not None and slice_len is not None:
             raise ArgumentError("num_slices or slice_len can be not None, but not both.")

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.datasets.roboset import RobosetReader
-from expstore.errors import ArgumentError, NotFoundError
+from expstore.errors import NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -46,7 +47,7 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ArgumentError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -85,9 +86,8 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = HUGGING_FACE,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ArgumentError(
-                f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
-                "RobosetExperienceReplay.available_datasets"
+            raise UnknownDatasetError.of(
+                type(self), dataset_id, f"The dataset_id {dataset_id} isn't part of the accepted datasets"
             )
         super().__init__(
             Origin(

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
 from expstore.datasets.origin import Download, Origin
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.datasets.vd4rl import VD4RLReader
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
@@ -55,7 +56,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         mirror: Address to use instead of `https://huggingface.co`.
 
     Raises:
-        ArgumentError: The data set does not exist.
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
@@ -95,9 +96,8 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         mirror: str = HUGGING_FACE,
     ) -> None:
         if dataset_id not in self.available_datasets:
-            raise ArgumentError(
-                f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
-                "VD4RLExperienceReplay.available_datasets"
+            raise UnknownDatasetError.of(
+                type(self), dataset_id, f"The dataset_id {dataset_id} isn't part of the accepted datasets"
             )
         size = _size(image_size)
         super().__init__(
