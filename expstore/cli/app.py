@@ -121,13 +121,14 @@ def run(arguments: Sequence[str]) -> int:
         run(["--help"])
         return USAGE
     command = typer.main.get_command(app)
+    arguments = _add_info(command, arguments)
     with record_interrupts() as signals:
         try:
             return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
         except (KeyboardInterrupt, typer.Abort):
             trouble = _INTERRUPTED
         except Exception as exc:
-            known = _INTERRUPTED if signals else _trouble(exc, _command_name(command, arguments))
+            known = _INTERRUPTED if signals else _trouble(exc, command, arguments)
             if known is None:
                 raise
             trouble = known
@@ -136,6 +137,17 @@ def run(arguments: Sequence[str]) -> int:
     else:
         typer.echo(f"error: {trouble.line()}", err=True)
     return trouble.code
+
+
+def _add_info(command: Any, arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments; with `info` before them if the first one is a store and no command."""
+    from expstore.disk.files import Disk
+    from expstore.storages.format.manifest import MANIFEST
+
+    disk, first = Disk(), arguments[0]
+    if first.startswith("-") or first in command.commands or not disk.exists(Path(first) / MANIFEST):
+        return arguments
+    return ["info", *arguments]
 
 
 def _command_name(command: Any, arguments: Sequence[str]) -> str:
@@ -171,17 +183,19 @@ class _Trouble:
 _INTERRUPTED = _Trouble(INTERRUPTED, "interrupted", "interrupted")
 
 
-def _trouble(exc: Exception, program: str) -> _Trouble | None:
+def _trouble(exc: Exception, command: Any, arguments: Sequence[str]) -> _Trouble | None:
     """Return how an error is reported, or None if it is a bug in the program.
 
     Args:
         exc: The error.
-        program: The command that was run, as typed: `expstore sql`.
+        command: The parser of the command line.
+        arguments: As typed.
     """
     if isinstance(exc, ExpStoreError):
         return _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
     if hasattr(exc, "format_message"):  # the parser's own errors; their class depends on typer's version
-        return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), f"see {program} --help")
+        text = _name_value(exc, arguments)
+        return _Trouble(USAGE, "usage", text, f"see {_command_name(command, arguments)} --help")
     if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
         return _Trouble(
             USAGE, "usage", "collecting needs gymnasium, which is missing", "pip install 'expstore[gym]'"
@@ -206,6 +220,18 @@ def _trouble(exc: Exception, program: str) -> _Trouble | None:
     if isinstance(exc, OSError):
         return _Trouble(FAILED, "storage", str(exc))
     return None
+
+
+def _name_value(exc: Any, arguments: Sequence[str]) -> str:
+    """Return the message of the parser's error, with the refused value instead of the word Input."""
+    text: str = exc.format_message().rstrip(".")
+    for option in getattr(getattr(exc, "param", None), "opts", ()):
+        for at, word in enumerate(arguments):
+            name, equals, value = word.partition("=")
+            if name == option and (equals or at + 1 < len(arguments)):
+                value = value if equals else arguments[at + 1]
+                return text.replace("Input should", f"{value!r} should").partition(", unable to")[0]
+    return text
 
 
 def _exit_code(exc: ExpStoreError) -> int:
@@ -538,7 +564,7 @@ def sql(
 
 app.command(
     epilog="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
-    "steps; it needs matplotlib: pip install 'expstore[plot]'."
+    "steps; it needs matplotlib: pip install 'expstore\\[plot]'."
 )(episode)
 
 # -- fields ----------------------------------------------------------------------------------------

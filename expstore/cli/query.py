@@ -41,8 +41,13 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
     is_sql = _is_sql(query)
     misplaced = next((path for path in paths if _is_sql(str(path))), None)
     if misplaced is not None and not is_sql:
+        stores = [str(path) for path in paths if path is not misplaced]
+        line = " ".join(["expstore sql", *stores, query, f'"{misplaced}"'])
         raise typer.BadParameter(
-            f'the query comes after the stores; write expstore sql {query} "{misplaced}"', param_hint="QUERY"
+            f"the query comes after the stores; write {line}"
+            if not stores
+            else f"{query!r} comes after the query; leave it out, or if it is a store, write {line}",
+            param_hint="QUERY",
         )
     if not paths:
         if is_sql:

@@ -213,6 +213,10 @@ class ClusterFile:
             raise NotFoundError(
                 f"there is no cluster file {path}", hint="make one: expstore cluster init FILE URL..."
             )
+        if disk.is_dir(path):
+            raise StateError(
+                f"{path} is a folder, not a cluster file", hint="open a store with expstore.open"
+            )
         try:
             facts = json.loads(disk.read_whole(path.resolve()))  # Kubernetes mounts files as links
             if facts["format"] > _FORMAT:

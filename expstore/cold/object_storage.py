@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from expstore.core.arguments import check_whole
 from expstore.core.retention_policy import parse_bytes
 from expstore.disk.local_path import hide_credentials, local_path
-from expstore.errors import ArgumentError, StateError
+from expstore.errors import ArgumentError, RemoteError, StateError
 
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
@@ -24,6 +24,13 @@ __all__ = ["ObjectStorage", "is_object_url"]
 _SCHEME = re.compile(r"s3://", re.IGNORECASE)
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#\s]+)*)/?", re.IGNORECASE)
 _RETRIES = 8
+#: Variables with credentials, and groups of variables with which obstore gets them elsewhere.
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_OTHER_CREDENTIALS = (
+    ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN"),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+)
 #: First and longest pause between two attempts, and how long a request is repeated, seconds.
 _FIRST_PAUSE_SECONDS, _PAUSE_SECONDS, _REPEAT_SECONDS = 0.2, 5, 60
 
@@ -34,6 +41,9 @@ class ObjectStorage:
     All functions that take an `s3://` URL also take this object. Credentials come from the environment
     (`AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` for other servers than
     Amazon's) or from a credential provider of obstore, never from the URL.
+
+    A machine's or a container's own role is used if `AWS_EC2_METADATA_DISABLED` is "false": only then is the
+    cloud's metadata address asked for credentials. Profiles in `~/.aws` are not read.
 
     Args:
         where: A URL such as `s3://bucket/run`, or a store of obstore (`obstore.store.S3Store`, ...), whose
@@ -110,12 +120,14 @@ class ObjectStorage:
         """Return the objects below the address. Sends no request.
 
         Raises:
+            RemoteError: The environment has no credentials.
             ModuleNotFoundError: obstore is not installed.
         """
         from expstore.cold.bucket import Bucket
 
         if not isinstance(self.where, str):
             return Bucket(self.where, self.name)
+        _check_credentials(self.where)
         from obstore.store import S3Store
 
         store = S3Store.from_url(
@@ -141,6 +153,28 @@ def _cache_home() -> str:
     return os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
 
 
+def _check_credentials(url: str) -> None:
+    """Raise RemoteError unless the environment says where credentials come from.
+
+    Without them obstore would ask the cloud's metadata address, which outside of a cloud takes minutes to
+    fail.
+    """
+    get = os.environ.get
+    if (
+        get("AWS_SKIP_SIGNATURE", "").lower() == "true"
+        or get("AWS_EC2_METADATA_DISABLED", "").lower() == "false"
+    ):
+        return
+    missing = [name for name in _KEYS if not get(name)]
+    if missing and not any(all(map(get, names)) for names in _OTHER_CREDENTIALS):
+        raise RemoteError(
+            f"there are no credentials for {url}: {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set",
+            kind="unauthorized",
+            hint="set both variables; AWS_EC2_METADATA_DISABLED=false uses the role of this machine",
+        )
+
+
 def _check_url(url: str) -> str:
     """Return a URL without slashes at its end.
 
@@ -159,6 +193,7 @@ def _check_url(url: str) -> str:
         raise StateError(
             f"{url!r} is not the address of an object storage",
             kind="path",
-            hint="use s3://bucket/prefix, or pass ObjectStorage a store of obstore",
+            hint="use s3://bucket/prefix, or pass ObjectStorage a store of obstore; for a version in a local "
+            "folder there are expstore dumps and expstore loads",
         )
     return f"s3://{found[1]}{found[2]}"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from expstore import exchange
 from expstore.disk.files import ReadingDisk
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.exchange.base import Exported, Imported, open_to_read
+from expstore.storages.format.manifest import MANIFEST
 
 __all__ = ["ARRAYS", "EXPORTS", "IMPORTS", "TABLES", "exporter", "format_of", "importer"]
 
@@ -69,12 +70,18 @@ def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
     Raises:
         NotFoundError: The path does not exist.
         SchemaError: No format is recognized.
+        StateError: The path is a store.
     """
     disk = ReadingDisk()
     if not disk.exists(path):
         raise NotFoundError(f"there is nothing at {path}")
     if disk.is_dir(path):
         names = set(disk.names(path))
+        if MANIFEST in names:
+            raise StateError(
+                f"{path} is a store already, so that there is nothing to import",
+                hint=f"open it, or copy its rows into another store: expstore merge {path} --out NEW",
+            )
         if "metadata.json" in names or "metadata.json" in disk.names(path / "data"):
             return "minari"
         if "rows.arrow" in names:

@@ -119,6 +119,7 @@ def inspect(
     """
     disk, path = disk or ReadingDisk(), local_path(path)
     path = disk.follow_link(path)
+    Manifest.check_exists(disk, path)  # first, so that other folders are not searched for links
     disk.check_tree(path, but={OWN_FOLDER})
     if not locked:
         _refuse_writer(disk, path)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,8 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, StackError
+from expstore.cli.app import run
+from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, RemoteError, StackError
 
 
 def consume_all(path: Path) -> None:
@@ -108,3 +112,124 @@ def test_sources_of_a_plot_are_in_the_order_of_their_numbers(tmp_path: Path) -> 
             record.step(zeros, np.ones(11), np.ones(11), zeros, ends, ~ends)
         labels = [text.get_text() for text in expstore.plot.returns(rb).get_legend().get_texts()]
     assert labels == ["a", *(f"a//{lane}" for lane in range(1, 7)), "4 other sources"]
+
+
+# -- object storage --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def metadata_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Return the requests to a stand-in of the cloud's metadata address; remove all credentials."""
+    pytest.importorskip("obstore")
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            requests.append(self.path)
+            self.send_error(403)
+
+        do_GET = do_PUT
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", address)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    try:
+        yield requests
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set; set both variables"),
+        ({"AWS_ACCESS_KEY_ID": "key"}, "credentials for s3://bucket/run: AWS_SECRET_ACCESS_KEY is not set"),
+        ({"AWS_WEB_IDENTITY_TOKEN_FILE": "/token"}, "AWS_SECRET_ACCESS_KEY are not set"),
+        ({"AWS_EC2_METADATA_DISABLED": "true"}, "AWS_SECRET_ACCESS_KEY are not set"),
+    ],
+)
+def test_missing_credentials_are_named_and_not_asked_of_the_cloud(
+    metadata_requests: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RemoteError) as caught:
+        expstore.cold.versions("s3://bucket/run")
+    assert message in str(caught.value)
+    assert metadata_requests == []
+
+
+def test_the_role_of_a_machine_is_used_if_the_user_asks_for_it(
+    metadata_requests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+    with pytest.raises(RemoteError):
+        expstore.cold.versions(expstore.cold.ObjectStorage("s3://bucket/run", retries=0))
+    assert "/latest/api/token" in metadata_requests
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_exp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a store, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    with expstore.open("run.exp", capacity=100) as rb:
+        rb.extend({"observation": np.zeros((5, 2), np.float32), "action": np.zeros(5)})
+    return tmp_path / "run.exp"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["verify", "/etc"], 2, "/etc is not a store: it has no expstore.json"),
+        (["repair", "/etc"], 2, "/etc is not a store: it has no expstore.json"),
+        (["info", "/etc"], 2, "/etc is not a store: it has no expstore.json"),
+        (["sql", "/etc", "SELECT 1"], 2, "/etc is not a store: it has no expstore.json"),
+        (["import", "run.exp"], 2, "run.exp is a store already, so that there is nothing to import; open it"),
+        (["import", "run.exp", "b.exp"], 2, "is a store already"),
+        (["episode", "run.exp", "one"], 2, "Invalid value for 'ID'"),
+        (["serve", "run.exp", "--port", "99999"], 2, "'99999' should be less than or equal to 65535"),
+        (["serve", "run.exp", "--port=many"], 2, "'--port': 'many' should be a valid integer; see expstore"),
+        (["sql", "run.exp", "SELECT 1", "extra"], 2, "'extra' comes after the query; leave it out, or if it"),
+        (["sql", "SELECT 1", "run.exp"], 2, 'write expstore sql run.exp "SELECT 1"'),
+        (["push", "run.exp", "folder"], 2, "for a version in a local folder there are expstore dumps and"),
+        (["cluster", "show", "cluster.json"], 2, "no cluster file cluster.json; make one: expstore cluster"),
+        (["cluster", "show", "run.exp"], 2, "run.exp is a folder, not a cluster file; open a store with"),
+    ],
+)  # fmt: skip
+def test_the_command_line_answers(
+    run_exp: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run(arguments) == code
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_store_without_a_command_is_described(run_exp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", "run.exp"]) == 0
+    described = capsys.readouterr().out
+    assert run(["run.exp"]) == 0
+    assert capsys.readouterr().out == described
+    assert run(["run.exp", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stores"][0]["rows"] == 5
+
+
+def test_help_keeps_the_brackets_of_an_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["episode", "--help"])
+    assert "pip install 'expstore[plot]'" in " ".join(capsys.readouterr().out.split())

@@ -220,6 +220,7 @@ def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) ->
         StateError: A setting contradicts the store.
     """
     capacity, settings = _plain(capacity, settings)
+    Manifest.check_exists(disk, path)  # first, so that other folders are not searched for links
     disk.check_tree(path, but=_OTHER_STORES)
     manifest = Manifest.load(disk, path)
     _compare(path, manifest, capacity, dataclasses.replace(settings, seed=None))

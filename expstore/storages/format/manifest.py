@@ -204,15 +204,20 @@ class Manifest:
             MigrationError: The manifest has a format that this version of the library cannot read.
             CorruptionError: The file is damaged.
         """
+        cls.check_exists(disk, folder)
         path = folder / MANIFEST
-        if not disk.exists(path):
+        return cls.unpack(disk.read_whole(path), str(path))
+
+    @staticmethod
+    def check_exists(disk: Disk, folder: Path) -> None:
+        """Raise NotFoundError unless a folder has a manifest."""
+        if not disk.exists(folder / MANIFEST):
             raise NotFoundError(
                 f"{folder} is not a store: it has no {MANIFEST}"
                 if disk.exists(folder)
                 else f"{folder} is not a store: there is no such folder",
                 hint=_stores_in(disk, folder),
             )
-        return cls.unpack(disk.read_whole(path), str(path))
 
     @classmethod
     def unpack(cls, packed: bytes, name: str) -> Manifest:
