@@ -89,6 +89,12 @@ class BatchBuilder(StorePart):
         """Set the collate function; None: the default one."""
         self._collate_fn = collate_fn
 
+    def collate(self, storage: ReadView, rows: Any) -> Any:
+        """Return a batch of the rows that the storage returns."""
+        if self._collate_fn is not None:
+            return self._collate_fn(rows)
+        return _stack_objects(rows) if isinstance(rows, list) and rows and storage.row_traits.whole else rows
+
     def label_generations(self, wanted: bool) -> None:
         """Set whether batches carry `index_generation`, which depends on the buffer's writer."""
         self._generations = wanted
@@ -160,11 +166,8 @@ class BatchBuilder(StorePart):
             batch = self.transform.apply(form.build(columns, (view.ids.size,), root), view)
             if len(size) != 1:
                 batch = _reshape(batch, size)
-        if size:
-            if self._collate_fn is not None:
-                batch = self._collate_fn(batch)
-            elif isinstance(batch, list) and batch and storage.row_traits.whole:
-                batch = _stack_objects(batch)
+        if size and (self._collate_fn is not None or isinstance(batch, list)):
+            batch = self.collate(storage, batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
             for key, values in ({} if form.keyed else root).items():
                 batch.set(key, repeat_along_dims(values, batch))

@@ -1167,6 +1167,16 @@ class ReplayBuffer:
         """The transforms of written rows and of samples."""
         return self._batches.transform
 
+    @property
+    def _transform(self) -> Compose:
+        """The transforms, under the name by which TorchRL's ensembles read them."""
+        return self._batches.transform
+
+    @property
+    def _collate_fn(self) -> Callable[[Any], Any]:
+        """What makes a batch of rows, under the name by which TorchRL's ensembles read it."""
+        return partial(self._batches.collate, self._store.storage)
+
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
         """Add a transform after the others; return the buffer.
 

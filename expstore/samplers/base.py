@@ -293,6 +293,10 @@ class Sampler(metaclass=SamplerKind):
         """
         return self.count_left(storage)
 
+    def _sampleable_count(self, storage: ReadView, batch_size: int) -> int:
+        """Return what `sampleable` returns; TorchRL's ensembles call it under this name."""
+        return self.sampleable(storage, batch_size)
+
     def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
         """Return what a batch would be drawn from now; None if draws do not follow from weights alone.
 

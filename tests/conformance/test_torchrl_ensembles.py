@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchrl.data as theirs
 from tensordict import TensorDict
 from torchrl.envs import RenameTransform
 
@@ -311,3 +312,28 @@ def test_an_ensemble_has_every_field_of_its_members(sampler: Callable[[], Any]) 
     batch = OURS.ReplayBufferEnsemble(*parts, sample_from_all=True, batch_size=24).sample()
     lost = set(parts[0].sample().keys(True, True)) - set(batch.keys(True, True))
     assert lost <= {"index", "id"}
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_from_all": True}, {"p": "sampleable"}])
+@pytest.mark.parametrize("sampler", [lambda: None, partial(OURS.SliceSampler, slice_len=4)])
+def test_torchrls_ensemble_takes_our_buffers(sampler: Callable[[], Any], options: dict[str, Any]) -> None:
+    def double(batch: TensorDict) -> TensorDict:
+        return batch.set("double", batch["number"] * 2)
+
+    rbs = []
+    for storage in (OURS.LazyTensorStorage(60), OURS.LazyMemmapStorage(60)):
+        rb = OURS.TensorDictReplayBuffer(storage=storage, sampler=sampler(), transform=double)
+        done = (torch.arange(30) % 10 == 9)[:, None]
+        rb.extend(TensorDict({"number": torch.arange(30), ("next", "done"): done}, [30]))
+        rbs.append(rb)
+    objects = OURS.ReplayBuffer(storage=OURS.ListStorage(60))
+    objects.extend([torch.ones(2), torch.ones(2)])
+    assert objects._collate_fn(objects.storage.get(range(2))).shape == (2, 2)
+    ensemble = theirs.ReplayBufferEnsemble(*rbs, batch_size=16, **options)
+    batch = ensemble.sample()
+    assert batch.shape == (2, 8)
+    assert torch.equal(batch["double"], batch["number"] * 2)
+    if sampler() is not None:
+        assert (batch["number"].unflatten(1, (2, 4)).diff(dim=-1) == 1).all()
+    ensemble[0].extend(TensorDict({"number": torch.arange(3), ("next", "done"): done[:3]}, [3]))
+    assert ensemble.stats()["size"] == sum(map(len, rbs))
