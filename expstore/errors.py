@@ -6,6 +6,7 @@ All modules raise these errors. This module does no I/O::
     ├── SchemaError    (ValueError)     the batch does not fit the schema
     │   └── StackError (RuntimeError)   single rows have different shapes
     ├── ArgumentError  (TypeError, ValueError)  an argument is unknown, or its value is not allowed
+    ├── MissingMemberError (AttributeError)  a class of TorchRL has this attribute, ours does not
     ├── PriorityError  (ValueError)     negative, NaN or infinite priority; no priority was set
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, episode or snapshot
@@ -28,6 +29,7 @@ __all__ = [
     "ExpStoreError",
     "LockedError",
     "MigrationError",
+    "MissingMemberError",
     "NoRowError",
     "NotFoundError",
     "NotReadyError",
@@ -86,6 +88,12 @@ class ArgumentError(ExpStoreError, TypeError, ValueError):
     """An argument has an unknown name, or its value is not allowed."""
 
     default_kind = "argument"
+
+
+class MissingMemberError(ExpStoreError, AttributeError):
+    """An object has no such attribute; the message says why, if TorchRL's class has it."""
+
+    default_kind = "missing_member"
 
 
 class SchemaError(ExpStoreError, ValueError):

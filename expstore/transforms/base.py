@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -65,9 +65,10 @@ class StepView:
         ids: Ids of the batch's rows. Shape `(n,)`.
         generator: The random generator of this draw, in the state in which the sampler left it; None if the
             rows are read by index.
+        neighbours: Whether other rows than those of the batch are read.
 
     Raises:
-        SchemaError: The store's rows are not single steps of TensorDicts.
+        SchemaError: The store's rows are not single steps of TensorDicts, and `neighbours` is True.
         StateError: The store replaces rows by better ones, so neighbouring rows are not consecutive steps.
 
     Example:
@@ -79,9 +80,15 @@ class StepView:
     """
 
     def __init__(
-        self, storage: ReadView, ids: IntArray, generator: np.random.Generator | None = None
+        self,
+        storage: ReadView,
+        ids: IntArray,
+        generator: np.random.Generator | None = None,
+        *,
+        neighbours: bool = True,
     ) -> None:
-        _check_rows(storage)
+        if neighbours:
+            _check_rows(storage)
         self.storage = storage
         #: The rows of the batch. Shape `(n,)`.
         self.ids = ids
@@ -352,6 +359,14 @@ class StepTransform(ABC):
 
     #: Whether it sets the view's `next_ids`. A buffer accepts only one such transform.
     moves: ClassVar[bool] = False
+    #: The fields that it reads from a batch; None if it does not list them.
+    in_keys: Any = None
+    #: The fields that it writes into a batch; None if it does not list them.
+    out_keys: Any = None
+
+    def stays_within(self, storage: ReadView) -> bool:
+        """Return whether it reads no other rows, because each row of the storage is a whole trajectory."""
+        return False
 
     @property
     def settings(self) -> object:
@@ -375,7 +390,7 @@ class StepTransform(ABC):
             seen: What `look` returned.
         """
 
-    def forward(self, batch: Any) -> NoReturn:
+    def forward(self, batch: Any) -> Any:
         """Refuse to transform a batch without a store.
 
         Raises:
@@ -386,9 +401,9 @@ class StepTransform(ABC):
             hint="give it to a buffer (transform=, or append_transform), or to the members of an ensemble",
         )
 
-    def __call__(self, batch: Any) -> NoReturn:
+    def __call__(self, batch: Any) -> Any:
         """Refuse to transform a batch without a store, as `forward` does."""
-        self.forward(batch)
+        return self.forward(batch)
 
 
 def below_next(key: NestedKey) -> Key:

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from expstore.core.values import Key, key_name, to_key
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.transforms.base import (
-    StepTransform,
     StepView,
     check_fill,
     convert_fill,
     keys_of,
     refuse_given,
 )
+from expstore.transforms.torchrl_twin import TwinTransform
 
 __all__ = ["CatFrames"]
 
@@ -47,7 +47,7 @@ class _Seen:
     padded: NDArray[np.bool_] | None = None
 
 
-class CatFrames(StepTransform):
+class CatFrames(TwinTransform):
     """Stack each row's frame and the N - 1 before it in its episode (Mnih et al. 2013).
 
     Frames are found wherever they are stored: across batches, interleaved workers and the end of a ring. So
@@ -117,6 +117,13 @@ class CatFrames(StepTransform):
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, ["pixels"])
         self.padding, self.padding_value = padding, convert_fill("padding_value", padding_value)
         self.future, self.mask_key = bool(future), mask_key
+
+    torchrl_name = "CatFrames"
+
+    def torchrl_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of TorchRL's class for a transform with the same settings."""
+        names = ("N", "dim", "in_keys", "out_keys", "padding", "padding_value", "future", "mask_key")
+        return {name: getattr(self, name) for name in names}
 
     def look(self, view: StepView) -> _Seen:
         """Read the frames.

@@ -102,7 +102,7 @@ class Compose:
             ArgumentError: A transform returned None.
         """
         for step in self.steps:
-            step.forward(batch)
+            batch = step.forward(batch)
         return self.finish(batch, numbers)
 
     def finish(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
@@ -134,7 +134,8 @@ class Compose:
         """
         if not self.steps:
             return None
-        view = StepView(storage, ids, generator)
+        neighbours = not all(step.stays_within(storage) for step in self.steps)
+        view = StepView(storage, ids, generator, neighbours=neighbours)
         for step in self.steps:
             view.show_to(step)
         return view
@@ -234,7 +235,7 @@ class Compose:
         return {
             str(number): transform.state_dict()
             for number, transform in enumerate(self.transforms)
-            if hasattr(transform, "state_dict")
+            if _has_state(transform)
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -243,7 +244,7 @@ class Compose:
         Raises:
             StateError: The state is of a chain with other transforms; nothing was changed.
         """
-        own = [str(number) for number, part in enumerate(self.transforms) if hasattr(part, "state_dict")]
+        own = [str(number) for number, part in enumerate(self.transforms) if _has_state(part)]
         if own != list(state_dict):
             raise StateError(
                 f"the state is of transforms {list(state_dict)}, but here transforms {own} have a state",
@@ -336,6 +337,8 @@ def _parts(transform: Any) -> tuple[Any, ...]:
             "Transform list must contain only transforms or callable. "
             f"Got a element of type {type(transform)}."
         )
+    if isinstance(transform, StepTransform):
+        return (transform,)
     prepare = getattr(transform, "eval", None)
     if callable(prepare):
         prepare()
@@ -354,8 +357,17 @@ def _require_result(transform: Any, made: Any) -> Any:
     return made
 
 
+def _own(transform: Any) -> Any:
+    """Return what to ask for optional members: of a step transform its class, as others may be TorchRL's."""
+    return type(transform) if isinstance(transform, StepTransform) else transform
+
+
+def _has_state(transform: Any) -> bool:
+    return hasattr(_own(transform), "state_dict")
+
+
 def _draws(transform: Any) -> bool:
-    return getattr(transform, "draws", False) is True
+    return getattr(_own(transform), "draws", False) is True
 
 
 def _forward(transform: Any, batch: Any, numbers: np.random.Generator | None = None) -> Any:
@@ -364,5 +376,5 @@ def _forward(transform: Any, batch: Any, numbers: np.random.Generator | None = N
 
 
 def _inverse(transform: Any, batch: Any) -> Any:
-    act = getattr(transform, "inv", None)
+    act = None if isinstance(transform, StepTransform) else getattr(transform, "inv", None)
     return batch if act is None else act(batch)

@@ -17,12 +17,12 @@ from expstore.errors import ArgumentError, NotFoundError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Schema
 from expstore.transforms.base import (
-    StepTransform,
     StepView,
     below_next,
     check_discount,
     check_keys,
 )
+from expstore.transforms.torchrl_twin import TwinTransform
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -43,7 +43,7 @@ class _Seen:
     sums: list[Array]
 
 
-class MultiStepTransform(StepTransform):
+class MultiStepTransform(TwinTransform):
     """Make n-step transitions of sampled rows (Sutton 1988).
 
     The reward becomes the sum of the next `n_steps` rewards, each discounted by `gamma` once more than the
@@ -82,6 +82,7 @@ class MultiStepTransform(StepTransform):
     """
 
     moves = True
+    torchrl_name = "MultiStepTransform"
 
     def __init__(
         self,
@@ -120,6 +121,11 @@ class MultiStepTransform(StepTransform):
     def settings(self) -> object:
         """The number of steps and the discount."""
         return self.n_steps, self.gamma
+
+    def torchrl_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of TorchRL's class for a transform with the same settings."""
+        names = ("n_steps", "gamma", "reward_keys", "done_key", "done_keys", "mask_key")
+        return {name: getattr(self, name) for name in names}
 
     def look(self, view: StepView) -> _Seen:
         """Sum rewards, and make the view read the fields below "next" from the last step.

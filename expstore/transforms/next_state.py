@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from expstore.core.values import to_key
 from expstore.errors import ArgumentError
 from expstore.transforms.base import (
-    StepTransform,
     StepView,
     below_next,
     check_fill,
@@ -26,6 +25,7 @@ from expstore.transforms.base import (
     convert_fill,
     refuse_given,
 )
+from expstore.transforms.torchrl_twin import TwinTransform
 
 __all__ = ["NextStateReconstructor"]
 
@@ -40,7 +40,7 @@ class _Seen:
     valid: NDArray[np.bool_]
 
 
-class NextStateReconstructor(StepTransform):
+class NextStateReconstructor(TwinTransform):
     """Set ("next", key) of each row to the value of `key` in the next step of its episode.
 
     Next observations then need not be stored, which halves the size of a store of images. The next step is
@@ -92,6 +92,12 @@ class NextStateReconstructor(StepTransform):
         self.fill_value = convert_fill("fill_value", fill_value)
         self.in_keys: list[NestedKey] = []  # it reads the store
         self.out_keys: list[NestedKey] = [below_next(key) for key in self.keys]
+
+    torchrl_name = "NextStateReconstructor"
+
+    def torchrl_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of TorchRL's class for a transform with the same settings."""
+        return {"keys": self.keys, "fill_value": self.fill_value}
 
     def look(self, view: StepView) -> _Seen:
         """Read the next steps.

@@ -56,7 +56,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "ray": {"on_ray"},
     "rich": {"cli", "exchange.progress_bar"},
     "starlette": {"api"},
-    "torchrl": {"specs", "torchrl"},
+    "torchrl": {"specs", "torchrl", "transforms.torchrl_twin"},
     "typer": {"cli"},
     "uvicorn": {"api"},
     "zarr": {"exchange", "storages.format"},

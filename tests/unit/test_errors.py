@@ -11,6 +11,7 @@ from expstore import errors
 
 BASES = {
     "ArgumentError": (errors.ExpStoreError, TypeError, "argument"),
+    "MissingMemberError": (errors.ExpStoreError, AttributeError, "missing_member"),
     "SchemaError": (errors.ExpStoreError, ValueError, "schema"),
     "StackError": (errors.SchemaError, RuntimeError, "stack"),
     "PriorityError": (errors.ExpStoreError, ValueError, "priority"),
