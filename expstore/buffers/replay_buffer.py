@@ -1238,10 +1238,11 @@ class ReplayBuffer:
 
         `extend`, `add`, `record`, `update_priority`, `empty`, `dumps`, `snapshots.tag` and the methods of
         `episodes` that annotate, end and resume then return in the other process when this one has done what
-        they ask; `sample` and all other reads follow the store there, and other changes are refused. Each
-        process is a session of its own: its rows share no episode with those of others, and if it dies its
-        open episodes are cut. A thread of this process does the writing; `close` ends it. Copies that were
-        made before `share` only read.
+        they ask; `sample` and all other reads follow the store there, and other changes are refused. Rows in
+        RAM stay in this process: copies can write them, but not read them. Each process is a session of its
+        own: its rows share no episode with those of others, and if it dies its open episodes are cut. A
+        thread of this process does the writing; `close` ends it. Copies that were made before `share` only
+        read. A buffer over a `LazyMemmapStorage` is shared when it is first pickled, copied or forked.
 
         Args:
             shared: False: let no other process write any more, once calls in progress are done; calls that
@@ -1251,7 +1252,7 @@ class ReplayBuffer:
             The buffer.
 
         Raises:
-            StateError: The rows are in RAM, or the store is open for reading only or closed.
+            StateError: The rows are objects, or the store is open for reading only or closed.
 
         Example:
             >>> rb.share()

@@ -14,9 +14,10 @@ from typing import Any
 
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.ingest import Ingest
+from expstore.buffers.owned_rows import describe_rows
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.snapshots import Snapshots, pack_version
-from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.buffers.updates import RowUpdates
 from expstore.buffers.write_options import WriteOptions
 from expstore.buffers.writing_proxy import WritingProxy
@@ -27,6 +28,7 @@ from expstore.episodes.sessions import SessionKey
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.storages.sessions import end_episodes, end_sessions, end_stream, end_unnamed, resume
+from expstore.storages.torchrl_memmap import LazyMemmapStorage
 
 __all__ = ["Sharing"]
 
@@ -59,20 +61,21 @@ class Sharing(StorePart):
         """Let other processes write from now on; a second call does nothing.
 
         Raises:
-            StateError: The rows are in RAM, the store cannot be written here, or the system cannot share.
+            StateError: The rows are objects, the store cannot be written here, or the system cannot share.
         """
         with self._starting:
             if self.is_on:
                 return
             storage = self._store.check_open()
-            if self._store.is_in_memory:
-                raise StateError(
-                    "other processes cannot write to this buffer: its rows are in this process's memory",
-                    hint="keep them on disk: expstore.open(path); or take Collector(..., replay_buffer=rb), "
-                    "which runs in this process",
-                )
             storage.writer()
+            if storage.row_traits.whole:
+                raise StateError(
+                    f"other processes cannot write to this buffer: rows of a {type(storage).__name__} are "
+                    "objects in this process's memory",
+                    hint="use a LazyTensorStorage, a LazyMemmapStorage, or expstore.open(path)",
+                )
             self._server = WritingServer(self._owner)
+            self._store.share_memory(True)
 
     def stop(self) -> None:
         """Let no other process write any more; open episodes of the others are cut.
@@ -82,8 +85,19 @@ class Sharing(StorePart):
         server, self._server = self._server, None
         limiter = self._sampling.limiter
         if server is not None:
+            self._store.share_memory(False)
             with contextlib.nullcontext() if limiter is None else limiter.allow_inserts():
                 server.close()
+
+    def before_fork(self) -> None:
+        """Share a storage whose copies write, before a child has one."""
+        self._share_with_copies()
+
+    def _share_with_copies(self) -> None:
+        """Share a `LazyMemmapStorage` that is open for writing: as in TorchRL, copies write to it."""
+        if self._store.life is Life.OPEN and isinstance(self._store.storage, LazyMemmapStorage):
+            with contextlib.suppress(StateError):  # it cannot be written, or the system cannot share
+                self.start()
 
     def leave_parent(self) -> None:
         """Write through the parent from now on: this is a forked child."""
@@ -95,6 +109,7 @@ class Sharing(StorePart):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parts, and where a copy can write to."""
+        self._share_with_copies()
         proxy = self._store.proxy
         address = None if proxy is None else proxy.address
         if self._server is not None:
@@ -127,6 +142,10 @@ class _Owner:
     def schema(self) -> Schema | None:
         """Return the fields; None: no rows have come yet."""
         return self._store.storage.schema
+
+    def describe(self) -> str:
+        """Return the fields and the number of rows, as JSON text."""
+        return describe_rows(self._store.storage.writer())
 
     def may_wait(self) -> bool:
         """Return whether an append may wait for a thread that samples."""

@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 from enum import Enum
 
+from expstore.buffers.owned_rows import OwnedOrigin
 from expstore.buffers.retention import PolicyRunner, load_policy, make_runner
 from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core.fork_hooks import call_each
@@ -100,7 +101,8 @@ class StoreHandle:
     """Hold a store open; open a follower of it in a forked child or a copy.
 
     Threads: any number may use it. Processes: a forked or copied handle of a store on disk follows the store;
-    a copy of a storage in RAM has the rows. Crashes: as the storage.
+    a copy of a storage in RAM has the rows, or, if it is shared, a connection to them. Crashes: as the
+    storage.
 
     Args:
         storage: The open storage.
@@ -111,12 +113,14 @@ class StoreHandle:
         self._begin(Life.OPEN, Origin.of(storage), opened)
         opened.start_retention()
 
-    def _begin(self, life: Life, origin: Origin | None, opened: _Opened | None) -> None:
+    def _begin(self, life: Life, origin: Origin | OwnedOrigin | None, opened: _Opened | None) -> None:
         self._life = life
         self._origin = origin
         self._opened = opened
         self._parts: list[weakref.ref[StorePart]] = []
         self._opening = threading.RLock()
+        #: What copies of a storage in RAM get while it is shared; None: each copy gets the rows.
+        self._copied_origin: OwnedOrigin | None = None
         #: Writes through the process that has the store open; None: this process has it, or it is not shared.
         self.proxy: WritingProxy | None = None
         #: The parent process's objects, kept because freeing DuckDB's memory here could write to its file.
@@ -183,8 +187,15 @@ class StoreHandle:
     def use_proxy(self, proxy: WritingProxy) -> None:
         """Write through another process, which has the store open, from now on."""
         self.proxy = proxy
-        if self._origin is not None:
+        if isinstance(self._origin, OwnedOrigin):
+            self._origin = self._origin.connect(proxy)
+        elif self._origin is not None:
             self._origin = self._origin.to_shared()
+
+    def share_memory(self, shared: bool) -> None:
+        """Let later copies of a storage in RAM have a connection to its rows, or, as at first, the rows."""
+        if self._origin is None:
+            self._copied_origin = OwnedOrigin.of(self.storage) if shared else None
 
     def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""
@@ -289,9 +300,11 @@ class StoreHandle:
     def leave_parent(self) -> None:
         """Follow the store from now on instead of using the parent's storage; called in a forked child."""
         self._opening = threading.RLock()  # another thread of the parent may have held the previous one
+        if self._copied_origin is not None:
+            self._origin, self._copied_origin = self._copied_origin, None
         if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
-            if self.proxy is not None:
+            if self.proxy is not None and isinstance(self._origin, Origin):
                 self._origin = self._origin.to_shared()
             self._life = Life.FORKED
             self._of_parent, self._opened = self._opened, None
@@ -299,8 +312,10 @@ class StoreHandle:
             call_each([self.proxy], WritingProxy.leave_parent)
         call_each(self._live_parts(), lambda part: part.leave_parent())
 
-    def __getstate__(self) -> tuple[Origin | None, ReadView | None]:
+    def __getstate__(self) -> tuple[Origin | OwnedOrigin | None, ReadView | None]:
         """Return the state of a copy: the path of a store on disk, or a storage in RAM with its rows.
+
+        If the storage in RAM is shared, the copy connects to its rows instead.
 
         Raises:
             StateError: The store is closed.
@@ -312,9 +327,11 @@ class StoreHandle:
             return self._origin.elsewhere(), None
         if storage is None or storage.closed:
             raise build_closed_error()
+        if self._copied_origin is not None:
+            return self._copied_origin, None
         return None, storage
 
-    def __setstate__(self, state: tuple[Origin | None, ReadView | None]) -> None:
+    def __setstate__(self, state: tuple[Origin | OwnedOrigin | None, ReadView | None]) -> None:
         """Restore the result of `__getstate__`; a store on disk is opened when it is first used."""
         origin, storage = state
         if storage is None:

@@ -138,6 +138,10 @@ class WritingProxy:
             _, found, _ = self._require_link().call(Call(text, len(numbers)), layouts, columns)
         return int(found[0])
 
+    def describe(self) -> str:
+        """Return the fields and the number of rows, as JSON text: see `owned_rows.describe_rows`."""
+        return str(self._ask({"do": "describe"}).decode())
+
     def empty(self) -> None:
         """Delete all rows."""
         self._ask({"do": "empty"})

@@ -46,6 +46,9 @@ class Owner(Protocol):
     def schema(self) -> Schema | None:
         """Return the fields; None: no rows have come yet."""
 
+    def describe(self) -> str:
+        """Return the fields and the number of rows, as JSON text."""
+
     def may_wait(self) -> bool:
         """Return whether an append may wait for another thread, such as one that samples."""
 
@@ -375,6 +378,8 @@ def _act(worker: _Worker, slot: Slot, call: Call, parsed: _Parsed, owner: Owner)
     elif do == "priorities":
         numbers, values = slot.columns(call, parsed.layouts)
         return np.array([owner.set_priorities(numbers.copy(), values.copy(), by_id=told["by_id"])])
+    elif do == "describe":
+        return owner.describe()
     elif do == "empty":
         owner.empty()
     elif do == "dump":

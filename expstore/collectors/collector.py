@@ -85,7 +85,7 @@ class Collector:
             is unknown, or a space has no fixed numeric shape.
         NotFoundError: There is no such environment or policy.
         SchemaError: JSON cannot represent a hyperparameter.
-        StateError: With workers: the rows of the buffer are in RAM, or it cannot be written to.
+        StateError: With workers: the rows of the buffer are objects, or it cannot be written to.
 
     Example:
         >>> with Collector("CartPole-v1", policy, "run.exp", workers=4, lanes=16, seed=0) as collector:

@@ -417,9 +417,9 @@ def test_a_version_that_a_worker_creates_holds_up_no_other_one(
         assert len(found) == 4
 
 
-def test_only_stores_on_disk_that_are_open_for_writing_are_shared(store_path: Path) -> None:
-    with pytest.raises(StateError, match="process's memory.*expstore.open"):
-        expstore.ReplayBuffer(storage=expstore.MemoryStorage(10), shared=True)
+def test_only_what_is_open_for_writing_is_shared(store_path: Path) -> None:
+    with pytest.raises(StateError, match="rows of a ListStorage are objects.*expstore.open"):
+        expstore.ReplayBuffer(storage=expstore.ListStorage(10), shared=True)
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(3))
         assert not rb.shared
@@ -434,6 +434,86 @@ def test_only_stores_on_disk_that_are_open_for_writing_are_shared(store_path: Pa
     shared = TensorDictReplayBuffer(storage=lambda: expstore.ZarrStorage(store_path), shared=True)
     with shared, copy_of(shared) as worker:
         assert worker.extend(numbered_rows(1)).tolist() == [3]
+
+
+# -- rows in RAM ---------------------------------------------------------------------------------------------
+
+IN_RAM = [expstore.LazyTensorStorage, expstore.MemoryStorage]
+
+
+@pytest.mark.parametrize("kind", IN_RAM)
+def test_rows_in_ram_are_written_by_copies_and_read_by_the_owner(kind: Any, tmp_path: Path) -> None:
+    sampler = expstore.PrioritizedSampler(alpha=1.0, beta=0.0)
+    rb = TensorDictReplayBuffer(storage=kind(10), sampler=sampler, batch_size=4, shared=True)
+    with copy_of(rb) as worker:
+        assert (worker.schema, len(worker), worker.write_count) == (None, 0, 0)
+        assert worker.extend(transitions(8)).tolist() == list(range(8))
+        assert worker.extend(transitions(4, start=8)).tolist() == [8, 9, 0, 1]
+        assert (len(worker), worker.write_count, worker.schema) == (10, 12, rb.schema)
+        assert torch.equal(rb[2:]["observation"], transitions(12)["observation"][2:10])
+        worker.update_priority(torch.arange(10), torch.eye(10)[3] * 1e6 + 1e-6)
+        assert rb.sample()["index"].tolist() == [3] * 4
+        reads: list[Callable[[], object]] = [
+            worker.sample, lambda: worker[:], lambda: worker.sql("SELECT 1 FROM transitions"),
+            worker.query,
+        ]  # fmt: skip
+        for read in reads:
+            with pytest.raises(StateError, match="a copy can write, but not read them; sample there"):
+                read()
+        with pytest.raises(StateError, match="do it in that process"):
+            worker[0] = transitions(1)[0]
+        assert worker.dumps(tmp_path / "versions").rows == 10
+        worker.empty()
+        assert len(rb) == len(worker) == 0
+    rb.share(False)
+    rb.extend(transitions(2))
+    assert len(copy_of(rb)[:]) == 2  # not shared: it has the rows
+
+
+def test_copies_of_rows_in_ram_are_sessions_of_their_own() -> None:
+    rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4).share()
+    with copy_of(rb) as one, copy_of(one) as other:
+        for worker in (one, other, one, other):
+            worker.extend(numbered_rows(3), source="left")
+        assert statuses(rb) == ["open", "open"]
+    wait_until(lambda: statuses(rb) == ["cut", "cut"])
+    assert rb.sql("SELECT length FROM episodes").fetchall() == [(6,), (6,)]
+
+
+def test_steps_are_recorded_into_rows_in_ram() -> None:
+    rb = TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(100), batch_size=4).share()
+    with copy_of(rb) as worker, worker.record("env", flush_steps=3) as episode:
+        for step in range(7):
+            now = np.full(1, step, np.float32)
+            episode.step(now, 0, 1.0, now + 1, step == 4, False)
+    found = rb.sql("SELECT source, length, status FROM episodes ORDER BY episode_id").fetchall()
+    assert found == [("env", 5, "terminated"), ("env", 2, "cut")]
+
+
+@pytest.mark.parametrize("kind", [expstore.LazyTensorStorage, expstore.LazyMemmapStorage])
+def test_a_forked_child_writes_to_torchrls_storages(kind: Any) -> None:
+    rb = TensorDictReplayBuffer(storage=kind(100), batch_size=4)
+    if kind is expstore.LazyTensorStorage:
+        rb.share()
+    rb.extend(numbered_rows(3))
+
+    def work(tell: Callable[[Any], None]) -> None:
+        tell(rb.extend(numbered_rows(2, 3)).tolist())
+
+    assert collect_from_child(work) == [[3, 4]]
+    assert rb[:]["number"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_copy_of_a_lazy_memmap_storage_writes_through_its_owner() -> None:
+    rb = TensorDictReplayBuffer(storage=expstore.LazyMemmapStorage(100), batch_size=4)
+    assert not rb.shared
+    with copy_of(rb) as worker:
+        assert rb.shared
+        assert worker.shared
+        worker.extend(numbered_rows(3))
+        assert rb[:]["number"].tolist() == [0, 1, 2]
+        worker.refresh()
+        assert worker[:]["number"].tolist() == [0, 1, 2]
 
 
 # -- ends ----------------------------------------------------------------------------------------------------

@@ -509,9 +509,14 @@ def test_wrong_arguments_make_no_store(
     assert not store_path.exists()
 
 
-def test_rows_in_memory_cannot_be_collected_by_workers() -> None:
-    with pytest.raises(StateError, match="rows are in this process's memory"):
-        Collector(Numbered, None, expstore.ReplayBuffer(), workers=1)
+@pytest.mark.slow
+def test_workers_collect_into_rows_in_memory() -> None:
+    rb = expstore.ReplayBuffer(storage=expstore.MemoryStorage(10_000, flatten=True))
+    with Collector(Numbered, None, rb, workers=2, steps_per_lane=8, seed=0) as collector:
+        assert collector.collect(200) >= 200
+    assert check_rows(rb) > 0
+    with pytest.raises(StateError, match="are objects in this process's memory"):
+        Collector(Numbered, None, expstore.ReplayBuffer(storage=expstore.ListStorage(10)), workers=1)
 
 
 def test_what_needs_workers_or_a_module_says_so() -> None:

@@ -191,13 +191,20 @@ def test_torchrls_buffer_over_a_store_is_written_by_a_collector(
 # -- several processes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector])
-def test_collectors_of_several_processes_over_rows_in_ram_are_refused_before_they_start(
-    make: Callable[..., Any],
-) -> None:
-    makers, rb = [Make(0), Make(1)], expstore.ReplayBuffer()
-    with pytest.raises(expstore.StateError, match="other processes cannot write to this buffer"):
-        make(makers, None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
+def test_collectors_of_several_processes_fill_rows_in_ram(make: Callable[..., Any]) -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(1000), batch_size=8, shared=True)
+    collector = make([Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
+    for _ in collector:
+        rb.sample()
+    collector.shutdown()
+    assert len(rb) == rb.write_count >= 50
+    assert all(len(episode) == len(set(episode)) for episode in stored(rb))
+
+
+def test_an_ensemble_is_not_shared() -> None:
+    rb = expstore.ReplayBuffer()
     assert rb.share(False) is rb
     with pytest.raises(expstore.StateError, match="Collector.*which runs in this process"):
         expstore.ReplayBufferEnsemble(rb).share()
