@@ -44,10 +44,11 @@ SYNONYMS: Mapping[Key, tuple[str, ...]] = {
     EPISODE: ("episode", "episodes", "episode_id", "episode_ids", "eps_id"),
 }
 #: Names that stand for a field only in files that have no other name for it: a robot's file may have
-#: observations and, as another field, the state.
+#: observations and, as another field, the state. `episode_index` is LeRobot's.
 _FALLBACKS: Mapping[Key, tuple[str, ...]] = {
     ("observation",): ("state", "states"),
     ("next", "observation"): ("next_state", "next_states"),
+    EPISODE: ("episode_index",),
 }
 #: Columns, in lower case, that count the steps: an episode begins where they are 0, or less than before.
 TIMES = ("t", "step", "step_count")

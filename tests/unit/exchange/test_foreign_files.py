@@ -573,3 +573,31 @@ def test_data_sets_end_with_the_summary_too(tmp_path: Path) -> None:
     assert done.statuses == {"terminated": 2, "truncated": 1}
     assert done.roles["observation"] == ("observation",)
     assert done.warnings == ()
+
+
+@pytest.mark.parametrize("has_ends", [True, False])
+def test_a_single_file_of_a_lerobot_data_set(tmp_path: Path, has_ends: bool) -> None:
+    frame = np.concatenate([np.arange(5), np.arange(7)])
+    episode = np.repeat([3, 4], [5, 7])
+    columns = {
+        "observation.state": pa.array(np.ones((12, 2), np.float32).tolist(), pa.list_(pa.float32())),
+        "action": pa.array(np.zeros((12, 3), np.float32).tolist(), pa.list_(pa.float32(), 3)),
+        "frame_index": pa.array(frame),
+        "episode_index": pa.array(episode),
+        "index": pa.array(np.arange(100, 112)),
+        "task_index": pa.array(np.zeros(12, np.int64)),
+    }
+    if has_ends:
+        columns["next.done"] = pa.array((frame == 4) & (episode == 3))
+    pq.write_table(pa.table(columns), tmp_path / "file-000.parquet")
+    import_parquet(tmp_path / "file-000.parquet", tmp_path / "rows.exp")
+    with expstore.open(tmp_path / "rows.exp", mode="r") as rb:
+        found = rb.sql("SELECT trajectory_id, length, status FROM episodes ORDER BY episode_id").fetchall()
+        assert found == [(3, 5, "terminated" if has_ends else "cut"), (4, 7, "cut")]
+        assert rb[:]["observation", "state"].shape == (12, 2)
+        assert rb[:]["episode"].tolist() == episode.tolist()
+
+
+def test_an_episode_index_is_a_field_where_another_one_has_the_episodes() -> None:
+    keys = name_fields([("episode",), ("episode_index",)], {})
+    assert keys == {("episode",): ("episode",), ("episode_index",): ("episode_index",)}
