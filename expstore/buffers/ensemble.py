@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from expstore.buffers.updates import ConditionalUpdateResult, Patch, check_can_u
 from expstore.core.fork_hooks import call_each
 from expstore.core.members import find_members
 from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
+from expstore.core.torchrl_members import find_member
 from expstore.core.values import IntArray, key_name
 from expstore.data.containers import stack
 from expstore.data.to_arrays import to_array, to_arrays
@@ -92,6 +93,9 @@ class ReplayBufferEnsemble:
         >>> rb.sample().shape
         torch.Size([2, 16])
     """
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, 
 from expstore.buffers.torchrl_dump import is_torchrl_dump, load_torchrl_dump
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
 from expstore.core.torchrl_keywords import BUFFER, check_keywords
+from expstore.core.torchrl_members import find_member
 from expstore.core.values import to_key
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
 from expstore.disk.local_path import local_path
@@ -130,6 +131,9 @@ class ReplayBuffer:
         if args:
             check_positional(cls, args)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init__(
         self,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from textwrap import indent
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from expstore.core.torchrl_members import find_member
 from expstore.errors import ArgumentError
 
 __all__ = ["Members", "find_members"]
@@ -70,6 +71,9 @@ class Members:
 
     #: The word for the members in messages.
     _word: ClassVar[str] = "members"
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init__(self, *members: Any) -> None:
         self._members = members

@@ -22,6 +22,7 @@ from expstore.core.arguments import refuse_keywords
 from expstore.core.draws import next_numbers
 from expstore.core.id_set import NO_IDS
 from expstore.core.parsing import parsing
+from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Key, Mass, Selection, Window
 from expstore.data.to_arrays import to_array
 from expstore.disk.files import Disk
@@ -115,6 +116,9 @@ class Sampler(metaclass=SamplerKind):
     _attached: weakref.ref[ReadView] | None = None
     #: The priorities that were set before the sampler had a storage.
     _early: EarlyPriorities | None = None
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from textwrap import indent
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
 
+from expstore.core.torchrl_members import find_member
+from expstore.errors import ArgumentError
 from expstore.specs.boxes import Box
 from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import (
@@ -87,6 +89,9 @@ class TensorSpec(ABC):
         # Not in __init__, which does not run when a spec is unpickled.
         register_with_torchrl()
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init__(
         self,
@@ -366,11 +371,11 @@ def describe_spec(spec: TensorSpec, names: Sequence[str]) -> str:
     return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
 
 
-def _refusal(name: str) -> TypeError:
+def _refusal(name: str) -> ArgumentError:
     # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
-    return TypeError(
-        f"the {name} of a spec cannot be set, as some transforms of TorchRL try: give the environment "
-        "expstore.specs.to_torchrl(spec), or create another spec"
+    return ArgumentError(
+        f"the {name} of a spec cannot be set, as some transforms of TorchRL try",
+        hint="give the environment expstore.specs.to_torchrl(spec), or create another spec",
     )
 
 

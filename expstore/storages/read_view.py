@@ -16,6 +16,8 @@ import numpy as np
 from expstore.core.change_log import Changes
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
+from expstore.core.torchrl_keywords import VoidAttribute
+from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, Window
 from expstore.disk.files import Disk
 from expstore.episodes.table import EpisodeTable
@@ -72,6 +74,8 @@ class ReadView(ABC):
     row_traits = RowTraits()
     #: The device on which rows are returned, though they are stored in host memory; None: CPU.
     device: torch.device | None = None
+    #: TorchRL's attribute: `dumps` has one format.
+    checkpointer = VoidAttribute()
     #: The store's folder; None: rows are in RAM.
     path: Path | None
     #: The description of the storage; replaced as a whole.
@@ -91,6 +95,9 @@ class ReadView(ABC):
     draws: DrawState
     #: The contents of expstore.json; None: rows are in RAM.
     manifest: Manifest | None = None
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ import torch
 
 from expstore.core.members import Members
 from expstore.core.torchrl_keywords import WRITER, check_keywords
+from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
 from expstore.data.batch import StepReader
 from expstore.data.containers import stack_index, take
@@ -64,6 +65,9 @@ class Writer(ABC):
     keeps_keys = False
     _storage: weakref.ref[ReadView] | None = None
     _on_write: weakref.WeakMethod[Callable[[IntArray], None]] | None = None
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+        __getattr__ = find_member
 
     def register_storage(self, storage: ReadView) -> None:
         """Attach the writer to the storage of a buffer.

@@ -203,13 +203,21 @@ def measure_store() -> dict[str, int]:
             storage = rb.storage
             return {
                 "public names of a buffer, TorchRL's own apart": len(public_names(rb) - torchrl_names()),
-                "public names of a storage": len(public_names(storage)),
+                "public names of a storage": len(public_names(storage) - void_names(storage)),
                 "attributes of an open store's object": len(vars(storage)),
                 "functions that a sample runs": sample_functions,
                 "files that a sample runs through": sample_files,
                 "functions that an extend runs": extend_functions,
                 "files that an extend runs through": extend_files,
             }
+
+
+def void_names(storage: Any) -> set[str]:
+    """Return the attributes of TorchRL's class that a storage has only to refuse assignments."""
+    from expstore.core.torchrl_keywords import VoidAttribute
+
+    kind = type(storage)
+    return {name for name in dir(kind) if isinstance(inspect.getattr_static(kind, name), VoidAttribute)}
 
 
 def make_batch(rows: int) -> Any:

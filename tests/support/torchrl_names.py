@@ -17,6 +17,7 @@ from typing import Any
 import torchrl.data.replay_buffers as theirs
 
 import expstore
+from expstore.core.torchrl_members import REASONS
 from tests.support.paths import ROOT
 
 #: Names outside of TorchRL's replay buffers, by module.
@@ -64,122 +65,6 @@ def module(name: str) -> Any:
 
 #: The page with the members of TorchRL's classes that ours lack.
 PAGE = ROOT / "docs" / "torchrl_names.md"
-
-_STORAGES = (
-    *("Storage", "ListStorage", "LazyStackStorage", "TensorStorage", "LazyTensorStorage"),
-    *("LazyMemmapStorage", "StorageEnsemble"),
-)
-_BUFFERS = (
-    *("ReplayBuffer", "PrioritizedReplayBuffer", "TensorDictReplayBuffer", "HERReplayBuffer"),
-    *("TensorDictPrioritizedReplayBuffer", "ReplayBufferEnsemble"),
-)
-_SLICES = (
-    *("SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler"),
-    "StreamingSliceSampler",
-)
-_IGNORED = "the value of a keyword that has no effect here"
-_MEMBERS = "its members have them: call the member's, or the buffer's"
-
-#: Reasons for missing members: classes, members, the reason.
-REASONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (_BUFFERS, ("as_remote",), "other processes open the store, or get the buffer pickled"),
-    (
-        ("PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"),
-        ("prioritized_sampler",),
-        "`sampler` is the only one: writers in other processes need none of their own",
-    ),
-    (
-        ("ReplayBufferEnsemble",),
-        (
-            *("dim_extend", "initialized", "mark_update", "query", "read_all_in_order", "register_load_hook"),
-            *("register_save_hook", "set_", "set_at_", "set_sampler", "set_storage", "set_writer", "update_"),
-            *("write_all", "write_count"),
-        ),
-        "a member's, by `ensemble[number]`: the ensemble has no storage, sampler or writer of its own",
-    ),
-    (
-        ("ReplayBufferEnsemble",),
-        ("routing_dim", "routing_key"),
-        "settings of `extend`, fixed when it is made",
-    ),
-    (_SLICES, ("cache_values", "compile", "fragmented", "step_key", "use_gpu"), _IGNORED),
-    (
-        _SLICES,
-        ("end_key", "end_keys"),
-        "the store knows where episodes end; other fields are named by the constructor",
-    ),
-    (
-        ("SamplerWithoutReplacement", "SliceSamplerWithoutReplacement"),
-        ("len_storage",),
-        "the length of the storage, which the storage tells",
-    ),
-    (
-        ("SamplerEnsemble",),
-        (
-            *("add", "can_sample", "default_priority", "dumps", "extend", "load_state_dict", "loads"),
-            *("mark_update", "ran_out", "sample", "state_dict", "update_priority"),
-        ),
-        _MEMBERS,
-    ),
-    (
-        ("WriterEnsemble",),
-        (
-            *("add", "dumps", "extend", "generations_of", "load_state_dict", "loads", "register_storage"),
-            *("state_dict", "tracks_generations"),
-        ),
-        _MEMBERS,
-    ),
-    (
-        ("StorageEnsemble",),
-        (
-            *(
-                "add",
-                "contains",
-                "dump",
-                "dumps",
-                "extend",
-                "get",
-                "load",
-                "load_state_dict",
-                "loads",
-                "ndim",
-            ),
-            *("register_load_hook", "register_save_hook", "save", "set", "shape", "state_dict"),
-        ),
-        _MEMBERS,
-    ),
-    (_STORAGES, ("attach",), "a buffer attaches its parts itself"),
-    (("Storage",), ("checkpointer",), "`dumps` has one format"),
-    (_STORAGES, ("flatten",), "rows of several dims are found by `geometry`; reading them copies anyway"),
-    (
-        _STORAGES,
-        ("supports_conditional_update",),
-        "`update_if_present` of the buffer works with all storages of tensors",
-    ),
-    (
-        ("TensorStorage", "LazyTensorStorage", "LazyMemmapStorage"),
-        ("initialized",),
-        "a storage without rows has `schema` None",
-    ),
-    (
-        ("LazyTensorStorage", "LazyMemmapStorage"),
-        ("cleanup_memmap", "consolidated", "shared_init"),
-        _IGNORED,
-    ),
-    (("LazyMemmapStorage",), ("existsok",), "a setting of the constructor, of no use later"),
-    (("LazyStackStorage",), ("stack_dim",), "`row_traits.stack_dim`"),
-    (
-        ("Storage",),
-        ("dump", "dumps", "load", "loads", "save"),
-        "storages that can carry their content have them; a storage of your own need not",
-    ),
-    (
-        ("RoundRobinWriter", "TensorDictRoundRobinWriter"),
-        ("write_at",),
-        "rows are appended, or replaced by `rb[index] = rows`: no slot is written out of order",
-    ),
-    (("TensorDictMaxValueWriter",), ("get_insert_index",), "places are decided for whole batches"),
-)
 
 
 def members_of(cls: type) -> set[str]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.disk.local_path import local_path
 from expstore.errors import SnapshotError
 from expstore.storages.base import Hook, Storage
@@ -34,8 +33,6 @@ class PortableStorage(Storage):
         >>> other.load_state_dict(state)
     """
 
-    #: TorchRL's attribute: `dumps` has one format.
-    checkpointer = VoidAttribute()
     _save_hooks: tuple[Hook, ...] = ()
     _load_hooks: tuple[Hook, ...] = ()
 
