@@ -195,7 +195,6 @@ ASKED: dict[str, object] = {
     "consume_after_n_samples": 2,
     "delayed_init": True,
     "dim_extend": 1,
-    "ends": torch.ones(3, dtype=torch.bool),
     "pin_memory": True,
     "prefetch": 2,
     "sample_unit": object(),
@@ -207,17 +206,18 @@ ASKED: dict[str, object] = {
     "shared_init": True,
     "storage": object(),
     "sync": False,
-    "trajectories": torch.zeros(3),
     "transform_factory": object(),
     "transport": "distributed",
     "transport_options": {"port": 1},
     "use_gpu": torch.device("cuda"),
     "writer": object(),
 }
-#: Keywords that make no difference here, and values that programs give them.
+#: Keywords that make no difference to the constructor, and values that programs give them.
 EITHER: dict[str, list[object]] = {
     "cache_values": [True, False],
+    "ends": [torch.ones(3, dtype=torch.bool)],
     "fragmented": [True, False],
+    "trajectories": [torch.zeros(3, dtype=torch.int64)],
     "step_key": ["step_count", ("next", "step_count"), None],
 }
 #: What the classes need besides the buffers.
