@@ -234,8 +234,9 @@ class PolicyRunner:
         """Return the fragments of episodes, and the position of each fragment's episode in the argument."""
         storage = self._storage
         with storage.locks.episodes:
-            rows = storage.episodes.fragments.rows
-            chosen = rows[:, np.isin(rows[0], episodes) & (rows[3] > storage.window.low)]
+            fragments, low = storage.episodes.fragments.capture(), storage.window.low
+        chosen = fragments.of(episodes)
+        chosen = chosen[:, chosen[3] > low]
         return chosen, np.searchsorted(episodes, chosen[0])
 
     def _match(self, where: str, episodes: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -5,74 +5,130 @@ Used by `expstore.episodes.table`. It does not know about sources or trajectorie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray
 
-__all__ = ["Fragments", "all_ids", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
+__all__ = [
+    "CapturedFragments",
+    "Fragments",
+    "all_ids",
+    "clip",
+    "count_live",
+    "cut_out",
+    "cut_uneven",
+    "find_fragments",
+    "last_ids",
+]
 
 #: With more changed fragments, `take_touched` returns None: the caller reads all fragments instead.
 _MANY_TOUCHED = 65_536
-#: Number of fragments from which, and from twice the last number of live ones, dead ones are removed.
-_MANY_DEAD = 16_384
+#: Number of fragments in a block.
+_BLOCK = 256
+
+
+class CapturedFragments:
+    """The fragments at one moment. They do not change, and can be read without a lock.
+
+    Args:
+        blocks: The fragments in their order. Shapes `(5, n)`.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[IntArray]) -> None:
+        self._blocks = blocks
+
+    def columns(self) -> IntArray:
+        """Return the columns of all fragments. Shape `(5, fragments)`, C-contiguous."""
+        return np.concatenate([np.zeros((5, 0), np.int64), *self._blocks], axis=1)
+
+    def of(self, episodes: IntArray) -> IntArray:
+        """Return the columns of the fragments of some episodes, in the order of `columns`."""
+        columns = self.columns()
+        return columns[:, np.isin(columns[0], episodes)]
 
 
 class Fragments:
     """Fragments (arithmetic runs of one episode's rows) in the order in which they were written.
 
-    Columns are `episode, first_step, length, first_id, stride`, int64.
+    Columns are `episode, first_step, length, first_id, stride`, int64, stored in blocks. A block that was
+    captured is copied before it changes, so that `capture` copies no fragments.
     """
 
     COLUMNS = ("episode", "first_step", "length", "first_id", "stride")
 
     def __init__(self) -> None:
-        self._data = np.zeros((5, 256), np.int64)
-        self._head = 0
-        self._tail = 0
-        self._popped = 0  # added to positions, so that numbers stay valid when the head is removed
+        #: By number, ascending. Fragment n is column n % _BLOCK of block n // _BLOCK.
+        self._blocks: dict[int, IntArray] = {}
+        self._head = 0  # number of the oldest fragment
+        self._tail = 0  # number of the next fragment
+        self._owned: set[int] = set()  # blocks that no capture refers to
+        self._unexamined: list[int] = []  # blocks that `evict` examines next, the next one last
+        self._examined = 0  # the newest block when `evict` was last called
         #: Numbers of the fragments that were added or lengthened since the last `take_touched`. None if it
         #: was never called, or if they are too many.
         self._touched: set[int] | None = None
-        self._bearable = _MANY_DEAD
+
+    def __len__(self) -> int:
+        """Return the number of fragments; with gaps between blocks, an upper bound."""
+        return min(self._tail - self._head, len(self._blocks) * _BLOCK)
 
     @property
     def rows(self) -> IntArray:
-        """The live columns. Shape `(5, fragments)`; a view."""
-        return self._data[:, self._head : self._tail]
+        """The columns. Shape `(5, fragments)`; a copy."""
+        return CapturedFragments(self._parts()).columns()
 
-    def number_of(self, place: int) -> int:
-        """Return the number, for `add`, of the fragment in a column of `rows`."""
-        return self._popped + self._head + place
+    def capture(self) -> CapturedFragments:
+        """Return the present fragments, to be read without the lock under which this is called."""
+        self._owned.clear()
+        return CapturedFragments(self._parts())
+
+    def _parts(self) -> list[IntArray]:
+        parts = list(self._blocks.values())
+        if parts:
+            first, last = next(iter(self._blocks)), next(reversed(self._blocks))
+            parts[-1] = parts[-1][:, : self._tail - last * _BLOCK]
+            parts[0] = parts[0][:, max(0, self._head - first * _BLOCK) :]
+        return parts
 
     def step_after(self, number: int) -> int:
         """Return the step after the last one of fragment `number`; -1 if the fragment was removed."""
-        place = number - self._popped
-        return int(self._data[1, place] + self._data[2, place]) if place >= self._head else -1
+        block = self._blocks.get(number // _BLOCK)
+        if block is None or number < self._head:
+            return -1
+        return int(block[1, number % _BLOCK] + block[2, number % _BLOCK])
 
     def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
         """Append a run, or lengthen fragment `number` if the run continues it; return the fragment's number.
 
         `number` is -1 if the run continues no fragment.
         """
-        _, _, count, first, stride = values
-        place = number - self._popped
-        if number >= 0 and place >= self._head:
-            length, start, step = self._data[2:, place].tolist()
+        if number >= self._head and (block := self._blocks.get(number // _BLOCK)) is not None:
+            _, _, count, first, stride = values
+            place = number % _BLOCK
+            length, start, step = block[2:, place].tolist()
             if length == 1:
                 step = first - start
             if first == start + length * step and (count == 1 or stride == step):
-                self._data[2, place] = length + count
-                self._data[4, place] = step
+                if number // _BLOCK not in self._owned:
+                    block = self._blocks[number // _BLOCK] = block.copy()
+                    self._owned.add(number // _BLOCK)
+                block[2, place] = length + count
+                block[4, place] = step
                 if self._touched is not None:
                     self._touch(number)
                 return number
-        if self._tail == self._data.shape[1]:
-            self._grow()
-        self._data[:, self._tail] = values
-        self._tail += 1
-        number = self._popped + self._tail - 1
+        number = self._tail
+        if number % _BLOCK == 0:
+            self._blocks[number // _BLOCK] = np.zeros((5, _BLOCK), np.int64)
+            self._owned.add(number // _BLOCK)
+        self._blocks[number // _BLOCK][:, number % _BLOCK] = values
+        self._tail = number + 1
         if self._touched is not None:
             self._touch(number)
         return number
@@ -98,52 +154,82 @@ class Fragments:
         if touched is None:
             return None
         if len(touched) == 1:
-            place = touched.pop() - self._popped
-            return self._data[:, place : place + (place >= self._head)].copy()
-        places = np.fromiter(touched, np.int64, len(touched)) - self._popped
-        places.sort()
-        return self._data.take(places[places >= self._head], axis=1)
+            place = touched.pop()
+            block = self._blocks.get(place // _BLOCK)
+            if block is None or place < self._head:
+                return np.zeros((5, 0), np.int64)
+            return block[:, place % _BLOCK : place % _BLOCK + 1].copy()
+        numbers = np.fromiter(touched, np.int64, len(touched))
+        numbers = np.sort(numbers[numbers >= self._head])
+        blocks, first = np.unique(numbers // _BLOCK, return_index=True)
+        found = [
+            self._blocks[block].take(places % _BLOCK, axis=1)
+            for block, places in zip(blocks.tolist(), np.split(numbers, first[1:]), strict=False)
+            if block in self._blocks
+        ]
+        return np.concatenate([np.zeros((5, 0), np.int64), *found], axis=1)
 
-    def fill(self, columns: IntArray) -> None:
-        """Replace all fragments by new columns."""
+    def fill(self, columns: IntArray) -> int:
+        """Replace all fragments by new columns; return the number of the first one."""
         size = columns.shape[1]
         self._touched = None
-        self._popped += self._tail
-        self._data = np.zeros((5, max(256, 2 * size)), np.int64)
-        self._data[:, :size] = columns
-        self._head, self._tail = 0, size
+        self._blocks.clear()
+        self._owned.clear()
+        first = -(-self._tail // _BLOCK)
+        for start in range(0, size, _BLOCK):
+            block = np.zeros((5, _BLOCK), np.int64)
+            part = columns[:, start : start + _BLOCK]
+            block[:, : part.shape[1]] = part
+            self._blocks[first + start // _BLOCK] = block
+        self._owned.update(self._blocks)
+        self._head = first * _BLOCK
+        self._tail = self._head + size
+        return self._head
 
     @property
     def crowded(self) -> bool:
-        """Whether there are so many fragments that `evict` should be called."""
-        return self._tail - self._head > self._bearable
+        """Whether blocks were added since `evict` was last called."""
+        return self._tail // _BLOCK > self._examined
 
     def evict(self, low: int) -> IntArray:
         """Remove fragments whose rows all have ids <= `low`: at least those at the head.
 
+        An episode without an end may keep the head alive: other fragments are removed with their whole block.
+        Each call examines twice as many blocks as were added since the last call, which bounds their number.
+
         Returns:
             The episodes of the removed fragments.
         """
-        rows = self.rows
-        alive = last_ids(rows) > low
-        dead = int(np.argmax(alive)) if alive.any() else alive.size
-        self._bearable = max(_MANY_DEAD, 2 * (alive.size - dead))
-        if 2 * np.count_nonzero(alive) < alive.size - dead:
-            # An episode without an end keeps the head alive, and most fragments after it are dead.
-            gone: IntArray = rows[0, ~alive]
-            self.fill(rows[:, alive])
-            return gone
-        gone = rows[0, :dead].copy()
-        self._head += dead
-        return gone
+        gone: list[IntArray] = [np.empty(0, np.int64)]
+        added = self._tail // _BLOCK - self._examined
+        while self._blocks and self._evict_block(next(iter(self._blocks)), low, gone):
+            pass
+        for _ in range(min(1 + 2 * added, len(self._blocks))):
+            if not self._unexamined:
+                self._unexamined = list(reversed(self._blocks))
+            self._evict_block(self._unexamined.pop(), low, gone)
+        self._examined = self._tail // _BLOCK
+        parts = self._parts()
+        if parts:
+            dead = int(np.argmax(last_ids(parts[0]) > low))
+            gone.append(parts[0][0, :dead].copy())
+            self._head = max(self._head, next(iter(self._blocks)) * _BLOCK) + dead
+        return np.concatenate(gone)
 
-    def _grow(self) -> None:
-        live = self.rows
-        size = live.shape[1]
-        data = np.zeros((5, max(256, 2 * size)), np.int64)
-        data[:, :size] = live
-        self._popped += self._head
-        self._data, self._head, self._tail = data, 0, size
+    def _evict_block(self, number: int, low: int, gone: list[IntArray]) -> bool:
+        """Remove a block if all of its rows have ids <= `low`; return whether it was removed."""
+        block = self._blocks.get(number)
+        if block is None:
+            return False
+        used = block[:, : self._tail - number * _BLOCK]
+        if (last_ids(used) > low).any():
+            return False
+        gone.append(used[0, max(0, self._head - number * _BLOCK) :])
+        del self._blocks[number]
+        self._owned.discard(number)
+        if number == self._tail // _BLOCK:
+            self._tail = (number + 1) * _BLOCK
+        return True
 
 
 def last_ids(fragments: IntArray) -> IntArray:
@@ -228,3 +314,14 @@ def cut_uneven(cut: NDArray[np.bool_], order: IntArray) -> None:
         # Unless the previous cut has already begun a new run here.
         if not cut[place - 1]:
             cut[place] = True
+
+
+def count_live(fragments: IntArray, episodes: IntArray, low: int) -> IntArray:
+    """Count the rows of episodes with ids above `low`. Shapes `(5, fragments)`, `(n,)`; result `(n,)`."""
+    kept = clip(fragments, low)
+    names, places = np.unique(kept[0], return_inverse=True)
+    if not names.size:
+        return np.zeros(episodes.size, np.int64)
+    counts = np.bincount(places, weights=kept[2]).astype(np.int64)
+    at = np.minimum(np.searchsorted(names, episodes), names.size - 1)
+    return np.where(names[at] == episodes, counts[at], 0)

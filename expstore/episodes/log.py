@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -385,12 +385,23 @@ class EpisodeLog(Checkpointed):
         Raises:
             CorruptionError: An entry does not match its checksum.
         """
-        yield from unpack_entries(self.to_bytes(), str(self.file.path))
+        yield from unpack_entries(self.capture()(), str(self.file.path))
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of all entries in order, without checking them."""
+    def capture(self) -> Callable[[], bytes]:
+        """Return a function that reads the bytes of the present entries, without checking them.
+
+        It can be called once, even if the log was closed meanwhile.
+        """
         self.flush()
-        return _bytes_of(self.file, self.length)
+        file, length = self.file.disk.open(self.file.path, write=False), self.length
+
+        def read() -> bytes:
+            try:
+                return _bytes_of(file, length)
+            finally:
+                file.close()
+
+        return read
 
     def close(self) -> None:
         """Close the file."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray
 from expstore.episodes.annotations import merge_info
 from expstore.episodes.dirty import Touched
-from expstore.episodes.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
 from expstore.episodes.joins import BatchJoins, JoinMemory
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import (
@@ -140,7 +141,7 @@ class Assignment:
 _KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status", "text")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Episode:
     """The running state of an episode; `fragment` is the number of its newest fragment.
 
@@ -176,6 +177,113 @@ class Episode:
         )  # fmt: skip
 
 
+class OpenEpisodes:
+    """The episodes that may get more rows: open ones, and truncated ones with a trajectory id.
+
+    No call scans all of them, except to return all of them: a store may have 100,000s of truncated ones.
+
+    Example:
+        >>> episodes = OpenEpisodes()
+        >>> episodes.put(Episode(7, source=1, trajectory=None, start=0))
+        >>> episodes.find(1, None) is episodes.find_by_id(7)
+        True
+    """
+
+    __slots__ = ("_open", "_truncated")
+
+    def __init__(self) -> None:
+        self._open, self._truncated = _Group(), _Group()
+
+    def __iter__(self) -> Iterator[Episode]:
+        return itertools.chain(self._open.by_number.values(), self._truncated.by_number.values())
+
+    def find(self, source: int, trajectory: int | None) -> Episode | None:
+        """Return the episode of a source and trajectory id."""
+        own = self._open.by_source.get(source)
+        if own is None or (found := own.get(trajectory)) is None:
+            own = self._truncated.by_source.get(source)
+            found = None if own is None else own.get(trajectory)
+        return found
+
+    def find_by_id(self, number: int) -> Episode | None:
+        """Return the episode with an id."""
+        return self._open.by_number.get(number) or self._truncated.by_number.get(number)
+
+    def put(self, episode: Episode) -> None:
+        """Add an episode that is not there."""
+        group = self._truncated if episode.status == TRUNCATED else self._open
+        group.by_number[episode.episode] = episode
+        group.by_source.setdefault(episode.source, {})[episode.trajectory] = episode
+
+    def remove(self, episode: Episode) -> None:
+        """Remove an episode. Call this before its status changes."""
+        group = self._truncated if episode.status == TRUNCATED else self._open
+        del group.by_number[episode.episode]
+        own = group.by_source[episode.source]
+        del own[episode.trajectory]
+        if not own:
+            del group.by_source[episode.source]
+
+    def has(self, sources: Collection[int] | None) -> bool:
+        """Return whether there are episodes of some sources, given their numbers; None: of any."""
+        groups = (self._open.by_source, self._truncated.by_source)
+        return any(groups) if sources is None else any(one in group for group in groups for one in sources)
+
+    def find_open(self, sources: Collection[int] | None = None) -> list[Episode]:
+        """Return the open episodes of some sources, given their numbers; None: of all."""
+        return self._open.of(sources)
+
+    def of(self, sources: Collection[int] | None) -> list[Episode]:
+        """Return the open and the truncated episodes of some sources; None: of all."""
+        return self._open.of(sources) + self._truncated.of(sources)
+
+    def find_evicted(self, low: int) -> list[Episode]:
+        """Return the oldest truncated episodes, as long as all of their rows have ids up to `low`."""
+        oldest = self._truncated.by_number.values()
+        return list(itertools.takewhile(lambda episode: episode.last_id <= low, oldest))
+
+
+class _Group:
+    """Episodes by id, in the order in which they were added, and by source and trajectory id."""
+
+    __slots__ = ("by_number", "by_source")
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Episode] = {}
+        self.by_source: dict[int, dict[int | None, Episode]] = {}
+
+    def of(self, sources: Collection[int] | None) -> list[Episode]:
+        """Return the episodes of some sources; None: of all."""
+        if sources is None:
+            return list(self.by_number.values())
+        found = (self.by_source.get(source) for source in sources)
+        return [episode for own in found if own is not None for episode in own.values()]
+
+
+class Changes(NamedTuple):
+    """What the index lacks.
+
+    Args:
+        sources: New or changed sources.
+        episodes: New or changed episodes in their present state.
+        faded: Ids of episodes whose fragments were removed, or whose first rows are gone. Shape `(n,)`.
+        cut: Ids of episodes of which rows were deleted. Shape `(n,)`.
+        fragments: All fragments.
+    """
+
+    sources: list[LogEntry]
+    episodes: list[LogEntry]
+    faded: IntArray
+    cut: IntArray
+    fragments: CapturedFragments
+
+    def find_touched(self, low: int) -> IntArray:
+        """Return the episodes whose number of rows with ids above `low` may have changed. Shape `(n,)`."""
+        fragments = self.fragments.columns()
+        changed = np.array([entry.episode for entry in self.episodes], np.int64)
+        return np.unique(np.concatenate((self.faded, changed, fragments[0, fragments[3] <= low])))
+
+
 class EpisodeTable:
     """Assign numbers of episodes and steps to rows, and track which episodes are open.
 
@@ -198,7 +306,9 @@ class EpisodeTable:
         self.next_source = 1
         self._sessions: dict[SessionKey, Session] = {}
         self._low = 0  # newest id that could no longer be read when the last batch was numbered
-        self._open: dict[tuple[int, int | None], Episode] = {}
+        self._swept = 0  # cut episodes with rows up to this id only were dropped
+        self._open = OpenEpisodes()
+        self._resumable: WeakValueDictionary[int, Episode] = WeakValueDictionary()  # those that are cut
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
         self._cut: set[int] = set()  # episodes whose fragments the index must read again
@@ -255,23 +365,25 @@ class EpisodeTable:
             if key in pending:
                 known = pending[key]
             else:
-                known = self._find_continued(key, low)
-                if known is not None and joins is not None and not starts:
-                    last_id = self._open[key].last_id
-                    if not joins.follows(number, known[0], last_id, piece, pieces, name=names[lane]):
-                        restarted.append(names[lane])
-                        known = None
+                episode, known = self._open.find(number, trajectory), None
+                if episode is not None and (episode.status == OPEN or episode.last_id > low):
+                    known = (episode.episode, episode.length, episode.status)
+                    if joins is not None and not starts:
+                        last_id = episode.last_id
+                        if not joins.follows(number, known[0], last_id, piece, pieces, name=names[lane]):
+                            restarted.append(names[lane])
+                            known = None
             flags = (HAS_TRAJECTORY if trajectory is not None else 0) | unrewarded
             if known is None or starts:
                 known = (next_episode, 0, OPEN)
                 next_episode += 1
                 flags |= NEW
-            episode, step, _ = known
+            name, step, _ = known
             segments.append(
-                Segment(episode, trajectory or 0, step, number, row, count, stride, ret, status, flags)
+                Segment(name, trajectory or 0, step, number, row, count, stride, ret, status, flags)
             )
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
-            pending[key] = None if over else (episode, step + count, status)
+            pending[key] = None if over else (name, step + count, status)
         if joins is not None and self.joins.awaiting:
             joins.check_adopted(segments, dict(zip(numbers, names, strict=True)))
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
@@ -296,7 +408,7 @@ class EpisodeTable:
                 return None  # such rows are not transitions, and are dropped
             flags |= HAS_TRAJECTORY
         open_episode, following, name = (
-            self._open.get((source, trajectory)),
+            self._open.find(source, trajectory),
             self.next_episode,
             trajectory or 0,
         )
@@ -313,12 +425,6 @@ class EpisodeTable:
                 return None
             segments.append(segment)
         return segments
-
-    def _find_continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
-        episode = self._open.get(key)
-        if episode is None or (episode.status == TRUNCATED and episode.last_id <= low):
-            return None
-        return episode.episode, episode.length, episode.status
 
     def _source_numbers(
         self, source: str | None, lanes: int, key: SessionKey
@@ -411,11 +517,7 @@ class EpisodeTable:
 
     def find(self, number: int) -> Episode | None:
         """Return an episode that is open, can be resumed, or is not in the index yet; otherwise None."""
-        changed = self._changed.get(number)
-        if changed is not None:
-            return changed
-        cut = (episode for session in self._sessions.values() for episode in session.cut.values())
-        return next((one for one in itertools.chain(self._open.values(), cut) if one.episode == number), None)
+        return self._changed.get(number) or self._open.find_by_id(number) or self._resumable.get(number)
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -510,22 +612,23 @@ class EpisodeTable:
     def _end(self, end: End, sequence: int) -> list[LogEntry]:
         sessions = [found for key in end.sessions if (found := self._sessions.get(key)) and not found.ended]
         owner = {number: session for session in sessions for number in session.numbers()}
-        over = None if end.sources is None else {*end.sources, *owner}
-        single = set(end.episodes)
-        if single:
+        over = self._open.of(None if end.sources is None else {*end.sources, *owner})
+        if end.episodes:
             owner |= {number: one for one in self._sessions.values() for number in one.numbers()}
+            single = (self._open.find_by_id(number) for number in end.episodes)
+            over += [one for one in single if one is not None and one not in over]
         entries: list[LogEntry] = []
-        for key, episode in list(self._open.items()):
-            if over is None or episode.source in over or episode.episode in single:
-                del self._open[key]
-                self.joins.forget(episode.episode)
-                if episode.status == OPEN:
-                    episode.status = CUT
-                    entries.append(self._note(episode, sequence))
-                    if (session := owner.get(episode.source)) is not None:
-                        session.cut[key] = episode
-                        if len(session.cut) > tuning.CUT_EPISODES:
-                            del session.cut[next(iter(session.cut))]
+        for episode in over:
+            self._open.remove(episode)
+            self.joins.forget(episode.episode)
+            if episode.status == OPEN:
+                episode.status = CUT
+                entries.append(self._note(episode, sequence))
+                if (session := owner.get(episode.source)) is not None:
+                    session.cut[episode.source, episode.trajectory] = episode
+                    self._resumable[episode.episode] = episode
+                    if len(session.cut) > tuning.CUT_EPISODES:
+                        del session.cut[next(iter(session.cut))]
         for session in sessions:
             self._sessions[session.key] = self._sessions.pop(session.key)  # keep the order of their ends
             session.ended = max(1, end.time)
@@ -552,7 +655,7 @@ class EpisodeTable:
                 if one is not None and episode.episode in wanted:
                     del one.cut[number, trajectory]
                     episode.source, episode.status, episode.fragment = opened[number], OPEN, -1
-                    self._open[episode.source, trajectory] = episode
+                    self._open.put(episode)
                     entries.append(self._note(episode, sequence))
         return entries
 
@@ -606,17 +709,18 @@ class EpisodeTable:
     ) -> None:
         """Add a segment's rows to its episode; `info`: new facts, and the info of an episode without any."""
         number, trajectory, step, source, start, rows, stride, ret, status, flags = segment
-        key = (source, trajectory if flags & HAS_TRAJECTORY else None)
-        episode = self._open.get(key)
-        if flags & NEW or episode is None:
-            if episode is not None and episode.status == OPEN:
-                episode.status = CUT  # a new episode begins although this one did not end: a manual reset
-                entries.append(self._note(episode, sequence))
+        name = trajectory if flags & HAS_TRAJECTORY else None
+        episode = self._open.find(source, name)
+        is_known = episode is not None and not flags & NEW
+        if episode is None or not is_known:
             if episode is not None:
+                self._open.remove(episode)
+                if episode.status == OPEN:
+                    episode.status = CUT  # a new episode begins although this one did not end: a manual reset
+                    entries.append(self._note(episode, sequence))
                 self.joins.forget(episode.episode)
             # An archive may lack the first rows, but steps count them.
-            episode = Episode(number, source, key[1], start=time, length=step)
-            self._open[key] = episode
+            episode = Episode(number, source, name, start=time, length=step)
             self.next_episode = max(self.next_episode, number + 1)
         facts, alone = info
         if facts:
@@ -629,14 +733,19 @@ class EpisodeTable:
             episode.ret = (episode.ret or 0.0) + ret
         episode.end = time
         episode.last_id = first + (rows - 1) * stride
+        is_over = status == TERMINATED or bool(flags & LAST) or (status == TRUNCATED and name is None)
+        if is_known and (is_over or status != OPEN or goes_on):
+            self._open.remove(episode)
+            is_known = False
         episode.status = status
         self._changed[episode.episode] = episode
         self.touched.note(episode.episode)
         if status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
-        if status == TERMINATED or flags & LAST or (status == TRUNCATED and key[1] is None):
-            del self._open[key]
+        if is_over:
             self.joins.forget(episode.episode)
+        elif not is_known:
+            self._open.put(episode)
 
     def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
@@ -660,13 +769,13 @@ class EpisodeTable:
         self._faded.update(self.fragments.evict(low).tolist())
         # Keep episodes that `assign` has continued until `commit`, even if their rows were removed meanwhile.
         low = min(low, self._low)
-        for key, episode in list(self._open.items()):
-            if episode.status == TRUNCATED and episode.last_id <= low:
-                del self._open[key]
-                self.joins.forget(episode.episode)
-        for session in self._sessions.values():
+        for episode in self._open.find_evicted(low):
+            self._open.remove(episode)
+            self.joins.forget(episode.episode)
+        for session in self._sessions.values() if low > self._swept else ():
             if session.cut:
                 session.cut = {key: one for key, one in session.cut.items() if one.last_id > low}
+        self._swept = max(self._swept, low)
 
     # -- storing and loading ---------------------------------------------------------------------
 
@@ -676,7 +785,7 @@ class EpisodeTable:
             "next_episode": self.next_episode,
             "next_source": self.next_source,
             "sessions": [session.to_dict() for session in self._sessions.values()],
-            "open": [e.to_dict() for e in self._open.values()],
+            "open": [episode.to_dict() for episode in self._open],
         }
 
     def load_base(self, data: Mapping[str, Any]) -> None:
@@ -686,12 +795,12 @@ class EpisodeTable:
         for values in data["sessions"]:
             key = SessionKey(*values["key"])
             cut = {(e["source"], e["trajectory"]): Episode(**e) for e in values["cut"]}
+            self._resumable.update((episode.episode, episode) for episode in cut.values())
             self._sessions[key] = Session(
                 key, values["started"], values["ended"], dict(values["named"]), dict(values["unnamed"]), cut
             )
         for values in data["open"]:
-            episode = Episode(**values)
-            self._open[episode.source, episode.trajectory] = episode
+            self._open.put(Episode(**values))
 
     def load_rows(self, ids: IntArray, episodes: IntArray, steps: IntArray) -> None:
         """Find the fragments of the rows in the columns.
@@ -704,21 +813,21 @@ class EpisodeTable:
         if not ids.size:
             return
         fragments = find_fragments(episodes, steps, ids)
-        self.fragments.fill(fragments)
-        self._find_open(fragments)
+        self._fill(fragments)
         # Episodes whose first rows were removed; the index may not know it yet.
         names, at = np.unique(fragments[0], return_index=True)
         self._faded.update(names[fragments[1, at] > 0].tolist())
 
-    def _find_open(self, fragments: IntArray) -> None:
-        """Set the newest fragments of open episodes, which their next rows lengthen."""
-        known = {episode.episode: episode for episode in self._open.values()}
+    def _fill(self, fragments: IntArray) -> None:
+        """Replace all fragments, and set the newest ones of open episodes, which their next rows lengthen."""
+        first = self.fragments.fill(fragments)
+        known = {episode.episode: episode for episode in self._open}
         places = np.flatnonzero(np.isin(fragments[0], list(known)))
         ends = last_ids(fragments[:, places])
         for place, end in zip(places.tolist(), ends.tolist(), strict=True):
             episode = known[int(fragments[0, place])]
             if end == episode.last_id:
-                episode.fragment = self.fragments.number_of(place)
+                episode.fragment = first + place
 
     def give_up(self, deleted: IdSet) -> None:
         """Drop the fragments of deleted rows."""
@@ -727,59 +836,48 @@ class EpisodeTable:
         if touched.any():
             self._faded.update(episodes := np.unique(fragments[0, touched]).tolist())
             self._cut.update(episodes)
-            left = cut_out(fragments, deleted)
-            self.fragments.fill(left)
-            self._find_open(left)
+            self._fill(cut_out(fragments, deleted))
 
     # -- for the index ---------------------------------------------------------------------------
 
     def open_entries(self) -> list[LogEntry]:
         """Return the state of open episodes, whose current state is not in the log."""
-        return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
+        return [episode.entry(0, self.generation) for episode in self._open.find_open()]
 
     def has_open(self, sources: Collection[int] | None) -> bool:
         """Return whether an episode of some sources, or of any if None, may still get rows."""
-        if sources is None:
-            return bool(self._open)
-        return any(episode.source in sources for episode in self._open.values())
+        return self._open.has(sources)
 
     def open_of(self, sources: Collection[int]) -> list[Episode]:
         """Return the open episodes of some sources, given their numbers."""
-        return [one for one in self._open.values() if one.status == OPEN and one.source in sources]
+        return self._open.find_open(sources)
 
-    def changes(self, low: int) -> tuple[list[LogEntry], list[LogEntry], IntArray]:
-        """Return sources and episodes changed since `settle`, and the episodes whose live rows changed."""
-        clipped = self.fragments.rows[0, self.fragments.rows[3] <= low]
-        touched = self._faded.union(self._changed, clipped.tolist())
-        episodes = [episode.entry(0, self.generation) for episode in self._changed.values()]
-        return list(self._sources.values()), episodes, np.fromiter(touched, np.int64)
+    def take_changes(self, *, whole: bool = False) -> Changes:
+        """Return what has changed since the last call, in time that does not depend on the unchanged rest.
 
-    @property
-    def cut(self) -> IntArray:
-        """Episodes of which rows were deleted since `settle`. Shape `(n,)`."""
-        return np.fromiter(self._cut, np.int64, len(self._cut))
+        Args:
+            whole: Return the open episodes instead of the changed ones: the log has all others.
+        """
+        faded, cut = self._faded, self._cut
+        changes = Changes(
+            list(self._sources.values()),
+            self.open_entries()
+            if whole
+            else [episode.entry(0, self.generation) for episode in self._changed.values()],
+            np.fromiter(faded, np.int64, len(faded)),
+            np.fromiter(cut, np.int64, len(cut)),
+            self.fragments.capture(),
+        )
+        self._sources.clear()
+        self._changed.clear()
+        faded.clear()
+        cut.clear()
+        return changes
 
     @property
     def waiting(self) -> int:
         """Number of changed episodes that the index lacks."""
         return len(self._changed)
-
-    def settle(self) -> None:
-        """Record that the index has all changes so far."""
-        self._sources.clear()
-        self._changed.clear()
-        self._faded.clear()
-        self._cut.clear()
-
-    def live_rows(self, episodes: IntArray, low: int) -> IntArray:
-        """Count the readable rows of episodes. Shapes `(n,)` in and out."""
-        kept = clip(self.fragments.rows, low)
-        names, places = np.unique(kept[0], return_inverse=True)
-        counts = np.bincount(places, weights=kept[2], minlength=names.size).astype(np.int64)
-        at = np.minimum(np.searchsorted(names, episodes), max(0, names.size - 1))
-        if not names.size:
-            return np.zeros(episodes.size, np.int64)
-        return np.where(names[at] == episodes, counts[at], 0)
 
 
 def _spread(

@@ -166,9 +166,8 @@ class Rows:
         storage.follow()
         with storage.locks.episodes:
             window = storage.query_window
-            fragments = storage.episodes.fragments.rows.copy()
-        if wanted is not None:
-            fragments = fragments[:, np.isin(fragments[0], wanted)]
+            captured = storage.episodes.fragments.capture()
+        fragments = captured.columns() if wanted is None else captured.of(wanted)
         fragments = _clip(fragments, window.low, window.last)
         if wanted is not None and not fragments.size:
             raise NotFoundError("no rows of these episodes are left in the store")

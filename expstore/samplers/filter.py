@@ -499,9 +499,8 @@ def _rows_of(storage: ReadView, table: EpisodeTable, episodes: IntArray, low: in
     if not episodes.size:
         return _NONE
     with storage.locks.episodes:
-        rows = table.fragments.rows
-        chosen = rows[:, np.isin(rows[0], episodes)].copy()
-    return all_ids(clip(chosen, low))
+        fragments = table.fragments.capture()
+    return all_ids(clip(fragments.of(episodes), low))
 
 
 class _Worker:

@@ -188,9 +188,9 @@ class KeyedRuns(Runs):
             self._forget()
         self._state = state
         fragments = self._fragments
-        if fragments.rows.shape[1] > self._held_back:
+        if len(fragments) > self._held_back:
             fragments.evict(window.low)
-            self._held_back = 64 + 2 * fragments.rows.shape[1]
+            self._held_back = 64 + 2 * len(fragments)
             alive = set(np.unique(fragments.rows[0]).tolist())
             self._next, self._newest = (
                 {name: value for name, value in table.items() if name in alive}
@@ -198,7 +198,7 @@ class KeyedRuns(Runs):
             )
         touched = fragments.take_touched()
         whole = whole or touched is None or fragments is not self._known
-        return Taken(fragments, window, touched, fragments.rows.copy() if whole else None)
+        return Taken(fragments, window, touched, fragments.rows if whole else None)
 
     def _read_on(self, storage: ReadView, window: Window) -> bool:
         """Read rows up to the end of the window; return whether all of them were still there."""

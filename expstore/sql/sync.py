@@ -20,8 +20,10 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
+from expstore.episodes.fragments import Fragments, count_live
 from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
+from expstore.episodes.table import Changes
 from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
 from expstore.schema.row_fields import priority_place
 from expstore.sql.row_source import history_of, readable, relations_of
@@ -199,11 +201,14 @@ class Catalog:
                 if index.position == content and not (self._whole or anew):
                     return index
                 whole = anew or self._lacks_changes(index, content)
-                low = storage.query_window.low
-                delta = self._delta(content, whole)
-                storage.episodes.evict(low)
-                storage.episodes.settle()
-            self._whole = True
+                window, table = storage.query_window, storage.episodes
+                read_log = storage.state.log.capture() if whole else None
+                self._whole = True
+                table.evict(window.low)
+                changes = table.take_changes(whole=whole)
+            # Without the lock: this reads all fragments, and perhaps the whole log.
+            log = None if read_log is None else LogColumns(read_log(), "episodes.log")
+            delta = _build_delta(content, window, changes, log)
             index.commit(delta, last=last)
             self._whole = False
             return index
@@ -318,38 +323,35 @@ class Catalog:
         self._index = index
         return index
 
-    def _delta(self, content: tuple[int, int], whole: bool) -> Delta:
-        from expstore.sql.index import Delta
 
-        storage = self._storage
-        window, table = storage.query_window, storage.episodes
-        if whole:
-            sources, ended = _latest(LogColumns(storage.state.log.to_bytes(), "episodes.log"))
-            still_open = _columns_of(table.open_entries())
-            episodes = {name: np.concatenate((ended[name], still_open[name])) for name in ended}
-            touched = episodes["episode_id"]
-            chosen = table.fragments.rows
-        else:
-            sources, changed, touched = table.changes(window.low)
-            episodes = _columns_of(changed)
-            chosen = table.fragments.rows
-            chosen = chosen[:, np.isin(chosen[0], np.append(episodes["episode_id"], table.cut))]
-        return Delta(
-            position=content,
-            last_id=window.last,
-            low_id=window.low,
-            time=now_us(),
-            sources=[
-                (s.source, s.text, s.named, s.generation, s.session, s.start, s.end or None) for s in sources
-            ],
-            episodes=episodes,
-            fragments=dict(
-                zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)
-            ),
-            live={"episode_id": touched, "live_rows": table.live_rows(touched, window.low)},
-            anew=table.cut,
-            complete=whole,
-        )
+def _build_delta(content: tuple[int, int], window: Window, changes: Changes, log: LogColumns | None) -> Delta:
+    """Build a delta; with `log`, the log of the store, it contains the whole store."""
+    from expstore.sql.index import Delta
+
+    sources, episodes = changes.sources, _columns_of(changes.episodes)
+    if log is not None:
+        sources, ended = _latest(log)
+        episodes = {name: np.concatenate((ended[name], episodes[name])) for name in ended}
+        touched = episodes["episode_id"]
+        fragments = chosen = changes.fragments.columns()
+    else:
+        touched = changes.find_touched(window.low)
+        fragments = changes.fragments.of(touched)
+        chosen = changes.fragments.of(np.append(episodes["episode_id"], changes.cut))
+    return Delta(
+        position=content,
+        last_id=window.last,
+        low_id=window.low,
+        time=now_us(),
+        sources=[
+            (s.source, s.text, s.named, s.generation, s.session, s.start, s.end or None) for s in sources
+        ],
+        episodes=episodes,
+        fragments=dict(zip(("episode_id", *Fragments.COLUMNS[1:]), chosen, strict=True)),
+        live={"episode_id": touched, "live_rows": count_live(fragments, touched, window.low)},
+        anew=changes.cut,
+        complete=log is not None,
+    )
 
 
 def _latest(log: LogColumns) -> tuple[list[LogEntry], dict[str, Array]]:

@@ -36,8 +36,8 @@ def steps_of_episode(storage: ReadView, episode_id: int) -> tuple[IntArray, IntA
     storage.follow()
     with storage.locks.episodes:
         window = storage.query_window
-        fragments = storage.episodes.fragments.rows
-        own = fragments[:, fragments[0] == number]
+        fragments = storage.episodes.fragments.capture()
+    own = fragments.of(np.array([number]))
     own = own[:, np.argsort(own[1], kind="stable")]
     _, first_step, count, _, _ = own
     ids, steps = all_ids(own), all_ids(np.stack([own[0], first_step, count, first_step, np.ones_like(count)]))

@@ -101,9 +101,10 @@ class _FollowedNotes(EpisodeList):
         """Return every entry in order."""
         return unpack_entries(self._read(), LOG)
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of all entries in order, in the format of episodes.log."""
-        return self._read()
+    def capture(self) -> Callable[[], bytes]:
+        """Return a function that returns the present entries, in the format of episodes.log."""
+        data = self._read()
+        return lambda: data
 
 
 class _FollowedSettings(ReadSettings):

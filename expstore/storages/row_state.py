@@ -6,8 +6,9 @@ Used by every storage. It uses no files and takes no lock.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 from expstore.core.draw_state import DrawState
@@ -70,9 +71,10 @@ class EpisodeList:
         """Return every entry in order."""
         return iter(self._entries)
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of all entries in order, in the format of episodes.log."""
-        return b"".join([entry.pack() for entry in self.read()])
+    def capture(self) -> Callable[[], bytes]:
+        """Return a function that reads the present entries, in the format of episodes.log."""
+        entries, count = self._entries, len(self._entries)
+        return lambda: b"".join([entry.pack() for entry in islice(entries, count)])
 
 
 class EpisodeNotes(Protocol):
@@ -84,8 +86,11 @@ class EpisodeNotes(Protocol):
     def read(self) -> Iterator[LogEntry]:
         """Return every entry in order."""
 
-    def to_bytes(self) -> bytes:
-        """Return the bytes of all entries in order, in the format of episodes.log."""
+    def capture(self) -> Callable[[], bytes]:
+        """Return a function that reads the present entries, in the format of episodes.log.
+
+        Call `capture` under the lock of the episodes. The function needs no lock, and may be slow.
+        """
 
 
 def _no_episodes() -> EpisodeTable:

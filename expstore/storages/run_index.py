@@ -135,7 +135,8 @@ class Runs:
             episodes, window = storage.episodes, storage.query_window
             touched = episodes.fragments.take_touched()
             whole = whole or touched is None or episodes is not self._known
-            return Taken(episodes, window, touched, episodes.fragments.rows.copy() if whole else None)
+            fragments = episodes.fragments.capture() if whole else None
+        return Taken(episodes, window, touched, None if fragments is None else fragments.columns())
 
     def _follow(self, touched: IntArray, low: int) -> bool:
         table = self._table

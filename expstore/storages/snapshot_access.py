@@ -56,7 +56,9 @@ class SnapshotAccess:
 
     def log_bytes(self) -> bytes:
         """Return the entries of ended episodes, in the format of episodes.log."""
-        return b"".join(entry.pack() for entry in self._storage.state.log.read())
+        with self._storage.locks.episodes:
+            read = self._storage.state.log.capture()
+        return read()
 
     def restore(self, folder: Path) -> None:
         """Replace the content by that of the snapshot in a folder.

@@ -137,7 +137,7 @@ class _Child:
         storage = self._storage
         log = storage.path / LOG
         entries = storage.disk.size(log) if storage.disk.exists(log) else 0
-        return _INDEX_BYTES + 2 * entries + _PER_FRAGMENT * int(storage.episodes.fragments.rows.shape[1])
+        return _INDEX_BYTES + 2 * entries + _PER_FRAGMENT * len(storage.episodes.fragments)
 
     def serve(self, pipe: socket.socket) -> None:
         """Answer statements until the other side closes the pipe."""

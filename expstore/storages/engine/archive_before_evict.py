@@ -232,8 +232,9 @@ class Archiver:
         with self._engine.locks.episodes:
             episodes = self._engine.rows.episodes
             found = {entry.episode for entry in episodes.open_entries()}
-            rows = episodes.fragments.rows
-            found.update(rows[0, last_ids(rows) > through].tolist())
+            fragments = episodes.fragments.capture()
+        rows = fragments.columns()
+        found.update(rows[0, last_ids(rows) > through].tolist())
         return found
 
     def _copy(self, through: int) -> None:

@@ -93,9 +93,8 @@ class Deletion:
         window, episodes_known = self._engine.rows.window, self._engine.rows.episodes
         with self._engine.locks.episodes:
             still_open = [entry.episode for entry in episodes_known.open_entries()]
-            fragments = episodes_known.fragments.rows
-            going = np.isin(fragments[0], episodes) & ~np.isin(fragments[0], still_open)
-            found = _ids_of(fragments[:, going])
+            fragments = episodes_known.fragments.capture()
+        found = _ids_of(fragments.of(np.setdiff1d(episodes, still_open)))
         return found.between(window.low, window.last)
 
     def delete(self, episodes: IntArray) -> GivenUp:

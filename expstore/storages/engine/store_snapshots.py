@@ -68,14 +68,6 @@ class StoreSnapshots(ContentAccess):
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
         return self._engine.block_sums()
 
-    def log_bytes(self) -> bytes:
-        """Return the content of episodes.log."""
-        with self._engine.locks.episodes:
-            log = self._storage.state.log
-            log.flush()
-            file, length = log.file, log.length
-        return file.read(0, length)
-
     def adopt(self, content: ContentLike) -> None:
         """Replace the content.
 

@@ -178,7 +178,7 @@ def _freeze(storage: Storage) -> Frozen:
     if sampled is not None:
         with storage.locks.sampled:
             columns.append([part.copy() for part in sampled.views(pieces)])
-    live = clip(storage.episodes.fragments.rows, window.low)
+    live = clip(storage.episodes.fragments.capture().columns(), window.low)
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # idempotency keys are not valid for a copy
         base=base_of(storage.state),

@@ -107,7 +107,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         with pytest.raises(CorruptionError, match="is damaged at byte") as by_entry:
             list(again.read())
         with pytest.raises(CorruptionError) as by_column:
-            LogColumns(again.to_bytes(), str(path))
+            LogColumns(again.capture()(), str(path))
         assert str(by_column.value) == str(by_entry.value)
         again.close()
 

@@ -66,11 +66,12 @@ def test_a_truncated_episode_that_continues_is_kept() -> None:
     again = table.assign(steps, source="a", low=2, first_id=4)
     table.evict(3)  # the retired rows are gone, and with them all of the episode's
     table.commit(again.segments, again.sources, first_id=4, time=2, sequence=2)
-    held = table._open[1, 7]
+    held = table.find(1)
+    assert held is not None
     assert (held.length, held.status, held.start) == (6, TRUNCATED, 1)
     table.assign(steps, source="a", low=6, first_id=7)
     table.evict(6)
-    assert not table._open  # it is forgotten when nobody can go on with it
+    assert not table.has_open(None)  # no row can continue it any more
 
 
 def test_memory_knows_the_same_names() -> None:

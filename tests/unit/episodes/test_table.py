@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expstore.core import tuning
+from expstore.episodes.fragments import Fragments, clip, count_live
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.sessions import End, NewSource, Resume, SessionKey
 from expstore.episodes.table import (
     EpisodeTable,
-    Fragments,
     Steps,
-    clip,
     pack_segments,
     unpack_segments,
 )
@@ -248,15 +247,15 @@ class World:
         if self.index_content == self.content:
             return
         self.index_content = self.content
-        sources, episodes, touched = self.table.changes(self.low)
-        self.index_sources |= {entry.source: entry.text for entry in sources}
-        self.index |= {entry.episode: entry for entry in episodes}
-        live = self.table.live_rows(touched, self.low)
+        changes = self.table.take_changes()
+        touched = changes.find_touched(self.low)
+        self.index_sources |= {entry.source: entry.text for entry in changes.sources}
+        self.index |= {entry.episode: entry for entry in changes.episodes}
+        live = count_live(changes.fragments.of(touched), touched, self.low)
         self.index_live |= dict(zip(touched.tolist(), live.tolist(), strict=True))
         # as the index does with those of which nobody speaks any more
         self.index_live |= {n: 0 for n, entry in self.index.items() if entry.last_id <= self.low}
         self.table.evict(self.low)
-        self.table.settle()
 
     def reopen(self, *, killed: bool) -> None:
         """Make the table anew out of a base, rows and records; a kill leaves an old base."""
@@ -287,7 +286,7 @@ class World:
             self.index = self.rebuilt()
             self.index_live = self.reference.live_rows(self.low)
             self.index_sources = {entry.source: entry.text for entry in self.log if not entry.episode}
-            self.table.settle()
+            self.table.take_changes()
             self.index_content = self.content
         self.keep_base()
 
@@ -305,7 +304,7 @@ class World:
         told = self.reference.episodes
         live = self.reference.live_rows(self.low)
         numbers = np.arange(1, len(told) + 2)
-        found = self.table.live_rows(numbers, self.low).tolist()
+        found = count_live(self.table.fragments.rows, numbers, self.low).tolist()
         assert found == [*live.values(), 0]
 
         rebuilt = self.rebuilt()
@@ -540,10 +539,10 @@ def test_rows_found_again_are_in_order_and_tell_what_lost_its_first_rows() -> No
     table.load_rows(np.arange(11, 11 + episodes.size), episodes, steps)
     found = [[2, 0, 3, 11, 2], [1, 7, 2, 12, 2], [3, 0, 1, 16, 1]]
     assert table.fragments.rows.T.tolist() == found
-    assert table.changes(10)[2].tolist() == [1]
-    table.settle()
-    assert table.changes(10)[2].tolist() == []
-    assert sorted(table.changes(11)[2].tolist()) == [2]
+    assert table.take_changes().find_touched(10).tolist() == [1]
+    changes = table.take_changes()
+    assert changes.find_touched(10).tolist() == []
+    assert changes.find_touched(11).tolist() == [2]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -575,12 +574,43 @@ def test_a_long_fragment_in_front_does_not_keep_the_dead() -> None:
         fragments.add(-1, (1 + k, 0, 1, 2 + 2 * k, 1))
         if k % 100 == 0:
             fragments.evict(2 * k - 50)
-    assert fragments.rows.shape[1] < 500
+    assert fragments.rows.shape[1] < 600  # three blocks
     size = fragments.rows.shape[1]
-    assert fragments.add(5, (2, 0, 1, 30_000, 1)) == fragments.add(-1, (3, 0, 1, 30_001, 1)) - 1
+    assert fragments.add(5000, (2, 0, 1, 30_000, 1)) == fragments.add(-1, (3, 0, 1, 30_001, 1)) - 1
     assert fragments.rows.shape[1] == size + 2, "a number from before was taken for a new one"
     kept = clip(fragments.rows, 19_900)
     np.testing.assert_array_equal(kept[2, kept[0] == 1].sum(), 50)
+
+
+def test_captured_fragments_do_not_change(rng: np.random.Generator) -> None:
+    fragments, numbers = Fragments(), [-1] * 40
+    lengths = [0] * 40
+    captures, expected = [], []
+    for last in range(1, 4001):
+        lane = int(rng.integers(40))
+        numbers[lane] = fragments.add(numbers[lane], (lane, lengths[lane], 1, last, 1))
+        lengths[lane] += 1
+        if last % 150 == 0:
+            captures.append(fragments.capture())
+            expected.append(fragments.rows)
+        if last % 400 == 0:
+            fragments.evict(last - 700)
+    fragments.fill(np.zeros((5, 3), np.int64))
+    for captured, rows in zip(captures, expected, strict=True):
+        np.testing.assert_array_equal(captured.columns(), rows)
+        np.testing.assert_array_equal(captured.of(np.array([3])), rows[:, rows[0] == 3])
+
+
+def test_a_capture_costs_a_copy_of_the_blocks_that_change_only() -> None:
+    fragments = Fragments()
+    numbers = [fragments.add(-1, (episode, 0, 1, episode, 1)) for episode in range(1, 5001)]
+    before = list(fragments._blocks.values())
+    fragments.capture()
+    for episode in (10, 11, 4990, 5001):
+        number = numbers[episode - 1] if episode < 5001 else -1
+        fragments.add(number, (episode, 1, 1, 10_000 + episode, 1))
+    after = list(fragments._blocks.values())
+    assert [at for at, block in enumerate(before) if block is not after[at]] == [0, 19]
 
 
 def test_clip_drops_older_slots() -> None:
@@ -608,5 +638,5 @@ def test_fragments_of_rows_that_have_left_go_by_themselves(rng: np.random.Genera
     for id in range(1, 60_001):
         run(table, id, source=f"w{rng.integers(3)}", low=max(0, id - capacity), count=1)
         most = max(most, table.fragments.rows.shape[1])
-    assert 10_000 < most < 20_000
+    assert most < 600
     assert clip(table.fragments.rows, 60_000 - capacity)[2].sum() == capacity

@@ -445,10 +445,9 @@ def test_fragments_of_rows_that_have_left_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of irregular turns are a fragment each."""
-    monkeypatch.setattr(fragments, "_MANY_DEAD", 50)
+    monkeypatch.setattr(fragments, "_BLOCK", 16)
     found = taken(monkeypatch)
     with opened(tmp_path / "a.exp") as rb:
-        rb.storage.episodes.fragments._bearable = 50
         written = {"a": 0, "b": 0, "c": 0}
         for source in np.random.default_rng(0).choice([*written], 2000).tolist():
             rb.add(row_of(written[source]), source=source)
