@@ -173,6 +173,7 @@ class Sampling(StorePart):
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
         transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
+        declined = 0  # how often the unit returned no rows
         for redraw in range(_LIMIT):
             generator = draws.numbers(draw, redraw)
             if redraw == PATIENCE:
@@ -201,11 +202,17 @@ class Sampling(StorePart):
                         columns = view.columns()
                         if view.intact:
                             return replace(rows, oldest=view.oldest), columns, view
+                else:
+                    declined += 1
                 storage.counters.redraws += 1
             finally:
                 if redraw == PATIENCE:
                     storage.lock.release()
-        # Only a follower gets here: this process overwrites nothing while the lock is held.
+        if declined == _LIMIT:
+            raise StateError(
+                f"the sample unit {self.unit!r} returned None {declined:,} times in a row",
+                hint="`select` may return None only if anchors were removed; otherwise raise an error",
+            )
         raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
 
     def check_readable(self, storage: ReadView) -> None:

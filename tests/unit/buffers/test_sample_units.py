@@ -315,3 +315,20 @@ def test_units_must_choose_rows_that_are_there() -> None:
     rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
     with pytest.raises(NotFoundError, match="no row with index"):
         rb.sample(2)
+
+
+class Declining(Transition):
+    """A unit that never finds its rows."""
+
+    def select(self, anchors: Selection, storage: Any) -> Any:
+        return None
+
+    def __repr__(self) -> str:
+        return "Declining()"
+
+
+def test_a_unit_that_never_returns_rows_is_named() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=MemoryStorage(100), sample_unit=Declining(), batch_size=4)
+    rb.extend(trajectory_rows(0, 10))
+    with pytest.raises(expstore.StateError, match=r"the sample unit Declining\(\) returned None 1,000 times"):
+        rb.sample()
