@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -153,6 +153,39 @@ class ReplayBufferEnsemble:
 
     # -- sampling --------------------------------------------------------------------------------
 
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False, *, as_numpy: Literal[True]
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True], as_numpy: Literal[True]
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        *,
+        as_numpy: Literal[False] | None = None,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        as_numpy: Literal[False] | None = None,
+    ) -> tuple[TensorDict, TensorDict]: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
+    ) -> Any: ...
+
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
     ) -> Any:
@@ -248,7 +281,7 @@ class ReplayBufferEnsemble:
         part = size // self._samplers.num_buffer_sampled
         return self._samplers.can_choose([rb.can_sample(part) for rb in self._rbs])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TensorDict]:
         """Yield batches without end.
 
         Raises:

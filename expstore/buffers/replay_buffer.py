@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -290,6 +290,16 @@ class ReplayBuffer:
         )  # fmt: skip
         numbers = self._ingest.append(data, options)
         return torch.from_numpy(numbers) if return_ids else self._index.to_tensor(numbers)
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True], as_numpy: bool | None = None
+    ) -> tuple[Any, dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
+    ) -> Any: ...
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers.arguments import check_sample
 from expstore.buffers.replay_buffer import ReplayBuffer
@@ -57,6 +57,56 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def priority_key(self, key: str) -> None:
         self._style.set_priority_key(key)
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[True],
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] | None = None,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[False] | None = None,
+    ) -> tuple[TensorDict, dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any: ...
+
     def sample(
         self,
         batch_size: int | None = None,
@@ -86,6 +136,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
         else:
             batch = batch.exclude(*own)
         return (batch, *info) if return_info else batch
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        """Yield batches; see `ReplayBuffer.__iter__`."""
+        return super().__iter__()
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set priorities of rows by index or id; see `ReplayBuffer.update_priority`.

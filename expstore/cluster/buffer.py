@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -210,6 +210,56 @@ class ShardedReplayBuffer(ServedBuffer):
         self._client, self._drawing = uuid.uuid4().hex, threading.Lock()
 
     # -- sampling --------------------------------------------------------------------------------
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[True],
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] | None = None,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[False] | None = None,
+    ) -> tuple[TensorDict, dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any: ...
 
     def sample(
         self,

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 from urllib.parse import quote
 
 import numpy as np
@@ -295,6 +295,56 @@ class RemoteReplayBuffer(ServedBuffer):
         return ask(once=True)
 
     # -- sampling and reading --------------------------------------------------------------------
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[True],
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] | None = None,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[False] | None = None,
+    ) -> tuple[TensorDict, dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any: ...
 
     def sample(
         self,

@@ -9,12 +9,12 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers.arguments import check_batch_size, check_sample
 from expstore.core.arguments import check_numbers
@@ -72,6 +72,25 @@ class ServedBuffer(LocalOnly):
 
     # -- sampling --------------------------------------------------------------------------------
 
+    @overload
+    def stream(
+        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: Literal[True]
+    ) -> Generator[dict[str, Any]]: ...
+
+    @overload
+    def stream(
+        self,
+        batches: int | None = None,
+        *,
+        batch_size: int | None = None,
+        as_numpy: Literal[False] | None = None,
+    ) -> Generator[TensorDict]: ...
+
+    @overload
+    def stream(
+        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None
+    ) -> Generator[Any]: ...
+
     def stream(
         self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
     ) -> Generator[Any]:
@@ -97,7 +116,7 @@ class ServedBuffer(LocalOnly):
     def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         """Yield batches of a size."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TensorDict]:
         """Yield batches without end, as `stream` does.
 
         Raises:
