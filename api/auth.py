@@ -70,7 +70,10 @@ class Guard:
         headers = Headers(scope=scope)
         server = (scope.get("server") or ("", None))[0]
         host = headers.get("host", "")
-        self._check_host(host, server)
+        if (
+            route.need != Need.NOTHING or "host" in headers
+        ):  # probes by HTTP/1.0 name no host, browsers always do
+            self._check_host(host, server)
         if route.need != Need.NOTHING:
             _check_origin(headers, host)
         may = self._find_role(headers.getlist("authorization"), server)

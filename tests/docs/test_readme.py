@@ -25,7 +25,7 @@ pytestmark = pytest.mark.index
 README = (ROOT / "README.md").read_text()
 #: Where the server of docs/server.md listens.
 SERVER = "http://trainer:8420"
-#: Pages whose blocks use `batch` and the store of the README's first block.
+#: Pages whose blocks run here. Before them only the first example of the front page, if they name it.
 PAGES = (
     "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "notebooks",
     "processes", "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl",
@@ -46,6 +46,12 @@ def read_page(name: str) -> str:
 def blocks(text: str, kind: str) -> list[str]:
     """Return the blocks of a language in a document."""
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run_named_preamble(text: str, names: dict[str, object]) -> None:
+    """Run the first example of the front page, if the page tells its reader to do so."""
+    if re.search(r"\[first example\]\((\.\./)?index\.md\): run it before", text):
+        execute(blocks(read_page("index"), "python")[0], names, "docs/index.md")
 
 
 def execute(block: str, names: dict[str, object], page: str = "README.md") -> None:
@@ -82,12 +88,15 @@ def test_every_page_is_tested_and_listed() -> None:
 def test_the_blocks_of_a_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One after another, as a reader would paste them; what a comment says of the output is printed."""
+    """One after another, as a reader would paste them into a new interpreter.
+
+    What a comment says of the output is printed.
+    """
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    execute(blocks(README, "python")[0], names)
-    capsys.readouterr()
     page = read_page(name)
+    run_named_preamble(page, names)
+    capsys.readouterr()
     here = [block for block in blocks(page, "python") if SERVER not in block]
     for block in here:
         execute(block, names, f"docs/{name}.md")

@@ -22,7 +22,7 @@ import yaml
 from expstore import errors
 from expstore.api import Settings
 from expstore.cli.app import run
-from tests.docs.test_readme import README, blocks, execute
+from tests.docs.test_readme import execute, run_named_preamble
 from tests.support.paths import ROOT
 from tests.support.servers import Serving
 
@@ -82,9 +82,8 @@ def test_a_page_runs_and_prints_what_it_says(
         return  # diagrams and formulas
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
-    if not name.startswith("tutorials/"):
-        execute(blocks(README, "python")[0], names)
-        capsys.readouterr()
+    run_named_preamble((DOCS / f"{name}.md").read_text(), names)
+    capsys.readouterr()
     address = SERVER
     has_printed = False
     with ExitStack() as stack:
