@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import NoMatchFound
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +20,7 @@ import expstore
 from expstore.api import docs_page, errors, page
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
+from expstore.api.dependencies import check_query
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, RouteTable, add_security, outline
 from expstore.api.request_log import Watch
@@ -169,13 +170,14 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     routers = _READING if settings.read_only else _READING + _CHANGING
     for prefix, router in routers:
-        app.include_router(router, prefix=prefix)
+        app.include_router(router, prefix=prefix, dependencies=[Depends(check_query)] if prefix else None)
     # Recent FastAPI builds included routes when they are first searched, and changes the filters of warnings
     # of the whole process meanwhile. Searched here, they are built before there are requests.
     with suppress(NoMatchFound):
         app.url_path_for("")
     open_folder = page.PATH if settings.ui else None
     table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
+    app.state.routes = table
     app.add_middleware(Watch, routes=table, metrics=metrics)
     return app
 

@@ -5,9 +5,11 @@ Used by the routes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Path, Query, Request
+from fastapi.dependencies.models import Dependant
 
 from expstore.api import examples
 from expstore.api.bodies import ARROW, NDJSON
@@ -15,6 +17,7 @@ from expstore.api.errors import Refusal
 from expstore.api.settings import Settings
 from expstore.api.stores import Served, Stores
 from expstore.buffers.episodes import remote_session
+from expstore.core.nearest import suggest
 from expstore.errors import StateError
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "Session",
     "Store",
     "StoreName",
+    "check_query",
     "check_sql",
     "problems",
     "rows_body",
@@ -109,6 +113,24 @@ EpisodeCondition = Annotated[
         examples=["length > 100"],
     ),
 ]
+
+
+def _query_names(route: Dependant) -> Iterator[str]:
+    """Yield the query parameters of a route and of what it depends on."""
+    yield from (one.alias for one in route.query_params)
+    for part in route.dependencies:
+        yield from _query_names(part)
+
+
+async def check_query(request: Request) -> None:
+    """Raise Refusal (422) for a query parameter that the route does not have."""
+    if not request.query_params:
+        return
+    known = list(_query_names(request.scope["route"].dependant))
+    name = next((name for name in request.query_params if name not in known), None)
+    if name is not None:
+        listed = suggest(name, known, "the parameters are") if known else "this route takes none"
+        raise Refusal(422, f"there is no query parameter {name[:80]!r}", hint=listed)
 
 
 def check_sql(limits: Settings) -> None:

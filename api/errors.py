@@ -156,7 +156,17 @@ def _of_framework(request: Request, exc: Exception) -> Response:
     if exc.status_code == 404 and message == HTTPStatus.NOT_FOUND.phrase:
         message = "there is no such route"
         hint = "/docs lists the routes; expstore.connect takes http://HOST:PORT/STORE"
-    return answer(exc.status_code, kind, message, hint, headers=exc.headers)
+    headers = dict(exc.headers or {})
+    if exc.status_code == 405:
+        # Starlette's Allow has the methods of the first route of the path only.
+        table = getattr(request.app.state, "routes", None)
+        allowed = table.methods(request.scope) if table is not None else []
+        headers["Allow"] = ", ".join(allowed) or headers.get("Allow", "")
+        message = f"{request.url.path} does not take {request.method}"
+        hint = f"use {headers['Allow'].replace(', ', ' or ')}"
+        if request.method not in ("GET", "HEAD") and request.app.state.settings.read_only:
+            hint += "; this server only reads its stores"
+    return answer(exc.status_code, kind, message, hint, headers=headers)
 
 
 def _of_request(request: Request, exc: Exception) -> Response:

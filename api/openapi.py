@@ -114,6 +114,12 @@ class RouteTable:
                 return acts.get(method) or (_reading(other) if method in SAFE else other)
         return Routed(_UNKNOWN, Need.READ if method in SAFE else Need.WRITE)
 
+    def methods(self, scope: Scope) -> list[str]:
+        """Return the methods that the path of a request has, sorted; empty for an unknown path."""
+        self.find(scope)  # reads the document
+        path = get_route_path(scope)
+        return next((sorted(acts) for pattern, acts, _ in self._routes or () if pattern.fullmatch(path)), [])
+
 
 def outline(routes: Iterable[tuple[str, object]]) -> dict[str, Any]:
     """Return the part of the OpenAPI document that a `RouteTable` reads: paths, methods, tags, body types.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -64,6 +65,34 @@ class RequestModel(BaseModel):
             raise PydanticCustomError("unknown_field", "unknown field {name}", facts)
         return given
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_booleans_as_numbers(cls, given: Any) -> Any:
+        # Pydantic takes true for 1; its strict mode would also refuse "3" and 3.0.
+        for name, value in given.items() if isinstance(given, dict) else ():
+            kind = type(value)
+            if kind is list and bool in set(map(type, value)):
+                place, value = next(
+                    (f"{name}.{at}", one) for at, one in enumerate(value) if type(one) is bool
+                )
+            elif kind is bool:
+                place = name
+            else:
+                continue
+            annotation: Any = cls.model_fields[name].annotation if name in cls.model_fields else None
+            wanted = _types_in(annotation)
+            if wanted & {int, float} and bool not in wanted:
+                facts = {"name": place, "found": json.dumps(value), "float": float in wanted}
+                raise PydanticCustomError("boolean_number", "{name} is {found}", facts)
+        return given
+
+
+@cache
+def _types_in(annotation: Any) -> set[Any]:
+    """Return the types that an annotation such as `list[int] | None` is made of."""
+    parts = get_args(annotation)
+    return set().union(*map(_types_in, parts)) if parts else {annotation}
+
 
 def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
     """Return the message and the hint for a request that a model rejects.
@@ -85,6 +114,9 @@ def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str
     if kind == "unknown_field":
         path = ".".join((*deepest, facts["name"]))
         return f"there is no field {path}", suggest(facts["name"], facts["known"], "the fields are")
+    if kind == "boolean_number":
+        path = ".".join((*deepest, facts["name"]))
+        return f"{path} is {facts['found']}", "use a number" if facts["float"] else "use an integer"
     if kind == "union_tag_invalid":
         name, first = f"{name}.kind", {**first, "input": facts["tag"]}
     possible = dict.fromkeys(_possible(error) for error in (first, *others))

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 import expstore
+from expstore.api.settings import Settings
 from expstore.cli.app import run
 from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, RemoteError, StackError
+from tests.support.servers import Serving
 
 
 def consume_all(path: Path) -> None:
@@ -233,3 +236,42 @@ def test_a_store_without_a_command_is_described(run_exp: Path, capsys: pytest.Ca
 def test_help_keeps_the_brackets_of_an_extra(capsys: pytest.CaptureFixture[str]) -> None:
     run(["episode", "--help"])
     assert "pip install 'expstore[plot]'" in " ".join(capsys.readouterr().out.split())
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Return a client of a server with the store `run`."""
+    folder = tmp_path_factory.mktemp("served")
+    with expstore.open(folder / "run.exp", capacity=100) as rb:
+        rb.extend({"observation": np.zeros((5, 2), np.float32), "action": np.zeros(5)})
+    with Serving(Settings(path=folder)) as server, httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "message", "hint"),
+    [
+        ("GET", "/episodes?limt=3", None, 422, "no query parameter 'limt'", "did you mean limit? The"),
+        ("GET", "?x=1", None, 422, "no query parameter 'x'", "this route takes none"),
+        ("POST", "/sample?batch_size=3", {}, 422, "no query parameter 'batch_size'", "takes none"),
+        ("POST", "/sample", {"batch_size": True}, 422, "batch_size is true", "use an integer"),
+        ("POST", "/sample", {"seed": False}, 422, "seed is false", "use an integer"),
+        ("POST", "/sample", {"sampler": {"kind": "prioritized", "alpha": True}}, 422, "alpha is true", "use"),
+        ("POST", "/rows", {"ids": [1, True]}, 422, "ids.1 is true", "use an integer"),
+        ("POST", "/priorities", {"ids": [1], "priorities": [True]}, 422, "priorities.0 is true", "a number"),
+        ("GET", "/sample", None, 405, "/v1/stores/run/sample does not take GET", "use POST"),
+        ("PUT", "/episodes/1", {}, 405, "/episodes/1 does not take PUT", "use GET or PATCH"),
+    ],
+)  # fmt: skip
+def test_a_server_answers(
+    served: httpx.Client, method: str, path: str, body: object, status: int, message: str, hint: str
+) -> None:
+    answer = served.request(method, f"/v1/stores/run{path}", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert message in error["message"]
+    assert hint in error["hint"]
+    assert answer.headers.get("Allow") == (hint[4:].replace(" or ", ", ") if status == 405 else None)
