@@ -108,6 +108,7 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         render: bool = False,
         **options: Any,
     ) -> None:
+        _check_env(env, gym.Env)
         gym.utils.RecordConstructorArgs.__init__(
             self,
             _disable_deepcopy=True,
@@ -244,6 +245,7 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         autoreset_mode: str | AutoresetMode | None = None,
         **options: Any,
     ) -> None:
+        _check_env(env, VectorEnv)
         super().__init__(env)
         if render:
             _check_render_mode(env.render_mode)
@@ -383,6 +385,18 @@ class _Fields:
         """Return a copy of actions by key: the environment may change them."""
         found = read_values(value, self.action, self._lanes, "the caller")
         return {key: array.copy() for key, array in found.items()}
+
+
+def _check_env(env: object, kind: type) -> None:
+    """Raise ArgumentError unless an environment is of the kind that a wrapper records."""
+    if isinstance(env, kind):
+        return
+    wanted = "gymnasium.vector.VectorEnv" if kind is VectorEnv else "gymnasium.Env"
+    if isinstance(env, str):
+        hint = f"make it: gymnasium.{'make_vec' if kind is VectorEnv else 'make'}({env!r})"
+    else:
+        hint = "expstore.gym has Record for one environment and RecordVector for vector environments"
+    raise ArgumentError(f"env must be a {wanted}, got a {type(env).__name__}", hint=hint)
 
 
 class _Stream:

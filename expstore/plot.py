@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from expstore.core.arguments import check_whole
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.tables import cell_text, elide
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
@@ -181,6 +182,14 @@ def _plot_column(
     window: int,
     ax: Axes | None,
 ) -> Axes:
+    if not hasattr(rb, "episodes"):
+        raise ArgumentError(
+            f"rb must be a buffer, got {rb!r}",
+            hint="expstore.open(path, mode='r') returns the buffer of a store",
+        )
+    if ax is not None and not hasattr(ax, "set_xlabel"):
+        raise ArgumentError(f"ax must be Axes of matplotlib, got {ax!r}", hint="plt.subplots()[1] are Axes")
+    window = check_whole("window", window)
     if window < 1:
         raise ArgumentError(f"window must be at least 1, got {window}")
     table = rb.episodes(where, params=params).arrow()

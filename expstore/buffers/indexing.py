@@ -16,6 +16,7 @@ from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.arguments import check_whole
+from expstore.core.tables import elide
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.data.containers import stack_index
 from expstore.data.nested_tensors import to_values
@@ -135,7 +136,13 @@ class StoredRows:
 
     def by_id(self, ids: Any) -> TensorDictBase:
         """Return rows by id; see `ReplayBuffer.by_id`."""
-        wanted = to_array(ids).reshape(-1).astype(np.int64, copy=False)
+        given = to_array(ids).reshape(-1)
+        if given.dtype.kind not in "iu" and given.size:
+            raise ArgumentError(
+                f"ids must be integers, got {elide(repr(ids), 40)}",
+                hint="samples have them as id",
+            )
+        wanted = given.astype(np.int64, copy=False)
         storage = self._store.storage
 
         def locate() -> IntArray:

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from expstore.core.bfloat16 import widen_bfloat16
+from expstore.core.tables import elide
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
 from expstore.data.row_cells import Cells, compile_put
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
+from expstore.episodes.sources import lane_names
 from expstore.errors import (
     ArgumentError,
     ExpStoreError,
@@ -126,6 +128,8 @@ class Recorder:
         self._skips_resets = mode == "NextStep"
         #: Whether each lane's last step ended an episode. Shape `(lanes,)`, or `()`.
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)
+        if source is not None:
+            lane_names(source, "", 1)  # raises if it is not a valid name
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
         self._block: _Block | _VariableBlock | None = None
@@ -271,8 +275,23 @@ class Recorder:
 
         Raises:
             SchemaError: JSON cannot represent a fact; nothing was cut.
+        ArgumentError: There is no such lane, or `info` has another length; nothing was cut.
         """
-        chosen = range(self._lanes or 1) if lanes is None else lanes
+        count = self._lanes or 1
+        numbers = np.arange(count) if lanes is None else np.asarray(lanes)
+        if numbers.size and (
+            numbers.ndim != 1
+            or numbers.dtype.kind not in "iu"
+            or not np.isin(numbers, np.arange(count)).all()
+        ):
+            raise ArgumentError(
+                f"lanes must be a list of numbers from 0 to {count - 1}, got {elide(repr(lanes), 60)}",
+                hint="leave it out to reset all lanes; step() takes the first observation",
+            )
+        if isinstance(info, Sequence) and len(info) != count:
+            raise ArgumentError(f"info must have one entry for each of {count} lanes, got {len(info)}")
+        chosen = numbers.tolist()
+        lanes = None if lanes is None else chosen
         facts = {lane: pack_info(info[lane] if isinstance(info, Sequence) else info) for lane in chosen}
         self.flush()
         self._ended[... if lanes is None else list(lanes)] = False
@@ -328,6 +347,9 @@ def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | No
         return value if lanes is None else _lanes_of(value, lanes)[0]
 
     observation, action, reward, following, terminated, truncated = (one(value) for value in values)
+    for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
+        if math.prod(np.shape(value)) != 1 or isinstance(value, str):
+            raise SchemaError(f"a step has one number for {name!r} in each lane, got {_name(value)}")
     flags = {"terminated": bool(terminated), "truncated": bool(truncated)}
     flags["done"] = flags["terminated"] or flags["truncated"]
     after = {

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from expstore.buffers.arguments import check_generator
+from expstore.buffers.arguments import check_generator, resolve_part
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_masses import MASSES
 from expstore.buffers.prefetch import Made, Prefetcher, Request
@@ -320,7 +320,7 @@ class Sampling(StorePart):
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; see `ReplayBuffer.set_sampler`."""
         storage, former = self._store.check_open(), self.sampler
-        sampler = former if sampler is unwrap(former) else adapt(sampler)
+        sampler = former if sampler is unwrap(former) else adapt(resolve_part(sampler, "sample"))
         check_unit(self.unit, sampler)
         consume_after(None, sampler, prefetch=self._prefetch)
         self.drop_prefetched()

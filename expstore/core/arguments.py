@@ -58,9 +58,11 @@ def check_whole(name: str, value: Any, *, hint: str = "use a number such as 256 
     if isinstance(value, float | np.floating) and value.is_integer():
         return int(value)
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint) from None
+        pass
+    raise ArgumentError(f"{name} must be an integer, got {value!r}", hint=hint)
 
 
 def check_capacity(capacity: Any) -> int:

@@ -92,12 +92,14 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
         keywords: Arguments of the class.
 
     Raises:
-        ArgumentError: The prefix is missing or unknown.
+        ArgumentError: The id is no text, or its prefix is missing or unknown.
 
     Example:
         >>> load_dataset("d4rl:hopper-medium-v2", batch_size=32).sample().batch_size
         torch.Size([32])
     """
+    if not isinstance(dataset_id, str):
+        raise ArgumentError(f"dataset_id must be text such as 'd4rl:hopper-medium-v2', got {dataset_id!r}")
     if ":" not in dataset_id:
         raise ArgumentError(
             "dataset_id must be prefixed with a source identifier (e.g. 'minari:...' or 'd4rl:...'). "

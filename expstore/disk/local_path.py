@@ -38,6 +38,8 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             kind="path",
             hint="pass a str or a pathlib.Path; os.fsdecode(path) converts bytes to a str",
         )
+    if not text:
+        raise StateError("the path is empty", kind="path", hint="pass one such as 'run.exp'")
     if found := _URL.match(text):
         url = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
         raise StateError(

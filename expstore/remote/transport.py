@@ -102,7 +102,16 @@ class Address:
             raise ArgumentError(
                 f"{url!r} is not the address of a store; pass one such as http://host:8420/name"
             )
+        if "://" not in url:
+            raise ArgumentError(
+                f"{url!r} is not the address of a store",
+                hint="pass one such as http://host:8420/name; expstore.open takes a path of this machine",
+            )
         parts = urlsplit(url)
+        try:
+            parts.port  # noqa: B018
+        except ValueError as exc:
+            raise ArgumentError(f"{url!r} is not the address of a store: {exc}") from exc
         before, _, name = parts.path.rstrip("/").rpartition("/")
         known = parts.scheme in ("http", "https") and parts.hostname and name
         if not known or parts.query or parts.fragment or parts.username is not None:

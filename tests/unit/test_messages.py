@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -18,7 +19,15 @@ from tensordict import TensorDict
 import expstore
 from expstore.api.settings import Settings
 from expstore.cli.app import run
-from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, RemoteError, StackError
+from expstore.errors import (
+    ArgumentError,
+    ExpStoreError,
+    NotReadyError,
+    RemoteError,
+    SchemaError,
+    StackError,
+    StateError,
+)
 from tests.support.servers import Serving
 
 
@@ -115,6 +124,75 @@ def test_sources_of_a_plot_are_in_the_order_of_their_numbers(tmp_path: Path) -> 
             record.step(zeros, np.ones(11), np.ones(11), zeros, ends, ~ends)
         labels = [text.get_text() for text in expstore.plot.returns(rb).get_legend().get_texts()]
     assert labels == ["a", *(f"a//{lane}" for lane in range(1, 7)), "4 other sources"]
+
+
+# -- wrong types and values ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rb() -> expstore.TensorDictReplayBuffer:
+    buffer = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(20), batch_size=2)
+    buffer.extend(TensorDict({"observation": torch.zeros(5, 2), "action": torch.zeros(5)}, [5]))
+    return buffer
+
+
+def step_first(**values: Any) -> Callable[[Any], object]:
+    """Return a function that records the first step of a new buffer, with other values."""
+    usual = {"observation": np.zeros(2), "action": 0, "reward": 1.0, "next_observation": np.zeros(2)}
+    flags = {"terminated": False, "truncated": False}
+
+    def act(_: Any) -> object:
+        buffer = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(20))
+        return buffer.record("a").step(**{**usual, **flags, **values})
+
+    return act
+
+
+MISUSES: list[tuple[Callable[[Any], object], type[ExpStoreError], str]] = [
+    (lambda rb: rb.by_id(None), ArgumentError, "ids must be integers, got None; samples have them as id"),
+    (lambda rb: rb.by_id("x"), ArgumentError, "ids must be integers, got 'x'"),
+    (lambda rb: rb.by_id([1.5]), ArgumentError, "ids must be integers, got [1.5]"),
+    (lambda rb: rb.by_id([True]), ArgumentError, "ids must be integers, got [True]"),
+    (lambda rb: rb.by_id(10**30), ArgumentError, "ids must be integers, got 1000000"),
+    (lambda rb: rb.sample(True), ArgumentError, "batch_size must be an integer, got True"),
+    (lambda rb: rb.record(5), SchemaError, "source 5 is not a valid name"),
+    (lambda rb: rb.record("a", lanes=3).reset(np.zeros((3, 4))), ArgumentError, "from 0 to 2, got array"),
+    (lambda rb: rb.record("a", lanes=3).reset([9]), ArgumentError, "from 0 to 2, got [9]; leave it out"),
+    (lambda rb: rb.record("a", lanes=3).reset(info=[{}]), ArgumentError, "for each of 3 lanes, got 1"),
+    (step_first(reward=np.zeros(2)), SchemaError, "'reward' in each lane, got float64 of shape"),
+    (step_first(reward="good"), SchemaError, "one number for 'reward' in each lane, got 'good'"),
+    (step_first(terminated=[False, True]), SchemaError, "'terminated' in each lane, got [False"),
+    (lambda rb: expstore.plot.returns(5), ArgumentError, "rb must be a buffer, got 5; expstore.open(path"),
+    (lambda rb: expstore.plot.returns("a.exp"), ArgumentError, "rb must be a buffer, got 'a.exp'"),
+    (lambda rb: expstore.plot.returns(rb, window="x"), ArgumentError, "window must be an integer, got 'x'"),
+    (lambda rb: expstore.plot.returns(rb, window=2.5), ArgumentError, "window must be an integer, got 2.5"),
+    (lambda rb: expstore.plot.returns(rb, ax=5), ArgumentError, "ax must be Axes of matplotlib, got 5"),
+    (lambda rb: expstore.gym.Record(5, rb), ArgumentError, "env must be a gymnasium.Env, got a int"),
+    (lambda rb: expstore.gym.Record("A-v0", rb), ArgumentError, "got a str; make it: gymnasium.make('A-v0')"),
+    (lambda rb: expstore.gym.RecordVector("A-v0", rb), ArgumentError, "make it: gymnasium.make_vec('A-v0')"),
+    (lambda rb: expstore.load_dataset(5), ArgumentError, "dataset_id must be text such as 'd4rl:hopper"),
+    (lambda rb: expstore.open(""), StateError, "the path is empty; pass one such as 'run.exp'"),
+    (lambda rb: expstore.connect("run.exp"), ArgumentError, "expstore.open takes a path of this machine"),
+    (lambda rb: expstore.connect("http://host:99999/a"), ArgumentError, "Port out of range 0-65535"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "error", "message"), MISUSES)
+def test_a_misuse_is_answered_by(
+    rb: expstore.TensorDictReplayBuffer,
+    act: Callable[[Any], object],
+    error: type[ExpStoreError],
+    message: str,
+) -> None:
+    with pytest.raises(error) as caught:
+        act(rb)
+    assert message in str(caught.value)
+
+
+def test_a_class_of_a_sampler_is_made() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(20), batch_size=2)
+    rb.set_sampler(expstore.SamplerWithoutReplacement)
+    assert isinstance(rb.sampler, expstore.SamplerWithoutReplacement)
 
 
 # -- object storage --------------------------------------------------------------------------------
