@@ -34,7 +34,7 @@ from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
-from expstore.schema.schema import Schema
+from expstore.schema.schema import OBJECT, Schema
 from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
@@ -320,7 +320,11 @@ class Ingest(StorePart):
             if quick is not None:
                 return quick
         self._style.check_data(data, has_fields=self._has_fields(data))
-        return self.read_columns(data, layout_of(storage, self._index.asked_time_dim), single=single)
+        layout = layout_of(storage, self._index.asked_time_dim)
+        batch = self.read_columns(data, layout, single=single)
+        if storage.row_traits.undecided and OBJECT in batch.dtypes:
+            return self.read_columns(data, replace(layout, typed=True), single=single)
+        return batch
 
     def _write_in_time(
         self,

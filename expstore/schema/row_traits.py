@@ -29,6 +29,7 @@ class RowTraits:
             as a list.
         grows: Whether written rows with fields that the storage lacks add the fields.
         row_class: The tensorclass of the rows; None if it is unknown, or if the rows are not tensorclasses.
+        undecided: Whether the first rows decide if fields may be of variable length.
     """
 
     variable: bool = False
@@ -37,6 +38,7 @@ class RowTraits:
     stack_dim: int | None = None
     grows: bool = False
     row_class: type | None = None
+    undecided: bool = False
 
     def check(self, schema: Schema, kind: str) -> None:
         """Raise SchemaError if a field cannot be stored.
@@ -48,7 +50,7 @@ class RowTraits:
         Raises:
             SchemaError: A field cannot be stored.
         """
-        if schema.variable and not self.variable:
+        if schema.variable and not (self.variable or self.undecided):
             entry = schema[schema.variable[0]]
             raise SchemaError(
                 f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {kind} "

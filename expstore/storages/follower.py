@@ -296,6 +296,7 @@ class FollowerStorage(ReadView):
         view = watch.look()
         manifest = Manifest.load(self.disk, self.path)
         self.manifest, self.kind = manifest, manifest.storage
+        self.row_traits = dataclasses.replace(self.row_traits, variable=self.kind == "arrow")
         known = self.description  # the fields change together with the columns
         self._describe(
             dataclasses.replace(self._description_of(manifest), schema=known.schema, keys=known.keys)

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,9 @@ class _ScratchDisk(Disk):
 
 class LazyMemmapStorage(ZarrStorage, PortableStorage):
     """Store rows of tensors in files, which are memory-mapped when they are read.
+
+    If the first rows have other values, such as texts, these fields are stored in Arrow files, as by
+    `expstore.open(layout="arrow")`; they cannot be changed in place.
 
     With a `scratch_dir` it is an ordinary store, which `expstore.open` can also open. Without one it uses its
     own folder in the system's folder for temporary files, in which nothing is synced, and which is removed
@@ -123,7 +127,10 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
                 f"{folder} was made with max_size={stored}, opened with max_size={max_size}",
                 hint=f"pass max_size={stored}, or run `expstore resize {folder} --capacity {max_size}` first",
             )
-        settings = Settings(seed=None if known else find_seed(seed))
+        if folder and known:
+            settings = Settings(storage=Manifest.load(disk, folder).storage)
+        else:
+            settings = Settings(seed=find_seed(seed))
         path = disk.make_temp_dir("expstore-") if folder is None else folder
         try:
             super().__init__(path, max_size, settings=settings, ndim=ndim, disk=disk)
@@ -132,6 +139,8 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
                 disk.remove_tree(path)
             raise
         self._removed = False
+        if self.schema is None:
+            self.row_traits = replace(self.row_traits, undecided=True)
 
     @property
     def scratch_dir(self) -> str:

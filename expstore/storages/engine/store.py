@@ -486,6 +486,7 @@ class Store(Storage):
         engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
         with engine.health.guard():
             super().prepare(schema, keys, dims, row_class=row_class)
+        self.row_traits = dataclasses.replace(self.row_traits, variable=self.kind == "arrow", undecided=False)
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring whose slots beyond the capacity are whole steps of time and whole chunks.
@@ -523,7 +524,8 @@ class Store(Storage):
         packings = self._layout.packings(fields, ring.slots, ring.reach)
         WritableColumns.create(self.disk, folder, fields, ring.slots, engine.pool, attributes, packings)
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
-        manifest = engine.manifest.replace(schema=schema, **numbers)
+        kind = "arrow" if self.row_traits.undecided and schema.variable else self.kind
+        manifest = engine.manifest.replace(schema=schema, storage=kind, **numbers)
         how: Any = {"generation": manifest.generation, "packings": packings}
         columns = make_columns(self.disk, engine.path, manifest, schema, **how)
         columns.warm()
@@ -533,6 +535,7 @@ class Store(Storage):
         state.replace_checksums(Checksums(self.disk, engine.path / CHECKSUMS, columns))
         manifest.save(self.disk, engine.path)
         engine.note_saved(manifest)
+        self.kind = kind
         state.replace_columns(columns)
         engine.shared.note_layout()
         size = 4096 if ring.slots is None else ring.slots

@@ -376,7 +376,7 @@ def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema
     offered = there.schema
     own = storage.schema
     if offered is not None:
-        storage.row_traits.check(offered, storage.kind)
+        dataclasses.replace(storage.row_traits, undecided=False).check(offered, storage.kind)
     if offered is None or own is None:
         return offered or own
     if there.uuid == here.uuid and int(here.uuid, 16):

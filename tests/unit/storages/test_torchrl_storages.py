@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
 from torch.utils._pytree import tree_map
 
 import expstore
 from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, LockedError, SchemaError, SnapshotError, StateError
 from expstore.storages import (
@@ -697,3 +698,40 @@ def test_a_checkpointer_is_refused_with_the_reason(storage: Any) -> None:
     with pytest.raises(ArgumentError, match=r"checkpointer of a \w+ cannot be set .*dumps\(\) writes"):
         storage.checkpointer = object()
     assert storage.checkpointer is None
+
+
+def _rows_with_texts(count: int) -> TensorDict:
+    texts = NonTensorStack(*(str(number) for number in range(count)))
+    rows = TensorDict({"x": torch.arange(count), "text": texts}, [count])
+    return rows.set("where", NonTensorData("here", batch_size=[count]))
+
+
+def test_texts_of_a_lazy_memmap_storage_are_stored_in_arrow_files(tmp_path: Path) -> None:
+    folder = tmp_path / "rows.exp"
+    with TensorDictReplayBuffer(storage=LazyMemmapStorage(6, scratch_dir=folder), batch_size=4) as rb:
+        reader = expstore.open(folder, mode="r")  # before the first rows decide
+        rb.extend(_rows_with_texts(4))
+        rb.extend(_rows_with_texts(4))
+        rb.add(_rows_with_texts(1)[0])
+        assert list(rb[:]["text"]) == ["2", "3", "0", "3", "0", "1"]
+        batch = rb.sample()
+        assert list(batch["text"]) == [str(number) for number in batch["x"].tolist()]
+        assert rb.sql('SELECT DISTINCT "where" FROM transitions').fetchall() == [("here",)]
+        other = pickle.loads(pickle.dumps(rb))
+        other.extend(_rows_with_texts(1))
+        rb.dumps(tmp_path / "versions")
+        reader.refresh()
+        assert set(reader[:]["text"]) <= {"0", "1", "2", "3"}
+        reader.close()
+    again = LazyMemmapStorage(6, scratch_dir=folder, existsok=True)
+    with TensorDictReplayBuffer(storage=again, batch_size=4) as rb:
+        assert list(rb[:]["text"]) == ["2", "3", "0", "0", "0", "1"]
+        rb.loads(tmp_path / "versions")
+    with expstore.open(tmp_path / "versions", mode="r") as version:
+        assert len(version[:]["text"]) == 6
+    with TensorDictReplayBuffer(storage=LazyMemmapStorage(6)) as fresh:
+        with pytest.raises(SchemaError, match=r"field 'text' is string.*layout=.arrow"):
+            fresh.loads(tmp_path / "versions")
+        fresh.extend(TensorDict({"x": torch.arange(2)}, [2]))
+        with pytest.raises(SchemaError, match="text"):  # only the first rows decide
+            fresh.extend(_rows_with_texts(1))
