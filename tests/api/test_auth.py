@@ -403,21 +403,27 @@ def test_figures_are_counted(tmp_path: Path) -> None:
     assert value("process_resident_memory_bytes") > 1 << 24
 
 
-def test_figures_of_stores_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+def test_figures_of_stores_that_cannot_be_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = create_app(Settings(path=tmp_path))
+
+    def fail() -> int:
+        raise errors.StorageError("the disk failed")
 
     async def check(client: httpx.AsyncClient) -> tuple[str, str]:
         for name in "ab":
             await client.put(f"/v1/stores/{name}", json={"fields": {"x": "int64"}})
         empty = (await client.get("/metrics")).text
-        app.state.stores.open_now()[0].rb.close()
+        monkeypatch.setattr(app.state.stores.open_now()[0].summarizer, "measure_bytes", fail)
         return empty, (await client.get("/metrics")).text
 
-    empty, closed = ask(app, check)
+    empty, failed = ask(app, check)
     assert 'expstore_store_bytes{store="a"}' in empty
     assert "expstore_store_last_write_timestamp_seconds{" not in empty  # there are no rows
-    assert 'expstore_store_bytes{store="b"}' in closed
-    assert "expstore_disk_free_bytes" in closed
+    assert 'expstore_store_bytes{store="a"}' not in failed
+    assert 'expstore_store_bytes{store="b"}' in failed
+    assert "expstore_disk_free_bytes" in failed
     app.state.stores.close()
 
 
