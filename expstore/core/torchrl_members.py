@@ -118,11 +118,6 @@ REASONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         ("dump", "dumps", "load", "loads", "save"),
         "storages that can carry their content have them; a storage of your own need not",
     ),
-    (
-        ("RoundRobinWriter", "TensorDictRoundRobinWriter"),
-        ("write_at",),
-        "rows are appended, or replaced by `rb[index] = rows`: no slot is written out of order",
-    ),
     (("TensorDictMaxValueWriter",), ("get_insert_index",), "places are decided for whole batches"),
 )
 

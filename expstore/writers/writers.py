@@ -123,10 +123,14 @@ class Writer(ABC):
         """
         return self._append(data, single=False)
 
-    def _append(self, data: Any, *, single: bool) -> torch.Tensor:
+    def _require_storage(self) -> ReadView:
         storage = None if self._storage is None else self._storage()
         if storage is None:
             raise StateError("the writer has no storage", hint="call register_storage(storage) first")
+        return storage
+
+    def _append(self, data: Any, *, single: bool) -> torch.Tensor:
+        storage = self._require_storage()
         self.check()
         batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
         add_new_fields(storage, batch)
@@ -288,6 +292,39 @@ class RoundRobinWriter(Writer):
         if storage.ranking is not None:
             _end_ranking(storage, storage.ranking)
         return append_rows(storage, columns, steps, source=source, info=info, key=key)
+
+    def write_at(self, index: Any, data: Any) -> torch.Tensor:
+        """Replace rows by index, as `rb[index] = data` does; the place of the next row stays the same.
+
+        Args:
+            index: An integer, or several, as `extend` returns them.
+            data: One row for a single integer, otherwise one row per index.
+
+        Returns:
+            The indices, int64. Shape of `index`.
+
+        Raises:
+            NotFoundError: There is no row at an index.
+            SchemaError: The rows do not fit.
+            StateError: The writer is not registered with a storage, or tracks generations: they count rows
+                that were appended, so that a row which is replaced keeps its own.
+
+        Example:
+            >>> writer = RoundRobinWriter()
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=writer)
+            >>> index = rb.extend(torch.arange(4))
+            >>> index = writer.write_at(torch.tensor([1]), torch.tensor([9]))
+            >>> rb[:].tolist()
+            [0, 9, 2, 3]
+        """
+        storage = self._require_storage()
+        if self.tracks_generations:
+            raise StateError(
+                "write_at() would leave the rows' generations as they are: they count appended rows",
+                hint="replace rows by rb[index] = data, and compare ids or a field of your own",
+            )
+        storage.writer().set(index, data, set_cursor=False)
+        return torch.as_tensor(index)
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):

@@ -12,6 +12,8 @@ from tensordict import TensorDict
 import expstore
 from expstore import (
     ImmutableDatasetWriter,
+    LazyTensorStorage,
+    NotFoundError,
     ReplayBuffer,
     RoundRobinWriter,
     StateError,
@@ -59,3 +61,27 @@ def test_only_a_writer_is_taken() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(4))
     with pytest.raises(TypeError, match="the writer must be a Writer, got a str"):
         rb.set_writer("round robin")  # type: ignore[arg-type]
+
+
+def test_write_at_replaces_rows_and_leaves_the_cursor() -> None:
+    writer = RoundRobinWriter()
+    with pytest.raises(StateError, match="has no storage"):
+        writer.write_at(0, torch.tensor(1))
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=writer)
+    rb.extend(torch.arange(3))
+    assert writer.write_at(torch.tensor([1, 2]), torch.tensor([9, 8])).tolist() == [1, 2]
+    assert writer.write_at(0, torch.tensor(7)).tolist() == 0
+    with pytest.raises(NotFoundError):
+        writer.write_at(torch.tensor([3]), torch.tensor([5]))
+    rb.add(torch.tensor(6))
+    assert rb[:].tolist() == [7, 9, 8, 6]
+
+
+def test_write_at_is_refused_where_generations_are_tracked() -> None:
+    """TorchRL counts the replaced row; here generations follow from ids, which rows keep."""
+    writer = RoundRobinWriter(track_generations=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=writer)
+    rb.extend(torch.arange(3))
+    with pytest.raises(StateError, match=r"replace rows by rb\[index\] = data"):
+        writer.write_at(torch.tensor([1]), torch.tensor([9]))
+    assert rb[:].tolist() == [0, 1, 2]
