@@ -27,8 +27,8 @@ from expstore import exchange
 from expstore.core import tuning
 from expstore.datasets import import_dataset, importer
 from expstore.datasets.formats import make_reader
-from expstore.errors import ExpStoreError, StorageError
-from expstore.exchange import hdf5, npz, table_files, table_import, table_layout
+from expstore.errors import ExpStoreError
+from expstore.exchange import hdf5, npz, npz_members, table_files, table_import, table_layout
 from expstore.exchange.formats import format_of
 from expstore.maintenance.verify import verify
 from expstore.storages import follower
@@ -340,16 +340,17 @@ def _import(form: str, name: str) -> Callable[[Path, bool], object]:
 
 
 def _read_flat_hdf5(path: Path) -> None:
-    with hdf5.reading_hdf5(path) as file:
-        _read_flat(hdf5._Reader(file, path))
+    with hdf5._open_hdf5(path) as file:
+        with hdf5._parsing(path):
+            reader = hdf5._Reader(file, path)
+        _read_flat(reader)
 
 
 def _read_flat_npz(path: Path) -> None:
     with ExitStack() as stack:
-        try:
-            _read_flat(npz._Reader(path, stack))
-        except npz._DAMAGES as exc:  # as import_npz
-            raise exc if isinstance(exc, ExpStoreError) else StorageError(str(exc)) from exc
+        with npz_members.reading_npz(path):
+            reader = npz._Reader(path, stack)
+        _read_flat(reader)
 
 
 def _read_flat(reader: Any) -> None:
@@ -358,29 +359,26 @@ def _read_flat(reader: Any) -> None:
 
 
 def _read_parquet(path: Path) -> None:
-    with table_files.reading_arrow(path):
-        parts = [table_files.ParquetPart(one) for one in table_import._parquet_files(path)]
-        _read_tables(parts, table_import._read_facts(path / "episodes.parquet", pq.read_table))
+    parts = [table_files.ParquetPart(one) for one in table_import._parquet_files(path)]
+    _read_tables(path, parts, table_import._read_facts(path / "episodes.parquet", pq.read_table))
 
 
 def _read_arrow(path: Path) -> None:
+    parts = [table_files.ArrowPart(path / "rows.arrow")]
+    facts = table_import._read_facts(path / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
+    _read_tables(path, parts, facts)
+
+
+def _read_tables(path: Path, parts: Sequence[table_files.Part], facts: Any) -> None:
     with table_files.reading_arrow(path):
-        parts = [table_files.ArrowPart(path / "rows.arrow")]
-        facts = table_import._read_facts(
-            path / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all()
-        )
-        _read_tables(parts, facts)
-
-
-def _read_tables(parts: Sequence[table_files.Part], facts: Any) -> None:
-    for part in parts:
-        table_layout.needs_survey(part.schema)
-        table_layout.read_layout(part.schema)
-        part.row_bytes(), part.first_id()
-        for batch in part.batches(1000):
-            batch.to_pylist()
-    for episode in range(1, 4):
-        facts(episode)
+        for part in parts:
+            table_layout.needs_survey(part.schema)
+            table_layout.read_layout(part.schema)
+            part.row_bytes(), part.first_id()
+            for batch in part.batches(1000):
+                batch.to_pylist()
+        for episode in range(1, 4):
+            facts(episode)
 
 
 _READ = {"hdf5": _read_flat_hdf5, "npz": _read_flat_npz, "parquet": _read_parquet, "arrow": _read_arrow}
