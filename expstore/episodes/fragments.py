@@ -6,6 +6,7 @@ Used by `expstore.episodes.table`. It does not know about sources or trajectorie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,14 +161,16 @@ class Fragments:
                 return np.zeros((5, 0), np.int64)
             return block[:, place % _BLOCK : place % _BLOCK + 1].copy()
         numbers = np.fromiter(touched, np.int64, len(touched))
-        numbers = np.sort(numbers[numbers >= self._head])
-        blocks, first = np.unique(numbers // _BLOCK, return_index=True)
+        numbers.sort()
+        numbers = numbers[np.searchsorted(numbers, self._head) :]
+        blocks, places = np.divmod(numbers, _BLOCK)
+        cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), numbers.size]
         found = [
-            self._blocks[block].take(places % _BLOCK, axis=1)
-            for block, places in zip(blocks.tolist(), np.split(numbers, first[1:]), strict=False)
-            if block in self._blocks
+            block.take(places[start:stop], axis=1)
+            for start, stop in pairwise(cuts)
+            if start < stop and (block := self._blocks.get(int(blocks[start]))) is not None
         ]
-        return np.concatenate([np.zeros((5, 0), np.int64), *found], axis=1)
+        return np.concatenate(found, axis=1) if found else np.zeros((5, 0), np.int64)
 
     def fill(self, columns: IntArray) -> int:
         """Replace all fragments by new columns; return the number of the first one."""
