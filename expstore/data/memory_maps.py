@@ -9,6 +9,7 @@ next row in `writer/metadata.json`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class MemoryMapFolder:
     @property
     def row_bytes(self) -> int:
         """The size of a row, bytes."""
-        return sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in self.tensors.values())
+        return sum(one.dtype.itemsize * math.prod(one.shape[1:]) for one in self.tensors.values())
 
     def read(self, start: int, stop: int) -> dict[Key, Array]:
         """Copy a run of rows, counted from the oldest one. Shapes `(n, ...)`."""
@@ -127,7 +128,7 @@ class MemoryMapFolder:
             kind = "a nested tensor" if about.get("is_nested") else about["dtype"]
             raise SchemaError(f"{key_name(key)!r} is {kind}, which cannot be read")
         shape = _shape(key, about["shape"])
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize  # NumPy's product would overflow
         if not self._disk.exists(path):
             raise NotFoundError(f"there is no file {path}")
         if self._disk.size(path) < size:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -407,7 +408,7 @@ class _ArrayFile:
     @property
     def row_bytes(self) -> int:
         """Size of a row in bytes."""
-        return int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, count: int) -> Array:
         """Return the next rows. Shape `(count, *shape[1:])`."""
@@ -416,7 +417,7 @@ class _ArrayFile:
 
     def read_whole(self) -> Array:
         """Return the whole array and check its checksum."""
-        found = np.frombuffer(self._read(int(np.prod(self.shape)) * self.dtype.itemsize), self.dtype)
+        found = np.frombuffer(self._read(math.prod(self.shape) * self.dtype.itemsize), self.dtype)
         self.finish()
         return found.reshape(self.shape)
 

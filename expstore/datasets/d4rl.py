@@ -7,6 +7,7 @@ may be floats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -107,7 +108,7 @@ class D4RLReader(Reader):
                 if name in flags:
                     ends |= flags[name]
             ends[-1] = True
-            row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
+            row_bytes = sum(one.dtype.itemsize * math.prod(one.shape[1:]) for one in arrays.values())
             size = max(1, _SLAB_BYTES // max(1, row_bytes))
             for start in range(0, count, size):
                 stop = min(start + size, count)

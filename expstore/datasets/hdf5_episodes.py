@@ -8,6 +8,7 @@ groups.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,7 +109,7 @@ class _GroupedReader(Reader):
         end = self._end(
             found | {kind: np.asarray(flag) for kind, flag in flags.items() if kind not in found}, steps
         )
-        row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
+        row_bytes = sum(one.dtype.itemsize * math.prod(one.shape[1:]) for one in arrays.values())
         size = max(1, _SLAB_BYTES // max(1, row_bytes))
         for start in range(0, steps, size):
             stop = min(start + size, steps)

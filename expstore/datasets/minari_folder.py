@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -214,7 +215,7 @@ class _Recorded:
     @property
     def piece_rows(self) -> int:
         """Number of steps that are read at a time."""
-        size = sum(one.dtype.itemsize * int(np.prod(one.shape)) for one in self.values.values())
+        size = sum(one.dtype.itemsize * math.prod(one.shape) for one in self.values.values())
         return min(piece_rows(size), max(1, _PIECE_BYTES // max(1, size)))
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ https://github.com/conglu1997/v-d4rl, whose `action[t]` and `reward[t]` belong t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -79,7 +80,7 @@ class VD4RLReader(Reader):
     def episodes(self, part: Part) -> Iterator[Episode]:
         """Yield the episodes in pieces of about 16 MB."""
         with _arrays(Path(part.files[0])) as arrays:
-            row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
+            row_bytes = sum(one.dtype.itemsize * math.prod(one.shape[1:]) for one in arrays.values())
             size = max(1, _PIECE_BYTES // max(1, row_bytes))
             for first, stop in _bounds(arrays):
                 for start in range(first, stop - 1, size):

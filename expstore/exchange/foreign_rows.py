@@ -6,6 +6,7 @@ and shapes alone; `ForeignRows` then converts the rows, piece by piece. This mod
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Column:
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def plan_rows(columns: Sequence[Column], given: Mapping[str, str]) -> RowPlan:
 
 def _is_integer(column: Column) -> bool:
     """Return whether a column can be trajectory ids; pandas has ids as floats if one was missing once."""
-    return column.dtype.kind in "iuf" and int(np.prod(column.shape, dtype=np.int64)) == 1
+    return column.dtype.kind in "iuf" and math.prod(column.shape) == 1
 
 
 def _find_vectors(columns: Sequence[Column], given: Mapping[str, str]) -> dict[str, list[int]]:
@@ -253,7 +254,7 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None = None) -
                 f"{key_name(key)!r} is a number in every row",
                 hint=f"correct the file, or import the column as it is: --map {column.name}=its_{key[-1]}",
             )
-        if int(np.prod(shape, dtype=np.int64)) != 1:
+        if math.prod(shape) != 1:
             raise SchemaError(
                 f"{column.name!r} has {list(shape)} values per row, but {key_name(key)!r} has one",
                 hint="a row is one step: if rows are episodes, unnest their lists first",

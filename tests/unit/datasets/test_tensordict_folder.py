@@ -152,6 +152,10 @@ def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
         about.write_text(json.dumps({**said, "observation": {**said["observation"], **change}}))
         with pytest.raises(SchemaError, match=text):
             TensorDictReader(tmp_path / "td")
+    huge = {**said["observation"], "shape": [2**40, 2**40]}  # the product overflows 64 bits
+    about.write_text(json.dumps({**said, "observation": huge}))
+    with pytest.raises(StorageError, match=f"float32 needs {2**82}"):
+        TensorDictReader(tmp_path / "td")
     about.write_text(json.dumps({**said, "../../x": said["observation"]}))
     with pytest.raises(SchemaError, match="which is not a valid field name"):
         TensorDictReader(tmp_path / "td")
