@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.parsing import INVALID
+from expstore.core.parsing import INVALID, reading
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.sources import lane_names
@@ -189,7 +189,8 @@ def fill_flat(
     about = {} if given else _parse_about(reader.about)
     if about:
         return _fill_exported(reader, about, target, capacity, progress, tell, disk)
-    plan = plan_rows(reader.columns, given)
+    with reading("the arrays of the file"):
+        plan = plan_rows(reader.columns, given)
     rows = _check_lengths([(reader.columns[place], reader.lengths[place]) for place in plan.positions])
     notes = [*reader.notes, *plan.notes]
     tell(notes)
@@ -212,7 +213,8 @@ def fill_flat(
             for start, stop in lane:
                 for first in range(start, stop, size):
                     count = min(size, stop - first)
-                    writer.write(read(first, count), count)
+                    with reading("the arrays of the file"):
+                        writer.write(read(first, count), count)
                     done += count
                     progress(done, total)
         return filler.result(target, notes, names=plan.names, warnings=writer.warnings())
@@ -240,31 +242,34 @@ def _fill_exported(
     disk: Disk,
 ) -> Imported:
     """Create a store from a file that expstore exported."""
-    known = {their_path(tuple(f["key"])): f for f in about["fields"]}
-    columns = [column for column in reader.columns if column.path in known]
-    episode = next((column for column in reader.columns if column.path == _EPISODE), None)
-    if not columns or episode is None:
-        raise SchemaError(
-            f"the file describes an export of expstore, but has no {'fields' if episode else '_episode'}",
-            hint="export the store again, or map a name, which reads the file as that of another program",
-        )
-    fields = [to_field(tuple(known[column.path]["key"]), column, known[column.path]) for column in columns]
-    check_keys([entry.key for entry in fields])
-    lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
-    wanted = [*columns, episode]
-    rows = _check_lengths([(column, lengths[column.path]) for column in wanted])
-    schema = Schema(fields, about.get("form", ""))
+    with reading("the file: what it says of its fields does not fit"):
+        known = {their_path(tuple(f["key"])): f for f in about["fields"]}
+        columns = [column for column in reader.columns if column.path in known]
+        episode = next((column for column in reader.columns if column.path == _EPISODE), None)
+        if not columns or episode is None:
+            raise SchemaError(
+                f"the file describes an export of expstore, but has no {'fields' if episode else '_episode'}",
+                hint="export the store again, or map a name, which reads the file as that of another program",
+            )
+        fields = [to_field(tuple(known[one.path]["key"]), one, known[one.path]) for one in columns]
+        check_keys([entry.key for entry in fields])
+        lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
+        wanted = [*columns, episode]
+        rows = _check_lengths([(column, lengths[column.path]) for column in wanted])
+        schema = Schema(fields, about.get("form", ""))
+        settings = settings_of(about, schema)
     tell(reader.notes)
     room = about.get("capacity") if capacity is None else capacity
-    with new_store(disk, target, room, settings_of(about, schema)) as filler:
+    with new_store(disk, target, room, settings) as filler:
         filler.prepare(schema)
         numbers = _Numbers()
         size = piece_rows(schema.row_bytes)
         for first in range(0, rows, size):
             count = min(size, rows - first)
             values = reader.read(wanted, first, count)
-            shaped = [from_stored(f, v, count) for f, v in zip(fields, values[:-1], strict=True)]
-            named = values[-1].reshape(-1).astype(np.int64)
+            with reading("the arrays of the file"):
+                shaped = [from_stored(f, v, count) for f, v in zip(fields, values[:-1], strict=True)]
+                named = values[-1].reshape(-1).astype(np.int64)
             shaped, episodes, steps, last = numbers.cut(shaped, named, more=first + count < rows)
             filler.put(shaped, episodes, steps, last=last)
             progress(first + count, rows)

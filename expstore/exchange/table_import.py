@@ -269,11 +269,10 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
         return None
     with open_to_read(path) as file, reading_arrow(path):
         table = read(file)
-    if missing := [name for name in _FACTS if name not in table.schema.names]:
-        raise SchemaError(
-            f"{path} has no column {missing[0]!r}", hint="use the file of episodes that the export wrote"
-        )
-    with reading_arrow(path):
+        if missing := [name for name in _FACTS if name not in table.schema.names]:
+            raise SchemaError(
+                f"{path} has no column {missing[0]!r}", hint="use the file of episodes that the export wrote"
+            )
         table.validate(full=True)
         return _EpisodeFacts(table)
 
@@ -399,20 +398,21 @@ def _fill(
         raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
     with reading_arrow(parts[0].path):
         plan = _plan(parts, given, storage)
-    layout, about = plan.layout, plan.layout.about
-    total = sum(part.rows for part in parts) or int(about.get("rows", 0))
+        layout, about = plan.layout, plan.layout.about
+        total = sum(part.rows for part in parts) or int(about.get("rows", 0))
+        settings = settings_of(about, plan.schema)
     room = about.get("capacity") if capacity is None else capacity
     tell(plan.notes)
-    with new_store(disk, target, room, settings_of(about, plan.schema), storage=plan.storage) as filler:
+    with new_store(disk, target, room, settings, storage=plan.storage) as filler:
         numbered = {"_episode", "_step"} <= set(layout.own)
         if plan.foreign is not None and not numbered:
             foreign = ForeignRows(plan.foreign, filler)
             written = _write_foreign(parts, layout, foreign)
         else:
             foreign = None
-            filler.prepare(
-                plan.schema, specs=about.get("specs") or "", above=facts.above if facts and numbered else None
-            )
+            above = facts.above if facts and numbered else None
+            with reading_arrow(parts[0].path):
+                filler.prepare(plan.schema, specs=about.get("specs") or "", above=above)
             written = _write_numbered(parts, plan, facts, filler)
         for done in written:
             progress(done, max(done, total))
