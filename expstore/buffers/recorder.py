@@ -275,7 +275,7 @@ class Recorder:
 
         Raises:
             SchemaError: JSON cannot represent a fact; nothing was cut.
-        ArgumentError: There is no such lane, or `info` has another length; nothing was cut.
+            ArgumentError: There is no such lane, or `info` has another length; nothing was cut.
         """
         count = self._lanes or 1
         numbers = np.arange(count) if lanes is None else np.asarray(lanes)
@@ -291,11 +291,10 @@ class Recorder:
         if isinstance(info, Sequence) and len(info) != count:
             raise ArgumentError(f"info must have one entry for each of {count} lanes, got {len(info)}")
         chosen = numbers.tolist()
-        lanes = None if lanes is None else chosen
         facts = {lane: pack_info(info[lane] if isinstance(info, Sequence) else info) for lane in chosen}
         self.flush()
-        self._ended[... if lanes is None else list(lanes)] = False
-        self._target.cut(self._source, lanes)
+        self._ended[... if lanes is None else chosen] = False
+        self._target.cut(self._source, None if lanes is None else chosen)
         self._facts = {lane: text for lane, text in (self._facts | facts).items() if text}
 
     def close(self) -> None:

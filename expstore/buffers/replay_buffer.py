@@ -903,7 +903,8 @@ class ReplayBuffer:
         fields that were added or dropped since are restored to the version's state.
 
         A buffer without rows also loads the rows that `dumps` of a TorchRL buffer wrote, the oldest row
-        first; a warning names what is not loaded, such as the sampler's state.
+        first; a warning names what is not loaded, such as the sampler's state. After an interruption the rows
+        that were loaded so far remain: call `empty` before the next attempt.
 
         Args:
             path: The folder that `dumps` was given, or a store that has tagged versions.

@@ -41,6 +41,8 @@ def is_torchrl_dump(path: Path) -> bool:
 def load_torchrl_dump(storage: Storage, writer: Writer, path: Path) -> None:
     """Append the rows of a dump to a storage without rows, the oldest row first.
 
+    If it is interrupted, the rows that were appended so far remain.
+
     Args:
         storage: The storage, open for writing.
         writer: Appends the rows to it.
@@ -81,7 +83,7 @@ def load_torchrl_dump(storage: Storage, writer: Writer, path: Path) -> None:
     lost += [f"the field {name!r}" for name in (*rows.constants, *rows.left_out)]
     if lost:
         warnings.warn(
-            f"{path} was written by torchrl: its {len(rows.order) - begin} rows were loaded, but not "
+            f"{path} was written by torchrl: its {count - begin} rows were loaded, but not "
             + ", ".join(lost),
             UserWarning,
             stacklevel=3,

@@ -39,14 +39,17 @@ class CapturedFragments:
         blocks: The fragments in their order. Shapes `(5, n)`.
     """
 
-    __slots__ = ("_blocks",)
+    __slots__ = ("_blocks", "_columns")
 
     def __init__(self, blocks: Sequence[IntArray]) -> None:
         self._blocks = blocks
+        self._columns: IntArray | None = None
 
     def columns(self) -> IntArray:
-        """Return the columns of all fragments. Shape `(5, fragments)`, C-contiguous."""
-        return np.concatenate([np.zeros((5, 0), np.int64), *self._blocks], axis=1)
+        """Return the columns of all fragments. Shape `(5, fragments)`, C-contiguous. Do not change them."""
+        if self._columns is None:
+            self._columns = np.concatenate([np.zeros((5, 0), np.int64), *self._blocks], axis=1)
+        return self._columns
 
     def of(self, episodes: IntArray) -> IntArray:
         """Return the columns of the fragments of some episodes, in the order of `columns`."""
