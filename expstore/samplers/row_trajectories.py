@@ -97,7 +97,7 @@ class RowTrajectories:
 def _find_seams(storage: ReadView, ids: IntArray) -> Iterator[tuple[int, NDArray[np.bool_]]]:
     """Yield pieces of the rows: the place of the first one, and which rows end an episode.
 
-    The last row, after which there is none, is left out.
+    The last row is left out: no row follows it.
     """
     place = len(storage.require_schema().fields) + 1
     for start in range(0, ids.size - 1, _CHUNK):

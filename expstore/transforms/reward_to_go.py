@@ -5,7 +5,6 @@ It changes sampled batches only: rows stay stored as they were collected.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.kernels.loader import compiling
+from expstore.storages.new_field import inner_dims
 from expstore.transforms.base import StepView, below_next, check_discount, keys_of
 from expstore.transforms.torchrl_twin import TwinTransform
 
@@ -142,8 +142,7 @@ class Reward2GoTransform(TwinTransform):
 
 def _has_steps(storage: ReadView) -> bool:
     """Return whether each row has several steps."""
-    schema = storage.require_schema()
-    return bool(schema.form) and bool(json.loads(schema.form).get("batch_size"))
+    return bool(inner_dims(storage.require_schema().form))
 
 
 def _field(batch: Any, key: Key) -> Array:
