@@ -70,9 +70,8 @@ class Guard:
         headers = Headers(scope=scope)
         server = (scope.get("server") or ("", None))[0]
         host = headers.get("host", "")
-        if (
-            route.need != Need.NOTHING or "host" in headers
-        ):  # probes by HTTP/1.0 name no host, browsers always do
+        # Probes by HTTP/1.0 name no host; browsers always do.
+        if route.need != Need.NOTHING or "host" in headers:
             self._check_host(host, server)
         if route.need != Need.NOTHING:
             _check_origin(headers, host)

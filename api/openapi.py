@@ -105,20 +105,25 @@ class RouteTable:
         folder = self._open_folder
         if folder and method in SAFE and (path in ("/", folder) or path.startswith(f"{folder}/")):
             return Routed(folder, Need.NOTHING)
+        acts, other = self._find_path(path)
+        if other is None:
+            return Routed(_UNKNOWN, Need.READ if method in SAFE else Need.WRITE)
+        return acts.get(method) or (_reading(other) if method in SAFE else other)
+
+    def methods(self, scope: Scope) -> list[str]:
+        """Return the methods that the path of a request has, sorted; empty for an unknown path."""
+        return sorted(self._find_path(get_route_path(scope))[0])
+
+    def _find_path(self, path: str) -> tuple[dict[str, Routed], Routed | None]:
+        """Return the routes of a path by method, and the one for other methods; None for an unknown path."""
         if self._routes is None:
             paths = self._document()["paths"]
             # Fixed paths first, since `episodes/{episode}` also matches `episodes/end`.
             self._routes = [_read(path, paths[path]) for path in sorted(paths, key=lambda it: it.count("{"))]
         for pattern, acts, other in self._routes:
             if pattern.fullmatch(path):
-                return acts.get(method) or (_reading(other) if method in SAFE else other)
-        return Routed(_UNKNOWN, Need.READ if method in SAFE else Need.WRITE)
-
-    def methods(self, scope: Scope) -> list[str]:
-        """Return the methods that the path of a request has, sorted; empty for an unknown path."""
-        self.find(scope)  # reads the document
-        path = get_route_path(scope)
-        return next((sorted(acts) for pattern, acts, _ in self._routes or () if pattern.fullmatch(path)), [])
+                return acts, other
+        return {}, None
 
 
 def outline(routes: Iterable[tuple[str, object]]) -> dict[str, Any]:

@@ -65,7 +65,11 @@ def dumps(
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the token of the server that has the store open.", metavar="FILE"),
+        typer.Option(
+            callback=to_local,
+            metavar="FILE",
+            help="File with the token of the server that has the store open.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -112,7 +116,7 @@ def _ask_server(
         raise LockedError(locked.message, hint=hint) from locked
     if keep is not None or place.resolve() != (store / OWN_FOLDER).resolve():
         raise LockedError(
-            f"{owner.address} serves {store}; a server keeps {KEEP} snapshots, in the store's own folder",
+            f"{owner.address} serves {store}; a server keeps its snapshots in the store's own folder",
             hint=f"leave PATH and --keep out: expstore dumps {store}",
         ) from locked
 

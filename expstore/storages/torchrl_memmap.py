@@ -64,9 +64,9 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
     with the storage.
 
     Crashes: a store in a `scratch_dir` behaves as `ZarrStorage`; a temporary folder remains only after a
-    kill. Threads: one writes at a time, any number read. Processes: one writer; copies of a
-    buffer in other processes write through it, as if the buffer was shared. The folder is only ever removed
-    by the process that opened it.
+    kill. Threads: one writes at a time, any number read. Processes: one writer; copies of a buffer in other
+    processes write through it, as if the buffer was shared. The folder is only ever removed by the process
+    that opened it.
 
     Args:
         max_size: Most readable rows.

@@ -526,8 +526,9 @@ class Store(Storage):
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         kind = "arrow" if self.row_traits.undecided and schema.variable else self.kind
         manifest = engine.manifest.replace(schema=schema, storage=kind, **numbers)
-        how: Any = {"generation": manifest.generation, "packings": packings}
-        columns = make_columns(self.disk, engine.path, manifest, schema, **how)
+        columns = make_columns(
+            self.disk, engine.path, manifest, schema, generation=manifest.generation, packings=packings
+        )
         columns.warm()
         if state.checksums is not None:
             state.checksums.close()
