@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -211,86 +211,7 @@ class ShardedReplayBuffer(ServedBuffer):
 
     # -- sampling --------------------------------------------------------------------------------
 
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: Literal[True],
-    ) -> dict[str, Any]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        as_numpy: Literal[True],
-    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: Literal[False] | None = None,
-    ) -> TensorDict: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        as_numpy: Literal[False] | None = None,
-    ) -> tuple[TensorDict, dict[str, Any]]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: bool | None = None,
-    ) -> Any: ...
-
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: bool | None = None,
-    ) -> Any:
-        """Draw a batch.
-
-        Args:
-            batch_size: Number of rows; None for the buffer's. Batches of other sizes are drawn singly.
-            return_info: Whether to return a pair: the batch, and a dict with each row's `index`, `id`, and
-                `priority_weight`, if the sampler has weights; and `draw`, a `ShardDraw` that says from which
-                masses the batch was drawn.
-            include_info: False to leave the entries of rows out of the batch.
-            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None for the
-                buffer's `as_numpy`.
-
-        Returns:
-            A TensorDict, batch size `[batch_size]`; samplers of slices may return fewer rows. With `as_numpy`
-            field name -> array. Shapes `(batch_size, *row shape)`.
-
-        Raises:
-            NotReadyError: No shard has rows that can be drawn, or the time limit of a rate limiter passed
-                (kind "rate_limited").
-            RemoteError: A shard did not answer; with `down="partial"`, none did.
-            StateError: The sampler cannot draw from several stores; the message says what to do.
-        """
-        size = self._require_size(batch_size)
+    def _sample(self, size: int, return_info: bool, include_info: bool | None, as_numpy: bool | None) -> Any:
         if size == self._batch_size:
             drawn = self._queue.take(prefetch=False)
         else:

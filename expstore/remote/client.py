@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
@@ -296,83 +296,8 @@ class RemoteReplayBuffer(ServedBuffer):
 
     # -- sampling and reading --------------------------------------------------------------------
 
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: Literal[True],
-    ) -> dict[str, Any]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        as_numpy: Literal[True],
-    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: Literal[False] = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: Literal[False] | None = None,
-    ) -> TensorDict: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        *,
-        return_info: Literal[True],
-        include_info: bool | None = None,
-        as_numpy: Literal[False] | None = None,
-    ) -> tuple[TensorDict, dict[str, Any]]: ...
-
-    @overload
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: bool | None = None,
-    ) -> Any: ...
-
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-        *,
-        as_numpy: bool | None = None,
-    ) -> Any:
-        """Draw a batch.
-
-        Args:
-            batch_size: Number of rows; None for the buffer's.
-            return_info: Whether to return a pair: the batch, and a dict with each row's `index`, `id`, and
-                `priority_weight`, if the sampler has weights.
-            include_info: False to leave these entries out of the batch.
-            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None for the
-                buffer's `as_numpy`.
-
-        Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`; some samplers return fewer rows.
-            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
-
-        Raises:
-            NotReadyError: The store is empty, or the sampler has no rows left to draw.
-            RemoteError: The server did not answer.
-        """
-        size, number = self._require_size(batch_size), None
+    def _sample(self, size: int, return_info: bool, include_info: bool | None, as_numpy: bool | None) -> Any:
+        number = None
         if self._seed is not None:
             with self._lock:
                 number, self._draw = self._draw, self._draw + 1

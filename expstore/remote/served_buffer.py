@@ -73,6 +73,92 @@ class ServedBuffer(LocalOnly):
     # -- sampling --------------------------------------------------------------------------------
 
     @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[True],
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[True],
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: Literal[False] = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: Literal[False] | None = None,
+    ) -> TensorDict: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        *,
+        return_info: Literal[True],
+        include_info: bool | None = None,
+        as_numpy: Literal[False] | None = None,
+    ) -> tuple[TensorDict, dict[str, Any]]: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any: ...
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool | None = None,
+    ) -> Any:
+        """Draw a batch.
+
+        Args:
+            batch_size: Number of rows; None for the buffer's. A buffer over shards draws batches of other
+                sizes singly.
+            return_info: Whether to return a pair: the batch, and a dict with each row's `index`, `id`, and
+                `priority_weight`, if the sampler has weights. Over shards it also has `draw`, a `ShardDraw`
+                that says from which masses the batch was drawn.
+            include_info: False to leave the entries of rows out of the batch.
+            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None for the
+                buffer's `as_numpy`.
+
+        Returns:
+            A TensorDict that owns its memory, batch size `[batch_size]`; some samplers return fewer rows.
+            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
+
+        Raises:
+            NotReadyError: There are no rows that can be drawn, the sampler has none left, or the time limit
+                of a rate limiter passed (kind "rate_limited").
+            RemoteError: A server did not answer; over shards with `down="partial"`, none did.
+            StateError: The sampler cannot draw from several stores; the message says what to do.
+        """
+        return self._sample(self._require_size(batch_size), return_info, include_info, as_numpy)
+
+    @abstractmethod
+    def _sample(self, size: int, return_info: bool, include_info: bool | None, as_numpy: bool | None) -> Any:
+        """Draw a batch of a size."""
+
+    @overload
     def stream(
         self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: Literal[True]
     ) -> Generator[dict[str, Any]]: ...
