@@ -26,7 +26,6 @@ INSTANCES: dict[str, Any] = {
     "StorageEnsemble": lambda: expstore.StorageEnsemble(expstore.ListStorage(3)),
     "ListStorage": lambda: expstore.ListStorage(3),
     "LazyTensorStorage": lambda: expstore.LazyTensorStorage(3),
-    "RoundRobinWriter": expstore.RoundRobinWriter,
     "TensorDictMaxValueWriter": expstore.TensorDictMaxValueWriter,
     "TensorSpec": lambda: specs.Bounded(0, 1, (3,)),
     "OneHot": lambda: specs.OneHot(3),
