@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Key
 from expstore.schema.schema import Schema
-from expstore.sql.history_view import HISTORY_COLUMNS
 from expstore.sql.views import ROW_COLUMNS, call_tops
 
 __all__ = ["Relations", "describe_relations"]
@@ -33,9 +32,7 @@ _ROW_COLUMNS: _Columns = (
     ("_priority", "FLOAT", "its priority; 1 until one is set"),
     ("_sampled", "UINTEGER", "how often the row was drawn; only where a sampler counts this"),
 )
-_ARCHIVED = ("_archived", "BOOLEAN", "whether the row is in the archive only")
 _ROWS = "One row per transition that can be sampled."
-_HISTORY = "The rows of `transitions` and of the archive."
 _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
     ("episodes", "All episodes, also those whose rows have left.", (
         ("episode_id", "BIGINT", "identifies the episode"),
@@ -121,9 +118,7 @@ class Relations(BaseModel):
         }
     )
 
-    relations: list[RelationFacts] = Field(
-        description="The relations; `history` only of a store with an archive."
-    )
+    relations: list[RelationFacts] = Field(description="The relations.")
 
 
 def describe_relations(rb: TensorDictReplayBuffer) -> Relations:
@@ -143,10 +138,6 @@ def describe_relations(rb: TensorDictReplayBuffer) -> Relations:
     schema = storage.schema
     types = [] if schema is None else _find_types(rb, schema)
     found = [_describe("transitions", _ROWS, rows, reserved, schema, types, ROW_COLUMNS)]
-    if storage.open_archive() is not None:
-        found.append(
-            _describe("history", _HISTORY, (*rows, _ARCHIVED), reserved, schema, types, HISTORY_COLUMNS)
-        )
     found += [_describe(name, text, columns, reserved) for name, text, columns in _OTHERS]
     return Relations(relations=found)
 

@@ -97,7 +97,6 @@ def open(
     batches: Batches | Mapping[str, Any] | None = None,
     durability: Durability | Literal["process", "sync"] | Mapping[str, Any] = "process",
     retain: Retain | Mapping[str, Any] | None = None,
-    archive: str | Path | Literal[False] | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or create one.
 
@@ -146,11 +145,6 @@ def open(
             a dict of its parts. The policy is stored and applied every few seconds. It deletes whole
             episodes, and only after they have ended. A new policy replaces the stored one; `Retain()` keeps
             all rows.
-        archive: Path of a second store, for a store with a capacity. Each evicted row is copied there once,
-            before its slot is reused. The archive grows without bound; `history` in SQL has the rows of both
-            stores. The path is stored: if you move the archive, pass its new path once; False detaches it.
-            Rows that are removed by `empty`, by `loads` or by a writer that keeps the best rows are not
-            archived.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -175,7 +169,6 @@ def open(
     # Check everything before touching the folder.
     remote = _find_object_storage(path, mode)
     path = remote.cache if remote is not None else local_path(path)  # type: ignore[arg-type]
-    archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
     capacity = None if capacity is None else check_capacity(capacity)
@@ -186,7 +179,7 @@ def open(
         device=out.device, limiter=out.rate_limiter, capacity=capacity,
     )  # fmt: skip
     check_unit(out.sample_unit, sampler)
-    _check_reading(mode, writer, retain, archive)
+    _check_reading(mode, writer, retain)
     sampler = consume_after(None, sampler, prefetch=out.prefetch)
     transform = Compose.of(out.transform)
     fields, specs = _read_schema(schema)
@@ -199,9 +192,8 @@ def open(
         reward_key=roles.reward, reward_reduce=roles.reward_reduce, done_reduce=roles.done_reduce,
         durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
         on_sigterm=lasting.on_sigterm,
-    ).with_retention(retain, archive)  # fmt: skip
-    keep = _undo_on_error(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
-    with keep, _undo_on_error(path, mode) as new:
+    ).with_retention(retain)  # fmt: skip
+    with _undo_on_error(path, mode) as new:
         storage = (
             _open_storage(path, capacity, settings)
             if remote is None
@@ -335,10 +327,8 @@ def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved
         disk.rename(path.with_name(moved.pop()), path)
 
 
-def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any) -> None:
+def _check_reading(mode: Mode, writer: Writer | None, retain: Any) -> None:
     """Raise ValueError for a setting that a reader cannot use."""
-    if archive is not None and mode == "r":
-        raise ArgumentError("archive= cannot be used with mode='r': a reader evicts no rows; leave it out")
     if retain is not None and mode == "r":
         raise ArgumentError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":

@@ -141,8 +141,7 @@ async def delete(
 ) -> Deleted:
     """Delete a store with all its rows and snapshots. This cannot be undone.
 
-    Status 409 with kind `in_use`: requests, streams or open sessions use the store. Archives in other folders
-    remain.
+    Status 409 with kind `in_use`: requests, streams or open sessions use the store.
     """
     if confirm != name:
         raise Refusal(400, f"confirm is {confirm[:120]!r}, but the store is {name[:120]!r}", kind="confirm",

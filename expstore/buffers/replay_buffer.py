@@ -810,8 +810,7 @@ class ReplayBuffer:
         """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
 
         A query sees all earlier writes of this process. Nested keys are written with dots, as in
-        `next.reward`. A store with an archive also has `history`: `transitions` and all evicted rows, with a
-        column `_archived`.
+        `next.reward`.
 
         Args:
             query: The statement.

@@ -504,10 +504,9 @@ app.command(
 
 
 @app.command(
-    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta, and "
-    "with an archive history: the transitions of the store and of its archive. Write nested fields "
-    "as next.reward. The query runs on each store separately, so an aggregate returns one row per store; "
-    "with several stores the first column, store, names the store."
+    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta. Write "
+    "nested fields as next.reward. The query runs on each store separately, so an aggregate returns one row "
+    "per store; with several stores the first column, store, names the store."
 )
 def sql(
     paths: Annotated[

@@ -78,21 +78,8 @@ def facts_of(path: Path) -> dict[str, Any]:
         "write_keys": count_keys(disk, path) if manifest.keyed else 0,
         "uuid": manifest.uuid,
         "meta": manifest.meta,
-        "archive": _archive_facts(path, manifest.archive) if manifest.archive else None,
         "specs": unpack_specs(manifest.specs) if manifest.specs else None,
     }
-
-
-def _archive_facts(path: Path, noted: str) -> dict[str, Any]:
-    """Return the archive's path and its number of rows, which is None if the archive was moved."""
-    from expstore.disk.files import Disk
-    from expstore.maintenance import survey
-    from expstore.storages.engine.archive import archive_path
-    from expstore.storages.format.manifest import MANIFEST
-
-    place, disk = archive_path(path, noted), Disk()
-    there = disk.exists(place / MANIFEST)
-    return {"path": str(place), "rows": survey(place).rows if there else None}
 
 
 def _size_facts(size: FieldSize) -> dict[str, Any]:
@@ -134,9 +121,6 @@ def show_facts(facts: dict[str, Any]) -> None:
     }
     if facts["write_keys"]:
         lines["keys"] = f"{facts['write_keys']:,} idempotency keys of writes at the last sync"
-    if archive := facts["archive"]:
-        rows = "missing" if archive["rows"] is None else f"{archive['rows']:,} rows"
-        lines["archive"] = f"{archive['path']}, {rows}"
     if facts["specs"]:
         lines["specs"] = describe(facts["specs"])
     if facts["meta"]:

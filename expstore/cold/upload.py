@@ -54,7 +54,6 @@ def push(
     where: str | ObjectStorage | Any,
     *,
     version: int | str | None = None,
-    archive: bool = False,
     any_store: bool = False,
 ) -> RemoteVersion:
     """Send a version of a store to an object storage, completely or not at all.
@@ -73,16 +72,14 @@ def push(
         version: Number or tag of an existing version of the source. None: the newest of a folder of versions;
             of a store, a new version in `versions/` in its folder. The last two stay there, so that the next
             push only reads what has changed.
-        archive: Whether to send the archive of a buffer's store in place of the store. The archive needs an
-            address of its own.
         any_store: Whether the address may have versions of another store, as after a `pull`.
 
     Returns:
         The version on the object storage; `new_parts` and `new_bytes` say what was sent for it.
 
     Raises:
-        ArgumentError: `source` is neither a buffer nor a path, or a path with `archive`.
-        StateError: The store has no folder or no archive, the address has versions of another store, the
+        ArgumentError: `source` is neither a buffer nor a path.
+        StateError: The store has no folder, the address has versions of another store, the
             server ignores conditional writes, or the URL contains credentials.
         SnapshotError: There is no such version, or another version at the address has its tag.
         LockedError: Another process has the store open: pass a version that its `dumps` has made.
@@ -95,7 +92,7 @@ def push(
         ...     version = expstore.cold.push(rb, "s3://bucket/run")
         >>> print(version.number, version.new_bytes)
     """
-    storage, sampler = _find_storage(source, archive)
+    storage, sampler = _find_storage(source)
     path = local_path(source) if isinstance(source, str | os.PathLike) else _find_folder(storage)
     bucket, disk = ObjectStorage.of(where).connect(), Disk()
     bucket.check_conditions()
@@ -112,24 +109,15 @@ def push(
     return _Push(bucket, disk, folder, any_store).run()
 
 
-def _find_storage(source: Any, archive: bool) -> tuple[Any, dict[str, Any] | None]:
-    """Return the storage of a buffer or its archive, and the sampler's settings; (None, None) for a path."""
+def _find_storage(source: Any) -> tuple[Any, dict[str, Any] | None]:
+    """Return the storage of a buffer, and the sampler's settings; (None, None) for a path."""
     if isinstance(source, str | os.PathLike):
-        if archive:
-            raise ArgumentError(
-                "archive=True is for a buffer that has the archive open", hint="push the path of the archive"
-            )
         return None, None
     if not hasattr(source, "snapshots"):
         raise ArgumentError(
             f"cannot push a {type(source).__name__}", hint="pass a buffer that has a store open, or a path"
         )
-    if not archive:
-        return source.storage, source.sampler.settings()
-    found = source.storage.open_archive()
-    if found is None:
-        raise StateError("this store has no archive", hint="leave archive=True out, or open it with archive=")
-    return found, None
+    return source.storage, source.sampler.settings()
 
 
 def _find_folder(storage: Any) -> Path:
@@ -160,8 +148,6 @@ class _Push:
         bucket: Where to send it.
         disk: Access to files.
         folder: The version's folder.
-        archive: Whether to send the archive of a buffer's store in place of the store. The archive needs an
-            address of its own.
         any_store: Whether the address may have versions of another store.
     """
 

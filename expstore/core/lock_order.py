@@ -27,7 +27,6 @@ LOCK_ORDER = (
     "sync",
     "catalog",
     "sampled",
-    "archive",  # rows are copied to the archive; its own locks are taken after this one
     "runs",  # the index of episodes' steps
     "pin",  # which rows a snapshot still needs
     "episodes",
@@ -46,8 +45,8 @@ class LockOrderError(AssertionError):
 class LockOrder:
     """Check the order in which threads take the locks of one storage.
 
-    The order is checked per thread. Locks of another storage, such as an archive, have their own order. Not
-    checked are a lock that its thread already holds, and a lock that is tried without waiting.
+    The order is checked per thread. Locks of another storage have their own order. Not checked
+    are a lock that its thread already holds, and a lock that is tried without waiting.
 
     Example:
         >>> order = LockOrder()

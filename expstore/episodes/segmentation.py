@@ -41,9 +41,8 @@ __all__ = [
 #: Status of an episode after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 
-#: Flags of the rows of one episode in a batch. LAST: the episode gets no more rows, whatever its status.
-#: NO_REWARD: the rows have no reward.
-NEW, HAS_TRAJECTORY, LAST, NO_REWARD = 1, 2, 4, 8
+#: Flags of the rows of one episode in a batch. NO_REWARD: the rows have no reward.
+NEW, HAS_TRAJECTORY, NO_REWARD = 1, 2, 8
 
 BoolArray = NDArray[np.bool_]
 

@@ -29,7 +29,6 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import (
     CUT,
     HAS_TRAJECTORY,
-    LAST,
     NEW,
     NO_REWARD,
     OPEN,
@@ -46,7 +45,6 @@ from expstore.episodes.sources import lane_names, lane_of, stream_of
 
 __all__ = [
     "HAS_TRAJECTORY",
-    "LAST",
     "NEW",
     "NO_REWARD",
     "SEGMENT_BYTES",
@@ -719,7 +717,6 @@ class EpisodeTable:
                     episode.status = CUT  # a new episode begins although this one did not end: a manual reset
                     entries.append(self._note(episode, sequence))
                 self.joins.forget(episode.episode)
-            # An archive may lack the first rows, but steps count them.
             episode = Episode(number, source, name, start=time, length=step)
             self.next_episode = max(self.next_episode, number + 1)
         facts, alone = info
@@ -733,7 +730,7 @@ class EpisodeTable:
             episode.ret = (episode.ret or 0.0) + ret
         episode.end = time
         episode.last_id = first + (rows - 1) * stride
-        is_over = status == TERMINATED or bool(flags & LAST) or (status == TRUNCATED and name is None)
+        is_over = status == TERMINATED or (status == TRUNCATED and name is None)
         if is_known and (is_over or status != OPEN or goes_on):
             self._open.remove(episode)
             is_known = False

@@ -32,8 +32,7 @@ class Finding:
 
     Args:
         kind: A stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
-            journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state, links or
-            archive.
+            journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state or links.
         path: The file, relative to the store.
         message: A description in one line.
         column: The name of the field.

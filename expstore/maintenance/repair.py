@@ -22,14 +22,13 @@ from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log
 from expstore.maintenance.findings import Finding, Inspection, Progress
 from expstore.maintenance.packed import PackedFiles
-from expstore.maintenance.verify import inspect, inspect_archive, to_store_finding
+from expstore.maintenance.verify import inspect
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
-from expstore.storages.engine.archive import archive_path
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.journal import cut_off, segment_faults
-from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.manifest import MANIFEST, Manifest, refuse_archive
 from expstore.storages.format.paths import JOURNAL, LOCK, LOG, REPAIR, SEGMENTS, STATE, VERSION
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.format.zarr_metadata import shard_footer
@@ -89,6 +88,7 @@ def repair(
 
     Raises:
         NotFoundError: There is no store.
+        MigrationError: The store has an archive, as earlier versions made it.
         StateError: `path` is a snapshot. Snapshots are never changed: they share files with one another and
             with their store.
         LockedError: A process has the store open for writing, or had while the files were checked.
@@ -105,6 +105,7 @@ def repair(
     inspection = inspect(path, progress=progress)
     if any(finding.kind == "manifest" and finding.fatal for finding in inspection.found):
         return Outcome(left=inspection.found)
+    refuse_archive(disk, path)
     if dry_run:
         return _repair_files(disk, inspection, progress, drop_damaged=drop_damaged, dry_run=True)[0]
     lock = WriterLock(disk, path / LOCK)
@@ -158,7 +159,6 @@ def _repair_files(
     if not dry_run:
         disk.unlink(path / REPAIR)
         disk.sync_dir(path)
-    _repair_archive(disk, inspection, outcome, drop_damaged=drop_damaged, dry_run=dry_run)
     return outcome, blocks
 
 
@@ -325,24 +325,6 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
         disk.unlink(inspection.path / STATE)  # it counts records that are about to be dropped
         cut_off(disk, folder, path, at)
     return True
-
-
-def _repair_archive(
-    disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
-) -> None:
-    """Repair a damaged archive: opening the store opens it too."""
-    found = inspect_archive(inspection)
-    whole = [finding for finding in found if finding.kind == "archive"]
-    outcome.left += whole
-    if found == whole:
-        return
-    noted = inspection.manifest.archive
-    done = repair(archive_path(inspection.path, noted), drop_damaged=drop_damaged, dry_run=dry_run, disk=disk)
-    outcome.acts += [f"in the archive {noted}: {act}" for act in done.acts]
-    if done.lost:
-        runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
-        outcome.acts.append(f"in the archive {noted}: {done.lost_rows:,} rows dropped: its ids {runs}")
-    outcome.left += [to_store_finding(finding, noted) for finding in done.left]
 
 
 def _is_short(inspection: Inspection) -> bool:

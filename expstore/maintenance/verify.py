@@ -7,7 +7,6 @@ store that a process has open for writing.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
@@ -26,7 +25,6 @@ from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entrie
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.sample_counts_column import find_sampled
-from expstore.storages.engine.archive import archive_path, archive_trouble
 from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import Record, no_records, read_journal, segment_faults
 from expstore.storages.format.layout import ColumnLayout
@@ -50,7 +48,7 @@ from expstore.storages.recovery.recover import Past, explain_lost_records, find_
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
-__all__ = ["inspect", "inspect_archive", "to_store_finding", "verify"]
+__all__ = ["inspect", "verify"]
 
 #: How many files a message lists.
 _LISTED = 4
@@ -61,9 +59,9 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
     `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys, the
-    index, STATE of a closed store, hard links of files that are written in place, and all of these in its
-    archive. Not checked are LOCK, priorities, and the
-    counts of how often rows were sampled: both columns change all the time, and any value may be right.
+    index, STATE of a closed store, and hard links of files that are written in place. Not checked are LOCK,
+    priorities, and the counts of how often rows were sampled: both columns change all the time, and any
+    value may be right.
     Leftovers of an unclean stop, which the next opening removes, are not reported, but batches that it will
     drop are.
 
@@ -81,39 +79,13 @@ def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = 
         LockedError: A process has the store open for writing.
         MigrationError: A newer version of the library wrote the store.
     """
-    inspection = inspect(path, disk=disk, progress=progress)
-    return [*inspection.found, *inspect_archive(inspection, progress)]
-
-
-def inspect_archive(inspection: Inspection, progress: Progress | None = None) -> list[Finding]:
-    """Check the archive of a store, if it has one. No finding in an archive is fatal for the store."""
-    noted, disk = inspection.manifest.archive, inspection.disk
-    if not noted:
-        return []
-    place = archive_path(inspection.path, noted)
-    if not disk.exists(place / MANIFEST):
-        text = f"the archive is not at {place}: open the store with archive= its path, or archive=False"
-        return [Finding(kind="archive", path=noted, message=text)]
-    found = inspect(place, disk=disk, progress=progress)
-    findings = [to_store_finding(finding, noted) for finding in found.found]
-    if not any(finding.kind == "manifest" for finding in found.found):
-        trouble = archive_trouble(place, found.manifest, inspection.manifest)
-        if trouble:
-            findings.append(Finding(kind="archive", path=noted, message=trouble))
-    return findings
-
-
-def to_store_finding(finding: Finding, noted: str) -> Finding:
-    """Return a finding of an archive as a finding of its store, without ids, which differ in an archive."""
-    message = f"in the archive {noted}: {finding.message}"
-    path = f"{noted}/{finding.path}"
-    return replace(finding, path=path, message=message, slots=None, ids=(), fatal=False)
+    return inspect(path, disk=disk, progress=progress).found
 
 
 def inspect(
     path: Path, *, disk: Disk | None = None, progress: Progress | None = None, locked: bool = False
 ) -> Inspection:
-    """Check a store as `verify` does, without its archive, and return the whole state of the check.
+    """Check a store as `verify` does, and return the whole state of the check.
 
     With `locked`, the caller holds the writer's lock.
     """

@@ -50,8 +50,6 @@ def explain_refusal(
     if found := _MISSING_RELATION.search(text):
         near = nearest(found["name"], relations)
         hint = f"did you mean {near}?" if near else f"the relations are {', '.join(relations)}"
-        if found["name"].lower() == "history":
-            hint = "only a store with an archive has it: expstore.open(path, archive=...)"
         return QueryError(f"there is no relation {found['name']!r}", hint=hint)
     missing = next(filter(None, (pattern.search(text) for pattern in _MISSING_COLUMN)), None)
     if missing is None:

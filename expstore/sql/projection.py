@@ -7,7 +7,6 @@ tell which members are used, it returns all of them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,9 +16,8 @@ from expstore.core.values import Key
 
 __all__ = ["find_members"]
 
-#: The relations that have rows, and a pattern for text that may name one of them.
-_TABLES = ("transitions", "history")
-_NAMED = re.compile(r"transitions|\bhistory\b")
+#: The relation that has rows.
+_TABLE = "transitions"
 #: FROM items whose only columns are those that they name themselves.
 _OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
 #: FROM items that refer to columns only in ways that this module recognizes.
@@ -27,7 +25,7 @@ _PLAIN = _OWN | {"BASE_TABLE", "JOIN", "TABLE_FUNCTION"}
 
 
 def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
-    """Return the members of columns of `transitions` or `history` that a statement may need.
+    """Return the members of columns of `transitions` that a statement may need.
 
     Args:
         cursor: Used to parse the statement.
@@ -49,7 +47,7 @@ def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[
         if tree.get("error", True) or _is_wide(tree, tops, visible=True):
             return wanted
         tables = [one for one in _dicts(tree) if one.get("alias") and "class" not in one]
-        aliases = {*_TABLES, *(str(one["alias"]).lower() for one in tables)}
+        aliases = {_TABLE, *(str(one["alias"]).lower() for one in tables)}
         names = [[str(part).lower() for part in ref] for ref in _references(tree)]
     except (duckdb.Error, ValueError, KeyError, TypeError, AttributeError):
         return wanted
@@ -80,7 +78,7 @@ def _is_wide(tree: Any, tops: set[str], *, visible: bool) -> bool:
     if isinstance(tree, list):
         return any(_is_wide(one, tops, visible=visible) for one in tree)
     if not isinstance(tree, dict):
-        return isinstance(tree, str) and tree.lower() not in _TABLES and bool(_NAMED.search(tree.lower()))
+        return isinstance(tree, str) and tree.lower() != _TABLE and _TABLE in tree.lower()
     if "from_table" in tree:
         visible = _reads_rows(tree["from_table"])
     if tree.get("class") == "POSITIONAL_REFERENCE":
@@ -103,7 +101,7 @@ def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
 
 def _reads_rows(source: Any) -> bool:
     """Return whether a FROM clause reads rows directly, not only in a nested SELECT."""
-    return any(str(one.get("table_name", _TABLES[0])).lower() in _TABLES for one in _tables(source))
+    return any(str(one.get("table_name", _TABLE)).lower() == _TABLE for one in _tables(source))
 
 
 def _tables(source: Any) -> Iterator[dict[str, Any]]:

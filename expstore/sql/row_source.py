@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,12 @@ from expstore.core.values import Array, IntArray, Window
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
-from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
-    from expstore.sql.history_view import History
     from expstore.sql.index import Relations
 
-__all__ = ["history_of", "readable", "relations_of"]
+__all__ = ["readable", "relations_of"]
 
 #: Rows that are read at a time to assemble a column for a query.
 _PIECE_ROWS = 65_536
@@ -32,8 +29,6 @@ _PIECE_ROWS = 65_536
 _MANY_RUNS = 256
 #: except for rows longer than this.
 _NARROW_BYTES = 256
-#: Row columns that an archived row keeps from its ring. (Its id is kept in a field.)
-_KEPT = (("_episode",), ("_step",), ("_time",))
 
 
 def relations_of(storage: ReadView, window: Window) -> Relations:
@@ -77,38 +72,6 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
         for place, entry in enumerate(schema.fields)
     ]
     return Relations(columns, window, storage.capacity, rows=own)
-
-
-def history_of(storage: ReadView, window: Window, older: Beside) -> History:
-    """Return the rows of a ring and of its archive; no row is in both.
-
-    Args:
-        storage: The ring.
-        window: The readable ids of the ring.
-        older: The archive, captured before `window` was read.
-    """
-    from expstore.sql.history_view import HISTORY_COLUMNS, History
-    from expstore.sql.index import Relations
-    from expstore.sql.views import call_tops
-
-    schema = storage.schema
-    if schema is None:
-        return History(Relations(), Relations(), window.low, window.last)
-    tops = call_tops(schema.keys, HISTORY_COLUMNS)
-    held = replace(relations_of(storage, with_left(storage, window, older.through)), tops=tops)
-    there = relations_of(older.archive, older.window).columns
-    ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
-    rows = [*ids, *(column for column in there[: len(ROW_FIELDS)] if column.key in _KEPT)]
-    # The fields follow the row columns; a field of the archive may have the name of a row column.
-    others = [column for column in there[len(there) - len(schema.fields) - 1 :] if column.key != ARCHIVED_ID]
-    if not there:  # the archive is still empty
-        rows = [replace(column, parts=()) for column in held.columns if column.key in (("_id",), *_KEPT)]
-        others = [
-            replace(column, parts=(), take=None, gather=None, fault=None)
-            for column in held.columns[len(held.columns) - len(schema.fields) :]
-        ]
-    names = [column.key[0] for column in rows]
-    return History(held, Relations([*rows, *others], tops=tops, rows=names), window.low, window.last)
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,9 +25,8 @@ from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import Changes
 from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
 from expstore.schema.row_fields import priority_place
-from expstore.sql.row_source import history_of, readable, relations_of
+from expstore.sql.row_source import readable, relations_of
 from expstore.storages.batch import now_us
-from expstore.storages.engine.archive import Beside, with_left
 from expstore.storages.episode_lookup import unknown_episode
 from expstore.storages.read_view import ReadView, read_stable
 from expstore.storages.stats import meta_relation
@@ -115,14 +113,10 @@ class Catalog:
             attempt += 1
             alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
-                archive = storage.open_archive() if "history" in sql.lower() else None
-                # Captured before the window is read, because rows move from the window to the archive.
-                older = None if archive is None else Beside(archive)
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
-                result = read_stable(storage, partial(self._answer, index, sql, params, window, older, read))
-                low = window.low if older is None else with_left(storage, window, older.through).low
-                oldest = np.array([low + 1])
+                result = read_stable(storage, partial(self._answer, index, sql, params, window, read))
+                oldest = np.array([window.low + 1])
                 moved = (
                     changes != storage.changes.number
                     or changes & 1
@@ -142,13 +136,9 @@ class Catalog:
         sql: str,
         params: Sequence[object] | Mapping[str, object] | None,
         window: Window,
-        older: Beside | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
-        relations = relations_of(self._storage, window)
-        if older is not None:
-            relations = replace(relations, history=history_of(self._storage, window, older))
-        return index.query(sql, params, relations, read)
+        return index.query(sql, params, relations_of(self._storage, window), read)
 
     def find_episode(self, number: int) -> LogEntry:
         """Return the log entry of an episode, even if its rows are gone; the caller holds the lock.

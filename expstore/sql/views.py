@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -22,9 +22,6 @@ from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, Query
 from expstore.schema.schema import OBJECT
 from expstore.sql.arrow_values import SqlValues
 from expstore.sql.projection import find_members
-
-if TYPE_CHECKING:
-    from expstore.sql.history_view import History
 
 __all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
 
@@ -123,7 +120,6 @@ class Relations:
             computed from the fields in `columns`.
         rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
             column. None: every column with such a name is a row column.
-        history: The same rows together with those of an archive; None if the query does not use `history`.
     """
 
     columns: Sequence[Column] = ()
@@ -131,7 +127,6 @@ class Relations:
     capacity: int | None = None
     tops: Mapping[str, str] | None = None
     rows: Collection[str] | None = None
-    history: History | None = None
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Create the views that `sql` needs, on this cursor only; they last until it is closed.
@@ -147,14 +142,12 @@ class Relations:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
         refused: list[ExpStoreError] = []
         if _MAY_READ_ROWS.search(text):
-            visible = self.show(cursor, sql, _TABLE, refused)
+            visible = self._show(cursor, sql, refused)
             cursor.execute(f"CREATE TEMP VIEW transitions AS {visible}")
             if self.columns and "priorities" in text:
                 cursor.execute(
                     f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
                 )
-        if self.history is not None:
-            self.history.attach(cursor, sql, refused)
         return refused
 
     def column_names(self) -> dict[str, list[str]]:
@@ -163,17 +156,14 @@ class Relations:
         taken = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
         tops = call_tops((column.key for column in fields), taken) if self.tops is None else self.tops
         names = [*(".".join((tops[column.key[0]], *column.key[1:])) for column in fields), *taken]
-        return {"transitions": names, "history": names}
+        return {"transitions": names}
 
-    def show(
-        self, cursor: duckdb.DuckDBPyConnection, sql: str, table: str, refused: list[ExpStoreError]
-    ) -> str:
+    def _show(self, cursor: duckdb.DuckDBPyConnection, sql: str, refused: list[ExpStoreError]) -> str:
         """Register the columns that `sql` needs, on this cursor only; return the SELECT that reads them.
 
         Args:
             cursor: The query's cursor.
             sql: The statement.
-            table: The name under which the Arrow table is registered.
             refused: A list to which errors of columns are appended while they are read.
 
         Raises:
@@ -209,8 +199,8 @@ class Relations:
             )
 
             raw = ViewDataset(raw, half, lost, texts, packed, refused)
-        cursor.register(table, raw)
-        return f"SELECT {_select(items, names, index, tops)} FROM {table}"
+        cursor.register(_TABLE, raw)
+        return f"SELECT {_select(items, names, index, tops)} FROM {_TABLE}"
 
     def _split(self) -> tuple[dict[str, pa.ChunkedArray], list[Column], dict[str, _Lost]]:
         """Split the columns into row columns, fields (which may share a name) and damaged row columns."""

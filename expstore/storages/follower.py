@@ -29,7 +29,6 @@ from expstore.schema.row_traits import RowTraits
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.memtable import Overlay
 from expstore.storages.description import Description
-from expstore.storages.engine.archive import archive_path
 from expstore.storages.engine.open_settings import Settings, look_up
 from expstore.storages.format.control_page import StateView
 from expstore.storages.format.manifest import Manifest
@@ -261,7 +260,6 @@ class FollowerStorage(ReadView):
         self._source = _Source()
         self._known = 0
         self._unseen = False
-        self._archived: FollowerStorage | None = None
         manifest = look_up(disk, path, capacity, settings)
         super().__init__(self._description_of(manifest), disk=disk, path=path)
         stream = 1 if self._own_seed is not None and not self._origin.copied else None
@@ -499,24 +497,6 @@ class FollowerStorage(ReadView):
                 self._known = last
 
     @property
-    def given_up(self) -> int:
-        """The newest id that was removed other than by age."""
-        view = self._watch.look() if self._source.live else None
-        return self._state.retired if view is None else view.retired
-
-    def open_archive(self) -> FollowerStorage | None:
-        """Return a follower of the archive, which contains rows evicted from the store; None: no archive.
-
-        Raises:
-            NotFoundError: The archive has been moved.
-        """
-        with self.lock:
-            if self._archived is None and self.manifest.archive:
-                path = archive_path(self.path, self.manifest.archive)
-                self._archived = FollowerStorage(path, origin=dataclasses.replace(self._origin, path=path))
-            return self._archived
-
-    @property
     def last(self) -> int:
         """The newest id that can be read."""
         return self.window.last
@@ -651,8 +631,6 @@ class FollowerStorage(ReadView):
         """Close the files; a second call does nothing."""
         with self.lock:
             self._note_closed()
-            if self._archived is not None:
-                self._archived.close()
             self._source.close()
             self._source = _Source()
             self._adopt(dataclasses.replace(self._state, episodes=EpisodeTable()))

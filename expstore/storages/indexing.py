@@ -380,7 +380,7 @@ def append_rows(
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     capacity = storage.geometry.capacity
-    if capacity is not None and steps.count > capacity and storage.open_archive() is None:
+    if capacity is not None and steps.count > capacity:
         warn_once(
             storage,
             f"a batch of {steps.count} rows was written to a store with capacity={capacity}: its first "

@@ -216,11 +216,6 @@ class ReadView(ABC):
         return render_view(self, type(self).__name__)
 
     @property
-    def given_up(self) -> int:
-        """The newest id that was removed other than by age."""
-        return self._state.retired
-
-    @property
     def write_count(self) -> int:
         """The number of rows that were ever written."""
         return self._state.write_count
@@ -385,10 +380,6 @@ class ReadView(ABC):
         Args:
             priorities: Whether to assume that priorities were set, too.
         """
-
-    def open_archive(self) -> ReadView | None:
-        """Return the storage with the rows evicted from this one; None: there is no archive."""
-        return None
 
     # -- closing ---------------------------------------------------------------------------------------
 

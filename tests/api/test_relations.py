@@ -59,23 +59,6 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
         assert "_sampled" not in columns
 
 
-@pytest.mark.slow
-def test_history_is_listed_with_an_archive(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "run.exp", capacity=20, archive=tmp_path / "old.exp") as rb:
-        rb.extend(batch_of(20))
-        rb.extend(batch_of(20, 20))
-    with (
-        Serving(Settings(path=tmp_path)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        told = ask(client)
-        columns = [column["sql"] for column in told["history"]["columns"]]
-        assert "_archived" in columns
-        assert "next.reward" in columns
-        query = f"SELECT {', '.join(columns)} FROM history LIMIT 1"
-        assert client.post(f"{RUN}/sql", json={"query": query}).status_code == 200
-
-
 def test_an_empty_store_and_a_server_without_sql(tmp_path: Path) -> None:
     for sql, status in ((True, 200), (False, 403)):
         with (
@@ -103,7 +86,7 @@ def test_the_docs_say_the_same(tmp_path: Path) -> None:
         client.put(f"{RUN}/samplers/mine", json=body).raise_for_status()
         client.post(f"{RUN}/sample", json={"sampler": "mine", "batch_size": 2}).raise_for_status()
         told = ask(client)
-    assert set(told) == set(sections) - {"history"}
+    assert set(told) == set(sections)
     for name, relation in told.items():
         table = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|$", sections[name], re.M)
         found = [(one["name"], one["type"], one["description"]) for one in relation["columns"]]

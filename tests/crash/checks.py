@@ -23,18 +23,15 @@ from expstore.core.idempotency import WriteKey
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BLOCK_ROWS, GIVEN_UP, NOTHING, SUMMED, blocks_of, state_of
 from expstore.storages.columns.sample_counts_column import find_sampled
-from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
 from expstore.storages.snapshots.catalog import list_versions
 from tests.crash import ledger as facts
 from tests.crash.ledger import Ledger, Op
 
 __all__ = [
     "Wrong",
-    "check_archive",
     "check_episodes",
     "check_info",
     "check_keys",
@@ -130,51 +127,6 @@ def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         held = [float(np.float32(v)) for v in state.priorities[i]]
         expect(value in held, f"priority of {i} is {value}, expected one of {held}")
         state.priorities[i] = [value]
-
-
-def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
-    """Compare evicted rows with the ledger: each is either in the archive or still in the ring."""
-    if not state.spec.archived:
-        return
-    kept, spec, ids = rb.storage, state.spec, state.ever
-    left = kept.open_archive()
-    if left is None:  # a power cut before the new store recorded its archive
-        expect(not ids.size, f"the store has no archive, expected {ids.size} rows")
-        return
-    archived = Beside(left)
-    archive, window = archived.archive, with_left(kept, kept.window, archived.through)
-    split = np.searchsorted(ids, archived.through, side="right")
-    own = window.ids()
-    expect(np.array_equal(own, ids[split:]), f"{own.size} rows in the ring, expected {ids.size - split}")
-    _check_some(kept, own, own, state)
-    if archive.schema is None:
-        expect(not split, f"the archive is empty, expected {split} rows")
-        return
-    there = archived.window.ids()
-    (found,) = archive.read(there, [archive.require_schema().place_of(ARCHIVED_ID)])
-    if kept.follows:  # the next writer removes rows that were archived too early
-        there, found = there[found <= kept.last], found[found <= kept.last]
-    expect(np.array_equal(found, ids[:split]), f"{found.size} rows in the archive, expected {split}: {spec}")
-    _check_some(archive, there, found, state)
-
-
-def _check_some(kept: Storage, ids: np.ndarray, named: np.ndarray, state: Ledger) -> None:
-    """Compare rows of a store with those of a ledger with the ids `named`."""
-    if not ids.size:
-        return
-    schema = kept.require_schema()
-    own = len(schema.fields)
-    wanted = facts.values(state.spec, state.origin[named], state.version[named])
-    places = [schema.place(key) for key in wanted]
-    values = kept.read(ids, [*places, own + 1, own + 2])
-    pairs = [
-        *wanted.items(),
-        (("_row", "episode"), state.episode[named]),
-        (("_row", "step"), state.step[named]),
-    ]
-    for (name, want), have in zip(pairs, values, strict=True):
-        bad = named[(have != want).reshape(ids.size, -1).any(axis=1)]
-        expect(not bad.size, f"{name} differs in {bad.size} rows that have left: {bad[:4]}")
 
 
 def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = False) -> None:

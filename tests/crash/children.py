@@ -50,7 +50,6 @@ from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.crash import ledger as facts
 from tests.crash.checks import (
     Wrong,
-    check_archive,
     check_episodes,
     check_info,
     check_keys,
@@ -72,7 +71,6 @@ __all__ = [
     "Look",
     "Report",
     "Wrong",
-    "archive_of",
     "ask_child",
     "candidates",
     "check",
@@ -110,8 +108,6 @@ def open_store(
     }
     layout = ColumnLayout(fields=packed) if spec.packed else ColumnLayout()
     settings = Settings(flatten=True, seed=SEED, durability=spec.durability, layout=layout)
-    if spec.archived:
-        settings = dataclasses.replace(settings, archive=archive_of(path))
     how = {"settings": settings, "disk": disk or KillingDisk(), "segment_bytes": spec.segment_bytes}
     kept = (
         ArrowStorage(path, spec.capacity, compression=spec.compression, **how)
@@ -134,11 +130,6 @@ def open_store(
 def place_of(path: Path) -> Path:
     """Return the folder of a store's snapshots."""
     return path.with_name("snapshots")
-
-
-def archive_of(path: Path) -> Path:
-    """Return the folder of a store's archive."""
-    return path.with_name(f"{path.stem}-archive.exp")
 
 
 #: The default, which `fit_constants` restores.
@@ -225,7 +216,6 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
         rb.storage.engine.write_values()
-        rb.storage.engine.archive_left()
     elif op.kind == "empty":
         rb.empty()
     elif op.kind == "end":
@@ -430,7 +420,6 @@ def _check_and_go_on(look: Look) -> Ledger:
     state = matching(rb, look.states, cut=look.cut)
     state.found = state.write_count
     check_sums(rb)
-    check_archive(rb, state)
     state.versions = check_versions(place_of(look.path), look.need, look.known, current=look.current)
     check_episodes(rb, state)
     check_info(rb, state)
@@ -445,7 +434,6 @@ def _check_and_go_on(look: Look) -> Ledger:
         state.apply(op)
     check_keys(rb, state)
     check_rows(rb, state)
-    check_archive(rb, state)
     check_sampled(rb, state)
     if look.leave == "kill":
         return state
@@ -456,7 +444,6 @@ def _check_and_go_on(look: Look) -> Ledger:
     expect(rb.recovered is None, f"after a close: {rb.recovered!r}")
     check_sums(rb)
     check_rows(rb, state)
-    check_archive(rb, state)
     check_sampled(rb, state)
     check_episodes(rb, state)
     check_info(rb, state)

@@ -64,8 +64,6 @@ SPECS = {
         Spec("texts", None, None, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="zstd"),
         Spec("tokens", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="narrow"),
         Spec("late", 60, 20, frame=64, segment_bytes=4096, longest=30, late=True),
-        Spec("archived", 60, 20, frame=64, segment_bytes=4096, longest=90, archived=True),
-        Spec("archived frames", 100, 40, frame=64, segment_bytes=4096, packed=True, archived=True),
     )
 }
 #: Operations in a life, with their frequencies.
@@ -157,7 +155,6 @@ SLOW = (
     "open packed that was closed", "loads packed",
     "add a column to what grows", "add a column to counted rows", "add a column to few rows",
     "add a column to packed ones", "loads other fields",
-    "new store with an archive", "long extend with an archive", "empty with an archive",
 )  # fmt: skip
 
 
@@ -257,12 +254,6 @@ TEETH = {
     "segments not cut": Tooth(
         "segments not cut", lambda at: power_cuts(240, 1, at, names=["ragged", "texts"], stop=True)
     ),
-    "archived after": Tooth(
-        "archived after", lambda at: enumerate_kill_points(at, names=["archive"], stop=True)
-    ),
-    "archive without sync": Tooth(
-        "archive without sync", lambda at: power_cuts(240, 1, at, names=["archived"], stop=True)
-    ),
     "segments last": Tooth(
         "segments last", lambda at: enumerate_kill_points(at, names=["rows in segments"], stop=True)
     ),
@@ -351,7 +342,7 @@ def _quick(seed: int, folder: Path) -> Report:
 
 
 def _power(given: argparse.Namespace, folder: Path) -> Report:
-    """Cut the power; by default also for stores with added fields, and for rings with an archive."""
+    """Cut the power; by default also for stores with added fields."""
     report = power_cuts(
         given.cuts,
         given.seed,
@@ -363,7 +354,6 @@ def _power(given: argparse.Namespace, folder: Path) -> Report:
     )
     if not given.names:
         report.add(vars(power_cuts(80, given.seed, folder, names=["late", "late best"])))
-        report.add(vars(power_cuts(40, given.seed, folder, names=["archived"])))
     return report
 
 

@@ -57,7 +57,6 @@ PACKED = Spec("packed", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=Fal
 PACKED_NARROW = Spec("packed narrow", 24, 8, frame=64, lean=True, segment_bytes=1536, packed=True)
 RAGGED = Spec("ragged", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False, ragged=True)
 KEYED = Spec("keyed", 24, 8, frame=64, lean=True, segment_bytes=1536, keyed=True)
-ARCHIVED = Spec("archived", 24, 8, frame=64, lean=True, segment_bytes=4096, archived=True)
 PACKED_GROWING = Spec("packed growing", None, 24, frame=64, lean=True, shard_rows=4096, packed=True)
 
 
@@ -292,27 +291,6 @@ PHASES = (
         KEYED,
         [*_keyed(0, 6), DUMPS, *_keyed(1, 7, 2)],
         [LOADS, *_keyed(3, 4)],
-    ),
-    Phase("new store with an archive", ARCHIVED, part="open", must="rename expstore.json"),
-    Phase(
-        "archive",
-        ARCHIVED,
-        [_extend(26)],
-        [_extend(7), _extend(8), FLUSH, Op("tick"), _change(30, 36, 1, 3), _extend(8), _extend(3, "a")],
-    ),
-    Phase(
-        "long extend with an archive",
-        ARCHIVED,
-        [_extend(24, "a")],
-        [_extend(13), _extend(41, "a"), _extend(3)],
-    ),
-    Phase("empty with an archive", ARCHIVED, [_extend(30)], [EMPTY, _extend(26), EMPTY, _extend(3)]),
-    Phase("close with an archive", ARCHIVED, [_extend(24), _extend(8), FLUSH], part="close"),
-    Phase(
-        "open an archive",
-        ARCHIVED,
-        [_extend(24), _extend(8), _extend(8), Op("tick"), _extend(4)],
-        part="open",
     ),
     Phase("extend without spare", BARE, [_extend(24)], [_extend(6)], tooth=True),
     Phase("change new rows", LEAN, FEW, [_extend(4), _change(20, 24, 1, 2)], tooth=True),

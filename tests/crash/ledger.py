@@ -63,7 +63,6 @@ class Spec:
     ragged: bool = False  # whether there are variable-length fields, in short segments
     compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these segments
     keyed: bool = False  # whether rows are written under idempotency keys, few of which are remembered
-    archived: bool = False  # whether evicted rows go to an archive
     packed: bool = (
         False  # whether frames, next ones too, are packed, in chunks of a few rows and short shards
     )
@@ -193,7 +192,7 @@ def late_values(ids: Ints, version: int) -> Ints:
     return _mix(ids, np.full(ids.size, version, np.int64))
 
 
-_ARRAYS = ("version", "origin", "episode", "step", "deleted")
+_ARRAYS = ("version", "origin", "episode", "step")
 #: Number of snapshots that are kept.
 KEEP = 3
 
@@ -244,7 +243,6 @@ class Ledger:
     origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was written with
     episode: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     step: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    deleted: Ints = field(default_factory=lambda: np.ones(1, np.int64))  # 1: never written, or deleted
     # Possible priorities of a row after a kill: the value that was last written to disk, or a later one.
     priorities: dict[int, list[float]] = field(default_factory=dict)
     max_priorities: list[float] = field(default_factory=lambda: [1.0])
@@ -289,11 +287,6 @@ class Ledger:
         return np.arange(self.low + 1, self.last + 1, dtype=np.int64)
 
     @property
-    def ever(self) -> Ints:
-        """The rows that must exist if no evicted row is lost."""
-        return np.flatnonzero(self.deleted[: self.last + 1] == 0)
-
-    @property
     def left(self) -> Ints:
         """The rows that can still be sampled."""
         limit = self.spec.consume
@@ -306,7 +299,7 @@ class Ledger:
         for name in _ARRAYS:
             old = getattr(self, name)
             if old.size <= last:
-                new = np.full(max(2 * old.size, last + 1), name == "deleted", np.int64)
+                new = np.zeros(max(2 * old.size, last + 1), np.int64)
                 new[: old.size] = old
                 setattr(self, name, new)
         for name, (default, held) in self.late.items():
@@ -407,7 +400,7 @@ class Ledger:
             self.keys[op.key] = self.last + 1, op.count
         self.retire_for(op)
         self._grow(int(ids[-1]))
-        self.origin[ids], self.deleted[ids] = ids, 0
+        self.origin[ids] = ids
         self._set_late(ids)
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
@@ -490,7 +483,6 @@ class Ledger:
         self.end_episodes()
         if self.ids.size:
             capacity = self.spec.capacity
-            self.deleted[self.ids] = 1
             self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
             self.retired = self.last
 

@@ -27,8 +27,6 @@ from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine import alter
-from expstore.storages.engine.archive import Archive
-from expstore.storages.engine.archive_before_evict import Archiver
 from expstore.storages.engine.checkpointer import Checkpointer, Pin
 from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.open_store import OpenStore
@@ -314,28 +312,6 @@ def break_key_syncs() -> None:
     write_key_file.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
 
 
-def break_archive_order() -> None:
-    """Archive rows only after their slots may be reused."""
-    write = Store.write
-
-    def late(self: Any, rows: Rows) -> None:
-        write(self, rows)
-        if self.engine.archive is not None:
-            self.engine.archive_left()
-
-    Archiver.copy_through = lambda self, through: None  # type: ignore[method-assign]
-    Store.write = late  # type: ignore[method-assign]
-
-
-def break_archive_syncs() -> None:
-    """Reuse slots before the archived rows are on the disk."""
-
-    def settle(self: Any) -> None:
-        self.settled = self.through
-
-    Archive.settle = settle  # type: ignore[method-assign]
-
-
 #: Fault -> function that injects it.
 BREAKS: dict[str, Callable[[], None]] = {
     "journal first": break_journal_first,
@@ -368,8 +344,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "keys before rows": break_key_order,
     "keys not cut": break_key_cuts,
     "keys without sync": break_key_syncs,
-    "archived after": break_archive_order,
-    "archive without sync": break_archive_syncs,
 }
 
 

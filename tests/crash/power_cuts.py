@@ -31,12 +31,11 @@ from expstore.core import tuning
 from expstore.storages.columns import column_set_writer
 from expstore.storages.engine import engine
 from tests.crash import ledger as facts
-from tests.crash.checks import check_archive, check_info, check_rows, check_versions
+from tests.crash.checks import check_info, check_rows, check_versions
 from tests.crash.children import (
     Look,
     Report,
     Wrong,
-    archive_of,
     ask_child,
     candidates,
     fit_constants,
@@ -89,8 +88,6 @@ POWER_SPECS = {
         ),
         Spec("keyed", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, keyed=True),
         Spec("keyed kept", 60, 20, frame=64, segment_bytes=4096, longest=20, dumped=True, keyed=True),
-        Spec("archived", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, archived=True),
-        Spec("archived long", 24, 40, frame=64, segment_bytes=4096, longest=60, lean=True, archived=True),
         Spec("late", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, late=True),
         Spec(
             "late kept", 24, 12, frame=64, segment_bytes=4096, longest=12, lean=True, dumped=True, late=True
@@ -189,8 +186,7 @@ def _record(job: Job, base: Path) -> Taken:
     write_tree(job.tree, base)
     if not job.free:
         engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
-    disk = RecordingDisk(*stores, serial=not job.free)
+    disk = RecordingDisk(base / "run.exp", serial=not job.free)
     taken = Taken(base, disk.events, None)
     try:
         _live(job, disk, taken)
@@ -250,9 +246,8 @@ def _make_sync(kept: Any, share: float) -> Callable[[], None]:
                 lock.locked()
                 for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.locks.episodes)
             )
-            held |= kept.engine.archive is not None and kept.engine.archive.archive.lock.locked()
             if not held and not kept.locks.sampled._is_owned():
-                thread = threading.Thread(target=lambda: (kept.sync(), kept.engine.archive_left()))
+                thread = threading.Thread(target=kept.sync)
                 thread.start()
                 thread.join()
 
@@ -417,7 +412,6 @@ def _follow(look: Look) -> int | str | None:
             for state in look.states:
                 try:
                     check_rows(rb, state.copy())
-                    check_archive(rb, state)
                     check_info(rb, state)
                 except Wrong as exc:
                     reasons.append(str(exc))

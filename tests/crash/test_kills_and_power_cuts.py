@@ -28,7 +28,6 @@ _KILLS_FIND = [
     "displaced without a record",
     "raw rows in memory",
     "keys in no record",
-    "archived after",
 ]
 _CUTS_FIND = [
     "slots reused before the mark",
@@ -42,7 +41,6 @@ _CUTS_FIND = [
     "lenders without sync",
     "keys not cut",
     "keys without sync",
-    "archive without sync",
 ]
 
 pytestmark = [pytest.mark.index, pytest.mark.timeout(600)]  # the first test waits for the whole run
@@ -67,7 +65,6 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "texts",
         "tokens",
         "keyed",
-        "archived",
     ]
     return harness([random, ["power", "--cuts", "180"]])
 
@@ -143,8 +140,7 @@ def test_kills_find(slow_reports: Reports, fault: str) -> None:
     of the previous row in its slot. notes without a record: annotations of an episode are in no record of the
     journal. adoptions without a record: the same for adoptions of episodes. displaced without a record: the
     same for a row that replaces another. raw rows in memory: rows of an incomplete packed chunk are in no
-    file. keys in no record: a repeated write is made again. archived after: evicted rows are archived after
-    their slots may be reused. mutants.py describes the others.
+    file. keys in no record: a repeated write is made again. mutants.py describes the others.
     """
     assert slow_reports[fault]["failures"]
 
@@ -157,7 +153,7 @@ def test_power_cuts_find(slow_reports: Reports, fault: str) -> None:
     slots reused before the mark: a slot is overwritten as soon as its row is no longer readable, with a
     capacity below the spare; flushed rows are lost if the newer ones are lost. keys not cut: keys of lost
     rows are kept, and answer with the ids of other rows. keys without sync: keys of rows that are not lost
-    are lost. archive without sync: slots are reused when the archive has their rows, but not on its disk.
-    mutants.py describes the others; tests/crash/test_protocol_model.py breaks many more rules in a model.
+    are lost. mutants.py describes the others; tests/crash/test_protocol_model.py breaks many more rules in a
+    model.
     """
     assert slow_reports[fault]["failures"]

@@ -238,7 +238,7 @@ def look(path: Path, mode: Any) -> dict[str, Any]:
                 "SELECT episode_id, source, length, live_rows, return, status, info FROM episodes ORDER BY 1"
             ).fetchall(),
             "sessions": sorted(map(str, storage.episodes.live_sessions())),
-            "settings": (manifest.retain, manifest.specs, manifest.ranking, manifest.archive),
+            "settings": (manifest.retain, manifest.specs, manifest.ranking),
         }
         if mode == "a":
             del found["sessions"]  # the session of a writer begins with its first row

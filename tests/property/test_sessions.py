@@ -715,40 +715,6 @@ def resume_and_kill(path: Path) -> None:
 # -- what sees records ---------------------------------------------------------------------------------
 
 
-def archived(path: Path) -> None:
-    """An episode of which all rows have left a ring ends, and continues, in its archive too."""
-
-    def leave(rb: TensorDictReplayBuffer, *expected: tuple[int, str]) -> None:
-        rb.flush()
-        rb.storage.engine.archive_left()
-        with expstore.open(path / "old.exp", mode="r") as old:
-            assert episodes(old) == list(expected)
-
-    options: dict[str, Any] = {"capacity": 10, "archive": path / "old.exp"}
-    with opened(path, **options) as rb:
-        rb.extend(rows(0, 20), source="robot")
-        rb.episodes.end("robot")
-        check(rb, (20, "cut"))
-        leave(rb, (10, "open"))  # its other rows are still in the ring
-        rb.extend(rows(0, 20), source="arm")
-        leave(rb, (20, "cut"), (10, "open"))
-    read(path, (20, "cut"), (20, "cut"))
-    with opened(path, **options) as rb:
-        rb.extend(rows(0, 10), source="other")
-        leave(rb, (20, "cut"), (20, "cut"))
-        assert rb.episodes.resume("arm", check=False).tolist() == [2]
-        check(rb, (20, "cut"), (20, "open"), (10, "open"))
-        rb.extend(rows(20, 20), source="arm")
-        check(rb, (20, "cut"), (40, "open"), (10, "open"))
-        leave(rb, (20, "cut"), (30, "open"), (10, "open"))
-        rb.episodes.end("other")
-        leave(rb, (20, "cut"), (30, "open"), (10, "cut"))
-        history = "SELECT _episode, count(*), min(_step), max(_step), count(DISTINCT _step) FROM history"
-        found = rb.sql(f"{history} GROUP BY 1 ORDER BY 1").fetchall()
-        assert found == [(1, 20, 0, 19, 20), (2, 40, 0, 39, 40), (3, 10, 0, 9, 10)]
-    read(path, (20, "cut"), (40, "cut"), (10, "cut"))
-
-
 def drawn_where(path: Path) -> None:
     """Conditions over episodes see their ends and adoptions, also of rows that were evaluated before."""
 
@@ -833,7 +799,6 @@ CASES: dict[str, Callable[[Path], None]] = {
     "session ended, then killed": end_session_and_kill,
     "emptied, then killed": empty_and_kill,
     "resumed, then killed": resume_and_kill,
-    "archive": archived,
     "where": drawn_where,
 }
 

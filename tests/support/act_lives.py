@@ -500,17 +500,6 @@ def retention(life: Life) -> None:
         life.close(rb)
 
 
-@_life
-def archive(life: Life) -> None:
-    with _sizes(SPARE_SLOTS=8):
-        rb = life.open(14, archive=life.folder / "old.exp")
-        for start in range(0, 35, 7):
-            _extend(life, rb, _rows(7, start))
-            life.step("tick")
-            rb.storage.engine.archive_left()
-        life.close(rb)
-
-
 # -- kinds of columns ------------------------------------------------------------------------------------
 
 

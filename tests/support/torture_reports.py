@@ -25,9 +25,7 @@ TEXT = 6000
 LABEL = re.compile(r"^[\w ]+, seed \d+[^:]*: ")
 #: Texts of failures about changed bytes, and about missing rows.
 TORN = re.compile(r"\bdiffers? |torn|half a change|has another sum|reads wrong")
-LOST = re.compile(
-    r"(version \d+: )?(window \(|len \d|write_count \d|\d+ rows in the (ring|archive),|the archive is)"
-)
+LOST = re.compile(r"(version \d+: )?(window \(|len \d|write_count \d)")
 #: Place of a failure during opening.
 OPENING = re.compile(r", in (open_store|open)\b")
 

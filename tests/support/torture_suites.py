@@ -142,8 +142,6 @@ GROUPS = {
     "unit/storages/columns/packed/test_capture.py::test_versions_are_restored_between_all_layouts": Group(
         "long", 8
     ),
-    "unit/storages/engine/test_archive.py::test_every_row_is_found_once": Group("long", 4),
-    "unit/storages/engine/test_archive.py::test_every_row_is_found_once_in_long_lives": Group("long", 4),
     "unit/storages/test_arrow.py::test_returned_rows_survive_without_close": Group("long", 20),
     "unit/storages/test_follower_files.py::test_a_hundred_loads_leave_no_file_open": Group("long", 3),
     "unit/storages/test_follower_files.py::test_a_thousand_openings_leave_no_file_open": Group("long", 3),

@@ -307,12 +307,9 @@ def test_a_store_inside_a_version_is_refused(store_path: Path) -> None:
         expstore.open(version.path / "x")
 
 
-def test_an_archive_and_versions_inside_another_store_are_refused(store_path: Path) -> None:
+def test_versions_inside_another_store_are_refused(store_path: Path) -> None:
     expstore.open(store_path).close()
     other = store_path.with_name("other.exp")
-    with pytest.raises(StateError, match=f"would lie inside the store {store_path}"):
-        expstore.open(other, capacity=4, archive=store_path / "old.exp")
-    assert os.listdir(store_path.parent) == ["run.exp"]
     with expstore.open(other) as rb:
         rb.extend(numbered_rows(4, key="a"))
         for folder in (store_path / "x", other / "x", other / "versions" / "x"):
@@ -455,9 +452,9 @@ def test_making_a_store_is_logged_once(store_path: Path, caplog: pytest.LogCaptu
 def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with expstore.open("~/run.exp", capacity=2, archive="~/old.exp") as rb:
+    with expstore.open("~/run.exp", capacity=2) as rb:
         rb.extend(numbered_rows(5, key="a"))
-    assert sorted(os.listdir(tmp_path)) == ["old.exp", "run.exp"]
+    assert os.listdir(tmp_path) == ["run.exp"]
 
 
 def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,8 +462,6 @@ def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for url in ("http://localhost:8420", "s3://bucket/run.exp"):
         with pytest.raises(StateError, match="is a URL, not a path on this machine"):
             expstore.open(url)
-        with pytest.raises(StateError, match="is a URL, not a path on this machine"):
-            expstore.open("run.exp", capacity=3, archive=url)
     assert os.listdir(tmp_path) == []
 
 
@@ -477,7 +472,6 @@ _WRONG: list[dict[str, Any]] = [
     {"batches": {"device": "no-such-device"}},
     {"schema": {"a": str}},
     {"schema": {"a": "float32"}, "episodes": {"traj": "b"}},
-    {"capacity": 3, "archive": "old.exp", "sampler": 3},
 ]
 
 

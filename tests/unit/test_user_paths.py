@@ -42,7 +42,6 @@ def _with_buffer(act: Callable[[Any], Any]) -> None:
 
 IN_PYTHON: dict[str, Callable[[Any], Any]] = {
     "open": lambda url: expstore.open(url),
-    "open, archive": lambda url: expstore.open("new.exp", capacity=3, archive=url),
     "ZarrStorage": lambda url: expstore.ZarrStorage(url),
     "ArrowStorage": lambda url: expstore.ArrowStorage(url, 10),
     "LazyMemmapStorage": lambda url: expstore.LazyMemmapStorage(10, scratch_dir=url),

@@ -65,7 +65,7 @@ export async function render(root, context) {
   const factForm = drawFacts(context, episode);
   if (episode.live_rows === 0) {
     root.append(emptyState("The rows of this episode have left the store.",
-      "Its facts stay. To keep the rows of such episodes, give the store an archive or a larger capacity."), factForm);
+      "Its facts stay. To keep the rows of such episodes, give the store a larger capacity."), factForm);
     return;
   }
   const asked = Number(query.get("step") ?? first);

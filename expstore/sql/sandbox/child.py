@@ -7,7 +7,6 @@ load torch.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import resource
 import signal
@@ -28,9 +27,7 @@ from expstore.sql.result import table_stream
 from expstore.sql.sandbox.confine import bound, bound_data, die_with_parent, restrict
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.sql.sync import Catalog
-from expstore.storages.engine.archive import archive_path
 from expstore.storages.follower import FollowerStorage, Origin
-from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import LOG
 
 __all__ = ["main"]
@@ -76,20 +73,12 @@ def main(told: Mapping[str, Any]) -> None:
     path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
     code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
-    places = [path, *_find_archive(path), *_SYSTEM, *code]
+    places = [path, *_SYSTEM, *code]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
     # Not in the main thread: there the index would run each query in a second thread, to allow Ctrl-C.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
     thread.start()
     thread.join()
-
-
-def _find_archive(path: Path) -> list[Path]:
-    """Return the folders with the store's archived rows."""
-    with contextlib.suppress(ExpStoreError):  # opening the store reports what is wrong with it
-        noted = Manifest.load(Disk(), path).archive
-        return [archive_path(path, noted)] if noted else []
-    return []
 
 
 def _serve(path: Path, memory: int, confined: str) -> None:

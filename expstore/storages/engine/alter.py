@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expstore.core.values import Array, IntArray, Key, cut_run, key_name
+from expstore.core.values import Array, IntArray, Key, cut_run
 from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
 from expstore.schema.schema import Field, Schema
@@ -64,12 +64,10 @@ class StoredFields:
 
         Raises:
             SchemaError: Rows cannot have such a field.
-            StateError: The store is closed or cannot be written, its content was replaced meanwhile, or it
-                has an archive, whose rows would lack the field.
+            StateError: The store is closed or cannot be written, or its content was replaced meanwhile.
             StorageError: The disk failed; nothing was changed.
         """
         store, health = self._store, self._engine.health
-        self._refuse_archive(new_field.entry.key)
         with self._engine.reshaping.act(), self._clean_up_on_error():
             with store.lock:
                 store.writer()
@@ -113,12 +111,10 @@ class StoredFields:
 
         Raises:
             SchemaError: There is no such field, or rows cannot be without it.
-            StateError: The store is closed or cannot be written; its rows are ranked by the field; or it has
-                an archive, whose rows have the field.
+            StateError: The store is closed or cannot be written, or its rows are ranked by the field.
             StorageError: The disk failed; the store must be opened again.
         """
         store, engine = self._store, self._engine
-        self._refuse_archive(key)
         with engine.reshaping.act(), self._clean_up_on_error(), store.lock:
             store.writer()
             check_going(store, key)
@@ -132,14 +128,6 @@ class StoredFields:
                 begin_late(engine.disk, engine.path, plan, sums.rearrange(summed))
                 self._commit(plan, schema, specs, kept)
                 group.close_dropped(kept)
-
-    def _refuse_archive(self, key: Key) -> None:
-        if self._engine.archive is not None:
-            raise StateError(
-                f"cannot add or drop field {key_name(key)!r}: {self._engine.path} has an archive, whose "
-                "rows would have other fields",
-                hint="open the store with archive=False first",
-            )
 
     def _columns(self) -> WritableColumns:
         return self._engine.rows.require_columns()

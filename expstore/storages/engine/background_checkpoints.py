@@ -31,8 +31,8 @@ class Settled(Protocol):
     def tend(self) -> None:
         """Write a heartbeat, changed priorities, and rows that the columns lack."""
 
-    def settle(self) -> None:
-        """Run a checkpoint, and copy rows that have left the ring to the archive."""
+    def checkpoint(self) -> None:
+        """Sync everything that was committed."""
 
 
 class Keeper:
@@ -96,7 +96,7 @@ class Keeper:
                 self._act(lambda engine: engine.tend())
             self._hurry.clear()
             if not self._stopped:
-                self._act(lambda engine: engine.settle())
+                self._act(lambda engine: engine.checkpoint())
 
     def _act(self, act: Callable[[Settled], None]) -> None:
         owner, engine = self._owner(), self._engine()

@@ -1,7 +1,7 @@
 """The parts of a store that is open for writing, and their joint operations: records, checkpoints, closing.
 
 `expstore.storages.engine.store` defines in which order rows become readable; the services around it (updates,
-fields, deletion, archive, restore) also get an `Engine`. The engine does not inspect values.
+fields, deletion, restore) also get an `Engine`. The engine does not inspect values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
@@ -37,9 +36,6 @@ from expstore.storages.locks import Locks
 from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.stats import Counters
 
-if TYPE_CHECKING:
-    from expstore.storages.engine.archive_before_evict import Archiver
-
 __all__ = ["Engine"]
 
 
@@ -52,8 +48,8 @@ class Engine:
     prevents checkpoints from covering the record.
 
     Threads: the thread that holds the storage's lock appends records and saves the manifest; the background
-    thread calls `tend` and `settle` at any time. Crashes: every appended record survives the process, and a
-    power failure after the next checkpoint; with `durable` at once.
+    thread calls `tend` and `checkpoint` at any time. Crashes: every appended record survives the process, and
+    a power failure after the next checkpoint; with `durable` at once.
 
     Args:
         path: The store's folder.
@@ -118,8 +114,6 @@ class Engine:
         self.background = Keeper(self)
         #: Lets one field be added or dropped at a time.
         self.reshaping = Reshaping(locks.order)
-        #: Copies rows that leave the ring to the archive; None: there is no archive.
-        self.archive: Archiver | None = None
         self.closed = False
         self.manifest, self.geometry = manifest, manifest.geometry
 
@@ -180,11 +174,6 @@ class Engine:
         """The fields that mark trajectories, ends and rewards."""
         return self.manifest.find_keys(self.require_schema())
 
-    @property
-    def given_up(self) -> int:
-        """The newest id that was removed other than by age."""
-        return self.rows.retired
-
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Array]:
         """Copy rows out of the columns, the memtable and the replaced rows.
 
@@ -205,10 +194,6 @@ class Engine:
         """View columns over a run of ids; see `ReadView.views`."""
         self.drain()
         return self.rows.views(places, first_id, count)
-
-    def use_archive(self, archive: Archiver | None) -> None:
-        """Copy rows that leave the ring to an archive from now on; None: do not archive rows."""
-        self.archive = archive
 
     @property
     def is_sound(self) -> bool:
@@ -424,16 +409,6 @@ class Engine:
         self.shared.beat()
         self.write_values()
 
-    def settle(self) -> None:
-        """Run a checkpoint, and copy rows that have left the ring to the archive."""
-        self.checkpoint()
-        self.archive_left()
-
-    def archive_left(self) -> None:
-        """Copy the rows that have left the ring and that a checkpoint covers to the archive, if any."""
-        if self.archive is not None:
-            self.archive.copy_left()
-
     # -- closing ---------------------------------------------------------------------------------------
 
     def finish(self) -> int:
@@ -458,8 +433,6 @@ class Engine:
         self.pool.refuse()
         if self.rows.columns is not None:
             self.rows.columns.do_without_threads()
-        if self.archive is not None:
-            self.archive.do_without_threads()
 
     def leave(self, closed: int) -> None:
         """Show other processes that the writer has stopped.
@@ -473,16 +446,10 @@ class Engine:
     def close(self) -> None:
         """Close all files that were opened, and release the writer's lock."""
         self.closed = True
-        try:
-            if self.archive is not None:
-                self.archive.close()
-        finally:
-            with self.locks.sampled:  # no descriptor may be reused for another file while counts are written
-                if "rows" in vars(self):
-                    self.rows.close()
-                self.shared.close()
-            self.lock_file.release()
-            with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool
-                self.pool.shutdown()
-            if self.archive is not None:
-                self.archive.forget()
+        with self.locks.sampled:  # no descriptor may be reused for another file while counts are written
+            if "rows" in vars(self):
+                self.rows.close()
+            self.shared.close()
+        self.lock_file.release()
+        with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool
+            self.pool.shutdown()

@@ -30,7 +30,7 @@ from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD, REWARD_REDUCTIO
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs, same_specs
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
-from expstore.storages.format.manifest import MANIFEST, Manifest, check_outside
+from expstore.storages.format.manifest import MANIFEST, Manifest, check_outside, refuse_archive
 from expstore.storages.format.paths import REPAIR, VERSION
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.snapshots.catalog import OWN_FOLDER
@@ -64,9 +64,8 @@ class Settings:
     """Options of `expstore.open`; None: as stored, or the default for a new store.
 
     `mode`, `durability`, `min_free_bytes` and `on_sigterm` apply to this handle only and are not stored.
-    `archive` is written to expstore.json by the storage once the archive exists. `new_layout` has the
-    defaults of `layout` for a new store. `lock` is the writer's lock if the caller already holds it: the
-    storage takes it over, and releases it when it closes or cannot be opened.
+    `new_layout` has the defaults of `layout` for a new store. `lock` is the writer's lock if the
+    caller already holds it: the storage takes it over, and releases it when it closes or cannot be opened.
     """
 
     mode: Mode = "a"
@@ -89,17 +88,11 @@ class Settings:
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
     retain: Retain | None = None
-    archive: str | Path | Literal[False] | None = None
     lock: WriterLock | None = None
 
-    def with_retention(
-        self,
-        retain: Retain | Mapping[str, Any] | None,
-        archive: str | Path | Literal[False] | None = None,
-    ) -> Settings:
-        """Return a copy with this retention policy and this archive; None keeps the current value."""
-        policy = self.retain if retain is None else Retain.of(retain)
-        return dataclasses.replace(self, retain=policy, archive=self.archive if archive is None else archive)
+    def with_retention(self, retain: Retain | Mapping[str, Any] | None) -> Settings:
+        """Return a copy with this retention policy; None keeps the current value."""
+        return self if retain is None else dataclasses.replace(self, retain=Retain.of(retain))
 
 
 def enter(
@@ -142,9 +135,10 @@ def enter(
     if exists and settings.mode == "x":
         raise _exists(path)
     new = not exists or settings.mode == "w"
+    if not new:
+        refuse_archive(disk, path)
     if new:
         _new_layout(settings)  # raises before any file is created or moved
-    _check_archive(disk, path, capacity, settings.archive or None, new=new)
     if exists and new:
         _move_old_store(disk, path)
     disk.make_dir(path)
@@ -171,30 +165,6 @@ def enter(
         lock.release()
         raise
     return lock, manifest
-
-
-def _check_archive(
-    disk: Disk, path: Path, capacity: int | None, archive: str | Path | None, *, new: bool
-) -> None:
-    """Raise an error if this store cannot have this archive."""
-    if not archive:
-        return
-    place, own = Path(archive).resolve(), path.resolve()
-    if place == own or own in place.parents or place in own.parents:
-        raise StateError(
-            f"one of {place} and {own} is inside the other", hint="pass archive= a path outside the store"
-        )
-    if new and capacity is None:
-        raise ArgumentError("archive= requires a capacity: without one, no row leaves the store")
-    is_store = disk.exists(place / MANIFEST)
-    if not is_store:
-        check_outside(disk, place)
-    if new and is_store:
-        raise StateError(
-            f"{place} is an existing store, which cannot be the archive of a new one",
-            kind="mismatch",
-            hint="pass archive= a path that does not exist yet",
-        )
 
 
 def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | None) -> Manifest:
@@ -254,9 +224,6 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
             raise ArgumentError(
                 "capacity and retain exclude each other: a store with a capacity keeps the newest rows"
             )
-    given: object = settings.archive
-    if not (given is None or given is False or isinstance(given, Path) or (isinstance(given, str) and given)):
-        raise ArgumentError(f"archive must be the path of a store, or False, got {given!r}")
     if settings.seed is not None:
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":

@@ -73,8 +73,7 @@ class RowAppender:
         """Return whether rows can be appended in this way.
 
         They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory
-        ids or are too long for the memtable, if each call is synced, if there is an archive, or if the best
-        rows are kept.
+        ids or are too long for the memtable, if each call is synced, or if the best rows are kept.
         """
         keys, engine = store.keys, store.engine
         roles = keys.terminated, keys.truncated, keys.done, keys.reward, keys.trajectory
@@ -86,7 +85,6 @@ class RowAppender:
             and keys.start is keys.mask is None
             and (keys.trajectory is None or rows == 1)
             and not engine.durable
-            and engine.archive is None
             and store.geometry.lanes == 1
             and store.ranking is None
             and rows <= tuning.MEMTABLE_BATCH_ROWS

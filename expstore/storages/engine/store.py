@@ -40,7 +40,6 @@ from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.description import Description
 from expstore.storages.engine.alter import StoredFields
-from expstore.storages.engine.archive_before_evict import Archiver
 from expstore.storages.engine.delete import Deletion
 from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.open_settings import Settings, enter
@@ -136,7 +135,6 @@ class Store(Storage):
             min_free_bytes=settings.min_free_bytes,
         )
         self._updates = Updates(self.engine, self.changes)
-        self._archive_settings = settings.archive, segment_bytes
         self._segment_bytes = segment_bytes or (
             SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
         )
@@ -160,44 +158,31 @@ class Store(Storage):
     def _open(self, *, first: bool) -> None:
         """Open the files as they are now and switch to them; on failure, the former files stay open."""
         former, engine = self._state, self.engine
-        if engine.archive is None:
-            asked, segment_bytes = self._archive_settings
-            found = Archiver.open(engine, asked, open_storage=_open_archive, segment_bytes=segment_bytes)
-            engine.use_archive(found)
-        archive = engine.archive
-        # A thread that copies rows to the archive reads them in these columns, or in the next ones.
-        with archive.archive.lock if archive is not None else contextlib.nullcontext():
-            opened = Opening(
-                engine.disk,
-                engine.path,
-                engine.manifest,
-                shared=engine.shared,
-                order=self.locks.order,
-                pool=engine.pool,
-                segment_bytes=self._segment_bytes,
-                counts=self._counting,
-                may_tidy=engine.may_tidy(),
-                counted=engine.background.note,
-                former=former,
-                first=first,
-            ).run()
-            try:
-                if archive is not None:
-                    archive.check_opened(opened)
-            except BaseException:
-                opened.store.close()
-                raise
-            description = Description.of(opened.manifest)
-            with self._note_field_change(description.schema):
-                engine.adopt(opened.store, opened.manifest)
-                self._adopt(opened.store)
-                self._describe(description)
-            if opened.first:
-                self.counters.recovered = opened.recovered
-            else:
-                self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
-            self.epochs.note_content()
-            former.close()
+        opened = Opening(
+            engine.disk,
+            engine.path,
+            engine.manifest,
+            shared=engine.shared,
+            order=self.locks.order,
+            pool=engine.pool,
+            segment_bytes=self._segment_bytes,
+            counts=self._counting,
+            may_tidy=engine.may_tidy(),
+            counted=engine.background.note,
+            former=former,
+            first=first,
+        ).run()
+        description = Description.of(opened.manifest)
+        with self._note_field_change(description.schema):
+            engine.adopt(opened.store, opened.manifest)
+            self._adopt(opened.store)
+            self._describe(description)
+        if opened.first:
+            self.counters.recovered = opened.recovered
+        else:
+            self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
+        self.epochs.note_content()
+        former.close()
 
     @contextlib.contextmanager
     def _note_field_change(self, schema: Schema | None) -> Iterator[None]:
@@ -252,18 +237,13 @@ class Store(Storage):
             reopen=self._reopen,
         )
 
-    def open_archive(self) -> Storage | None:
-        """Return the storage with the rows evicted from this one; None: there is no archive."""
-        archive = self.engine.archive
-        return None if archive is None else archive.storage
-
     # -- extend ------------------------------------------------------------------------------------
 
     def write(self, rows: Rows) -> None:
         """Append rows: all of them become readable, or none.
 
         Raises:
-            StateError: The store is closed, not open for writing, or has failed; or its archive has.
+            StateError: The store is closed, not open for writing, or has failed.
             StorageError: The disk failed, or would have less than `min_free_bytes`; no row becomes readable.
         """
         engine, ring = self.engine, self.geometry
@@ -272,9 +252,6 @@ class Store(Storage):
             ring.check_steps(rows.first_id, rows.count)
         if self.row_traits.variable:
             self._make_room_for_variable(rows)
-        if engine.archive is not None and ring.capacity is not None and rows.count > ring.capacity:
-            self._write_past_ring(rows, engine.archive, rows.count - ring.capacity)
-            return
         self._admit(rows)
         try:
             self._append(rows)
@@ -282,22 +259,6 @@ class Store(Storage):
             engine.health.note_interruption()
             raise
         self.counters.extends += 1
-
-    def _write_past_ring(self, rows: Rows, archive: Archiver, skipped: int) -> None:
-        """Append a batch longer than the ring; the rows that never get a slot are archived first."""
-        engine = self.engine
-        self._check_space(rows.count)
-        self.sync()
-        with engine.health.noting:  # rows may have been archived too early: an opening removes them
-            archive.copy_early(rows, skipped)
-            self._admit(rows)
-            self._append(rows)
-            self.counters.extends += 1
-            if engine.is_behind:
-                # Otherwise a power failure could take the batch back after the archive has forgotten that the
-                # rows came early.
-                self.sync()
-            archive.meet()
 
     def _append(self, rows: Rows) -> None:
         """Append rows, for which there is room. This is the crash rule.
@@ -375,7 +336,7 @@ class Store(Storage):
         )
 
     def _admit(self, rows: Rows) -> None:
-        """Wait until rows may be written: snapshots and the archive then have the rows to be overwritten.
+        """Wait until rows may be written: a snapshot then has the rows to be overwritten.
 
         Raises:
             StorageError: The disk is too full, or failed; nothing was written.
@@ -389,16 +350,18 @@ class Store(Storage):
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight, and rows that no checkpoint covers, fit into the spare slots.
 
-        If there is an archive, the rows to be overwritten are then also synced to its disk.
+        A batch longer than the spare slots evicts the rows that it overwrites.
         """
         engine, ring = self.engine, self.geometry
-        last, archive = self._state.window.last, None if self.schema is None else engine.archive
+        last = self._state.window.last
         if last + count > engine.space.last_id:
             self._check_space(count)
         if count > ring.spare:
             self.sync()
             if ring.depth is not None:
-                self._retire_overwritten(min(last, last + count - ring.depth), archive)
+                through = min(last, last + count - ring.depth)
+                if through > self._state.window.low:
+                    self._retire(through)
         else:
             free = ring.spare - (last - engine.checkpointer.covered)
             if 2 * (free - count) < ring.spare:
@@ -407,19 +370,6 @@ class Store(Storage):
                 started = time.monotonic()
                 engine.checkpoint(lambda: self._has_spare(count))
                 self.counters.note_wait(started)
-        if archive is not None and ring.depth is not None:
-            archive.copy_through(last + count - ring.depth)
-
-    def _retire_overwritten(self, through: int, archive: Archiver | None) -> None:
-        """Evict the rows up to `through`, which a batch longer than the spare slots overwrites."""
-        if archive is None:
-            if through > self._state.window.low:
-                self._retire(through)
-            return
-        with self.engine.health.noting:  # rows may be archived too early: an opening removes them
-            archive.copy_through(through)
-            if through > self._state.window.low:
-                self._retire(through)
 
     def _has_spare(self, count: int) -> bool:
         """Return whether `count` rows, and the rows that no checkpoint covers, fit into the spare slots."""
@@ -475,12 +425,9 @@ class Store(Storage):
 
         Raises:
             SchemaError: The fields do not match the specs, or this storage cannot store one of them.
-            StateError: The archive has other fields.
             StorageError: The disk failed; nothing was changed.
         """
         engine = self.engine
-        if engine.archive is not None:
-            engine.archive.check_fields(schema)
         self.writer()
         refuse_objects(schema)
         engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
@@ -594,9 +541,6 @@ class Store(Storage):
 
     def _forget(self, last: int) -> None:
         engine, state = self.engine, self._state
-        if engine.archive is not None and self.schema is not None:
-            self.sync()
-            engine.archive.copy_through(state.window.low)  # rows removed before are not deleted again
         self.sync()
         with self.locks.episodes:
             sequence = engine.append_record(Kind.DELETE, b'{"last": %d}' % last)
@@ -779,8 +723,6 @@ class Store(Storage):
         closed, engine = 0, self.engine
         with self.lock:
             engine.background.stop()
-            if engine.archive is not None:
-                engine.archive.copy_at_close()
             try:
                 if self.can_write:
                     end_sessions(self, [self.episodes.session])
@@ -827,7 +769,6 @@ class Store(Storage):
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, unsynced rows, the state of the disk, and compression ratios."""
         engine, counters, columns = self.engine, self.counters, self._state.columns
-        archive = {} if engine.archive is None else engine.archive.stats()
         return {
             "path": str(self.path),
             "durability": "sync" if engine.durable else "process",
@@ -840,17 +781,9 @@ class Store(Storage):
             "poisoned": None if engine.health.failure is None else str(engine.health.failure),
             "recovered": counters.recovered,
             "packed": {} if columns is None else columns.compression_ratios(),
-        } | archive
+        }
 
 
 def forget_silently(store: Store) -> None:
     """Give no warning if a store is garbage-collected without having been closed: something else drops it."""
     store._warns_if_forgotten = False
-
-
-def _open_archive(path: Path, **options: Any) -> Store:
-    """Open the archive of a store. The store closes it; nothing is done if the program ends without that."""
-    archive = Store(path, **options)
-    forget_silently(archive)
-    unregister(archive)
-    return archive

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.description import Description
-from expstore.storages.engine.archive_before_evict import no_ranking
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.row_settings import RowSettings
 
@@ -66,8 +65,6 @@ class StoreSettings(RowSettings):
                 "this store has packed fields, whose rows cannot be replaced by better ones",
                 hint="create a store with layout='flat', or use a writer that keeps the newest rows",
             )
-        if store.engine.archive is not None:
-            raise no_ranking(store.path)
 
 
 def _no_ranking_of(schema: Schema) -> SchemaError:

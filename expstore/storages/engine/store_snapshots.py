@@ -71,17 +71,13 @@ class StoreSnapshots(ContentAccess):
     def adopt(self, content: ContentLike) -> None:
         """Replace the content.
 
-        Rows of the store that were not archived yet are not archived; rows that had left it before are.
-
         Raises:
-            StateError: The new rows could not be archived later; or the store is closed or cannot be written.
+            StateError: The store is closed or cannot be written.
             StorageError: The disk failed or is full; the store has its former content.
         """
-        store, archive = self._storage, self._engine.archive
-        if archive is not None:
-            archive.check_content(content.manifest)
+        store = self._storage
         with store.lock:
-            self._finish_writes(keeps=store.capacity)
+            self._finish_writes()
             columns = store.state.columns
             # Other processes may read by former slots, so the new columns must have at least as many.
             self._replace(Arrival.of(content, store), ready=0 if columns is None else columns.ready)
@@ -103,17 +99,13 @@ class StoreSnapshots(ContentAccess):
         """
         store = self._storage
         with store.lock:
-            self._finish_writes(keeps=capacity)
+            self._finish_writes()
             columns, entries = store.state.columns, self.block_sums()
             sums = None if columns is None or entries is None else BlockCheck(columns, entries)
             self._replace(read_resized(store, capacity, sums, progress), ready=0)
 
-    def _finish_writes(self, *, keeps: int | None) -> None:
-        """Write all rows to the columns, and copy those that will be removed to the archive.
-
-        Args:
-            keeps: The most rows that remain; None: all.
-        """
+    def _finish_writes(self) -> None:
+        """Write all rows to the columns."""
         store, engine = self._storage, self._engine
         store.writer()
         store.snapshot_pin.wait()
@@ -121,8 +113,6 @@ class StoreSnapshots(ContentAccess):
         engine.write_values()
         if store.state.write_keys.waiting:
             store.sync()  # the new content has another journal
-        if engine.archive is not None:
-            engine.archive.copy_all_but(keeps)
 
     def _replace(self, arrival: Arrival, *, ready: int) -> None:
         """Build the new content in a separate folder, then rename the folder.

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -47,6 +48,7 @@ __all__ = [
     "check_target",
     "format_of",
     "pack_ids",
+    "refuse_archive",
     "store_around",
     "unpack_ids",
 ]
@@ -108,8 +110,6 @@ class Manifest:
         compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: not compressed.
         retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
-        archive: Path of the archive for rows that leave the ring, relative to the store's folder; "": no
-            archive.
     """
 
     uuid: str
@@ -138,7 +138,6 @@ class Manifest:
     compression: str | None = None
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
-    archive: str = ""
 
     @property
     def geometry(self) -> RingGeometry:
@@ -258,6 +257,23 @@ def format_of(disk: Disk, folder: Path) -> int:
     return _parse(disk.read_whole(path), str(path))[0]
 
 
+def refuse_archive(disk: Disk, folder: Path) -> None:
+    """Refuse to write to a ring that has an archive: earlier versions copied the rows that left it there.
+
+    Raises:
+        MigrationError: The ring has an archive. The message says how to join both in one store.
+    """
+    path = folder / MANIFEST
+    archive = _parse(disk.read_whole(path), str(path))[1].get("archive")
+    if archive:
+        place = os.path.normpath(folder.resolve() / archive)
+        raise MigrationError(
+            f"{folder} has an archive, {place}, to which this version would not copy the rows that leave",
+            hint=f"join both in a store that grows: `expstore drop-column {place} archived.id`, then "
+            f"`expstore merge {place} {folder} --out NEW`",
+        )
+
+
 def _parse(packed: bytes, name: str) -> tuple[int, dict[str, Any]]:
     """Return the format of a manifest and its JSON, without format and checksum."""
     with parsing(name):
@@ -277,6 +293,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
     The checksum says that the text was not changed by accident, not that the values make sense: this is the
     only place that checks their types and ranges.
     """
+    data.pop("archive", None)  # `refuse_archive` looks at it
     for name, is_valid in _CHECKS.items():
         if not is_valid(data[name]):
             raise ValueError(f"{_KEYS.get(name, name)!r} is {str(data[name])[:80]!r}")
@@ -345,7 +362,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
     "specs": lambda value: value is None or isinstance(value, dict),
     "compression": lambda value: value in (None, "narrow", "lz4", "zstd"),
-    "archive": lambda value: isinstance(value, str) and "\0" not in value,
 }
 
 

@@ -477,7 +477,7 @@ class _Copy:
 def _describe(build: _Build, state: Frozen) -> None:
     """Write the files of a closed store other than its columns."""
     manifest, disk = state.manifest, build.disk
-    build.put(MANIFEST, manifest.replace(archive="").pack())  # snapshots have no archive
+    build.put(MANIFEST, manifest.pack())
     build.put(LOG, state.log)
     folder = build.folder / JOURNAL
     build.make_folder(folder)

@@ -60,7 +60,7 @@ _OLD = "old"
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
-    *("archive", "retain"),
+    "retain",
 )
 #: Upper bound of the id shift that keeps slot positions (avoids int64 overflow).
 _FURTHEST = 1 << 50

@@ -501,8 +501,8 @@ def agents(*ends: str) -> TensorDict:
     return TensorDict({"number": torch.arange(2), "next": TensorDict({"agents": after}, [2])}, [2])
 
 
-def test_without_a_reward_the_return_is_null(store_path: Path, tmp_path: Path) -> None:
-    with expstore.open(store_path, capacity=4, archive=tmp_path / "old.exp") as rb:
+def test_without_a_reward_the_return_is_null(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=4) as rb:
         rb.extend(agents(), source="a")
         assert rb.episodes().df()["return"].isna().tolist() == [True]
         assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,)]

@@ -208,32 +208,6 @@ def test_a_file_comes_back_with_its_holes(size: int, tmp_path: Path, storage: Wa
     assert (tmp_path / "b").read_bytes() == data
 
 
-def test_an_archive_is_pushed_while_its_ring_is_open(tmp_path: Path, storage: WatchedStorage) -> None:
-    settings: dict[str, Any] = {"capacity": 20, "archive": tmp_path / "old.exp"}
-    with expstore.open(tmp_path / "ring.exp", **settings) as rb:
-        rb.extend(episode_rows(200, length=10))
-        rb.flush()
-        first = cold.push(rb, storage, archive=True)
-        rb.extend(episode_rows(100, start=200, length=10))
-        rb.flush()
-        second = cold.push(rb, storage, archive=True)
-        assert 0 < first.rows < second.rows
-        with pytest.raises(StateError, match="has versions of another store"):
-            cold.push(rb, storage)
-        assert rb.sql("SELECT count(*) FROM history").fetchall() == [(300,)]
-    cold.pull(storage, tmp_path / "new.exp")
-    with expstore.open(tmp_path / "new.exp", mode="r") as reader:
-        assert reader[:]["archived", "id"].tolist() == list(range(1, second.rows + 1))
-    with expstore.open(tmp_path / "ring.exp") as rb:
-        rb.extend(episode_rows(100, start=300, length=10))
-        assert rb.sql("SELECT count(*) FROM history").fetchall() == [(400,)]
-    assert cold.push(tmp_path / "old.exp", storage).rows > second.rows
-    with pytest.raises(ArgumentError, match="push the path of the archive"):
-        cold.push(tmp_path / "ring.exp", storage, archive=True)
-    with expstore.open(tmp_path / "plain.exp") as rb, pytest.raises(StateError, match="has no archive"):
-        cold.push(rb, storage, archive=True)
-
-
 # -- what is refused ---------------------------------------------------------------------------------
 
 

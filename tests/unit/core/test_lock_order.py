@@ -77,8 +77,8 @@ class TestChecked:
         assert taken == [True]
 
     def test_another_storages_locks_have_an_order_of_their_own(self) -> None:
-        (archive,), (storage,) = make("archive"), make("storage")
-        with archive, storage:
+        (priorities,), (storage,) = make("priorities"), make("storage")
+        with priorities, storage:
             pass
 
     def test_a_condition_of_such_a_lock_waits_and_is_notified(self) -> None:

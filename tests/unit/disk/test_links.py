@@ -128,12 +128,10 @@ def test_the_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_versions_and_archives_may_be_reached_through_links(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "big").mkdir()
-    for name in ("versions", "old.exp"):
-        (tmp_path / "big" / name).mkdir()
-        (tmp_path / name).symlink_to(tmp_path / "big" / name)
-    with expstore.open(run, archive=tmp_path / "old.exp") as rb:
+def test_versions_may_be_reached_through_a_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "big" / "versions").mkdir(parents=True)
+    (tmp_path / "versions").symlink_to(tmp_path / "big" / "versions")
+    with expstore.open(run) as rb:
         rb.dumps(tmp_path / "versions")
         rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
         rb.dumps(tmp_path / "versions")

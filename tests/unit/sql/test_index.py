@@ -662,7 +662,6 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         ("SELECT 'x'::INT", "Conversion Error: Could not convert string 'x' to INT32", ""),
         ("FROM transition", "there is no relation 'transition'", "did you mean transitions?"),
         ("FROM sailors", "there is no relation 'sailors'", "the relations are commits, episodes,"),
-        ("FROM history", "there is no relation 'history'", "only a store with an archive has it"),
         (
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",

@@ -45,15 +45,3 @@ def test_a_batch_longer_than_the_capacity_warns_once(
         assert rb[:]["x"].sort().values.tolist() == list(range(2, 12))
     (text,) = _long_batches(caplog)
     assert "a batch of 12 rows was written to a store with capacity=10: its first 2 rows are lost" in text
-
-
-def test_a_long_batch_that_is_archived_does_not_warn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    archive = tmp_path / "archive.exp"
-    with (
-        caplog.at_level("WARNING", "expstore"),
-        expstore.open(tmp_path / "a.exp", capacity=10, archive=archive) as rb,
-    ):
-        rb.extend(TensorDict({"x": torch.arange(12)}, [12]))
-    assert not _long_batches(caplog)

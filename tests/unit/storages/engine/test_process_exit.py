@@ -101,7 +101,7 @@ def test_one_in_a_cycle_closes_when_it_is_collected(store_path: Path, make_batch
     expstore.open(store_path).close()
 
 
-@pytest.mark.parametrize("options", ["", ", layout='packed'", ", layout='arrow'", ", archive=path + '.old'"])
+@pytest.mark.parametrize("options", ["", ", layout='packed'", ", layout='arrow'"])
 def test_one_is_collected_while_another_pool_takes_a_job(store_path: Path, options: str) -> None:
     """The collector runs at any allocation: also where the thread holds what all pools share."""
     code, out, err = run(

@@ -255,7 +255,6 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
     "settings",
     [
         {"durability": "sync"},
-        {"archive": "archive.exp"},
         {"episodes": {"traj": "action"}},
         {"episodes": {"reward_reduce": "mean"}},
     ],
@@ -264,8 +263,6 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
 def test_rows_that_need_more_work_take_the_slow_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    if "archive" in settings:
-        settings = {"archive": tmp_path / settings["archive"]}
     found = taken(monkeypatch)
     with opened(tmp_path / "a.exp", **settings) as rb, rb.record("env-0") as episode:
         for number in range(4):

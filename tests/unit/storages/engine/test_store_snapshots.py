@@ -29,12 +29,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waiting: bool = False) -> None:
         self.acts: list[str] = []
         note = self.acts.append
-        archive = SimpleNamespace(
-            check_content=lambda manifest: note("check the archive"),
-            copy_all_but=lambda keeps: note(f"archive all but {keeps}"),
-        )
         self.engine = SimpleNamespace(
-            archive=archive, path=Path("run.exp"), disk=None, write_values=lambda: note("write values"),
+            path=Path("run.exp"), disk=None, write_values=lambda: note("write values"),
             block_sums=lambda: None,
         )  # fmt: skip
         state = SimpleNamespace(
@@ -80,8 +76,7 @@ REPLACED = ["stop readers", "commit", "open", "note priorities"]
 def test_a_content_is_built_before_the_former_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.snapshots.adopt(Content())  # type: ignore[arg-type]
-    built = ["archive all but 10", "build arrival of rows after 7 with 40"]
-    assert world.acts == ["check the archive", *PREPARED, *built, *REPLACED]
+    assert world.acts == [*PREPARED, "build arrival of rows after 7 with 40", *REPLACED]
     assert world.counters.recovered == 3  # a restore is no recovery
 
 
@@ -90,8 +85,7 @@ def test_a_change_of_capacity(monkeypatch: pytest.MonkeyPatch, capacity: int | N
     world = World(monkeypatch, waiting=waiting)
     world.snapshots.resize(capacity)
     sync = ["sync"] if waiting else []  # keys that only the journal has
-    built = [f"archive all but {capacity}", f"build to {capacity} after 7 with 0"]
-    assert world.acts == [*PREPARED, *sync, *built, *REPLACED]
+    assert world.acts == [*PREPARED, *sync, f"build to {capacity} after 7 with 0", *REPLACED]
 
 
 def test_a_content_that_cannot_be_built_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +93,4 @@ def test_a_content_that_cannot_be_built_changes_nothing(monkeypatch: pytest.Monk
     world.fails = True
     with pytest.raises(StorageError):
         world.snapshots.resize(5)
-    assert world.acts == [*PREPARED, "archive all but 5"]
+    assert world.acts == PREPARED

@@ -47,7 +47,6 @@ FULL = Manifest(
     compression="zstd",
     retain={"bytes": 10},
     keyed=True,
-    archive="../old.exp",
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
@@ -158,7 +157,6 @@ FORGED: list[tuple[str, object]] = [
     ("dims", [0]),
     ("dims", [1 << 40, 1 << 40]),
     ("meta", []),
-    ("archive", "a\0b"),
     ("layout", {"fields": {"a": 5}}),
     ("layout", {"layout": "packed", "more": 1}),
     ("schema", {"fields": [{"key": "a", "dtype": "int8", "shape": [1 << 62, 8]}], "form": ""}),
