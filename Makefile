@@ -54,7 +54,7 @@ coverage: .venv .venv/.loops  ## run the tests and say which lines none of them 
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=95
 
-torture: .venv  ## kill it ten thousand times (three hours on two cores; goes on where it was stopped)
+torture: .venv .venv/.loops  ## kill it ten thousand times (three hours on two cores; goes on where it was stopped)
 	$(BIN)/python -m tests.support.torture
 
 soak: .venv  ## an hour of steady work: a server's memory, descriptors and threads stay as they are

@@ -36,7 +36,7 @@ from expstore.writers.writers import RoundRobinWriter  # noqa: E402
 WORDS, SHORTEST, LONGEST = 32_000, 10, 2000
 BATCH, EXTEND = 256, 1000
 SCHEMA = Schema([Field(("tokens",), ARROW, (), ragged_text("int32", (None,))), Field(("id",), "int64", ())])
-KINDS = (None, "narrow", "lz4", "zstd")
+KINDS = (None, "lz4", "zstd")
 #: Bars apply without compression and to the layout with separate rows; other layouts show only the size.
 BARS = {
     name + ("" if kind is None else f"/{kind}"): bar
@@ -44,10 +44,10 @@ BARS = {
     for name, bar in {
         "extend": Bar(50, "k rows/s", at_least=True),
         "sample": Bar(5, " ms"),
-        "size": Bar(1.1 if kind is None else 0.6, "x"),
+        "size": Bar({None: 1.1, "lz4": 0.75, "zstd": 0.6}[kind], "x"),
         "reopen": Bar(1, " s"),
     }.items()
-    if name == "size" or kind in (None, "narrow")
+    if name == "size" or kind is None
 }
 #: Number of extends, or samples, before the other side's turn.
 BLOCK = 10

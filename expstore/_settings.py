@@ -46,8 +46,7 @@ class Layout:
             the default of new stores: packed if a row of the field has at least 1 KiB, otherwise flat. If the
             writer keeps the best rows, "auto" makes all fields flat.
         compression: Compression of variable-length fields, in a store of kind "arrow". None: no compression.
-            "narrow": each integer takes only as many bytes as the values of its segment need. "lz4" and
-            "zstd" also compress the bytes, which makes sampling slower.
+            "lz4" and "zstd" compress the bytes of each batch, which makes sampling slower.
         fields: Options of single fields, by name or key: "flat", "packed" or "auto", or a dict with `layout`
             and, for packed fields, `rows` per chunk (a power of two; a chunk has at most 16 MiB), `codec`
             ("lz4hc" by default, "lz4", "zstd", "zlib", "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip")
@@ -65,7 +64,7 @@ class Layout:
 
     kind: Kind | None = None
     columns: LayoutName | None = None
-    compression: Literal["narrow", "lz4", "zstd"] | None = None
+    compression: Literal["lz4", "zstd"] | None = None
     fields: Mapping[Any, LayoutName | Mapping[str, Any]] = field(default_factory=dict)
     share_next: bool | None = None
 

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.buffers.domain_checks import row_text, specs_of
-from expstore.buffers.field_stats import FieldStats, StatsKeeper
+from expstore.buffers.field_stats import FieldStats, compute_stats
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.updates import as_field
@@ -56,17 +56,15 @@ class Columns:
     Args:
         store: The store.
         sampling: The sampling part, whose sampler may need a field.
-        keeper: Cache of the statistics.
 
     Example:
         >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
         >>> rb.columns.drop("advantage")
     """
 
-    def __init__(self, store: StoreHandle, sampling: Sampling, keeper: StatsKeeper) -> None:
+    def __init__(self, store: StoreHandle, sampling: Sampling) -> None:
         self._store = store
         self._sampling = sampling
-        self._keeper = keeper
 
     def add(
         self,
@@ -181,13 +179,9 @@ class Columns:
     def stats(self, *, fields: list[str | tuple[str, ...]] | None = None) -> dict[str | Key, FieldStats]:
         """Return count, mean, standard deviation, minimum and maximum of each element of fields.
 
-        The first call reads all rows. Later calls of the same buffer read only the blocks of 4096 rows in
-        which rows were appended, removed or changed in place. After more than 256 changes in place, or one of
-        more than 4096 rows, they read all rows. A follower reads all rows again after its writer was
-        replaced.
-
-        Values are summed in float64; none is skipped. As in NumPy, if an element has a NaN, all its
-        statistics are NaN; if it has an infinity, `mean` and `std` are NaN. A bool counts as 0 or 1.
+        Every call reads all rows of the fields once. Values are summed in float64; none is skipped. As in
+        NumPy, if an element has a NaN, all its statistics are NaN; if it has an infinity, `mean` and `std`
+        are NaN. A bool counts as 0 or 1.
 
         Args:
             fields: A list of names, with tuples for fields inside groups. None: all fields of bools and real
@@ -211,7 +205,9 @@ class Columns:
             ...     lambda batch: batch.set("observation", (batch["observation"] - mean) / std)
             ... )
         """
-        return self._keeper.compute(fields)
+        storage = self._store.check_open()
+        storage.follow()
+        return read_stable(storage, lambda: compute_stats(storage, fields))
 
 
 def _read_stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:

@@ -31,7 +31,6 @@ from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
-from expstore.buffers.field_stats import StatsKeeper
 from expstore.buffers.indexing import RowIndex, StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
@@ -205,7 +204,6 @@ class ReplayBuffer:
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
         self._sharing = Sharing(store, self._sampling, self._ingest, self._updates)
-        self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
         if shared:
@@ -213,7 +211,7 @@ class ReplayBuffer:
 
     def _connect(self) -> None:
         """Attach the parts to the storage."""
-        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper, self._sharing):
+        for part in (self._ingest, self._batches, self._sampling, self._sharing):
             self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -792,7 +790,7 @@ class ReplayBuffer:
     @property
     def columns(self) -> Columns:
         """Add and drop fields, and compute their statistics."""
-        return Columns(self._store, self._sampling, self._stats_keeper)
+        return Columns(self._store, self._sampling)
 
     @property
     def snapshots(self) -> Snapshots:

@@ -1,4 +1,4 @@
-"""Random numbers of draws. After a restart, sampling continues with the batches that would have followed.
+"""Random numbers of draws: by the store's seed, or by a generator of the user.
 
 The sampling part has one `Draws`; samplers get a NumPy generator from it for each draw.
 """
@@ -28,16 +28,15 @@ class GivenDraws(Draws):
     """Derive every draw's random numbers from a torch.Generator.
 
     Two 64-bit words of the generator are the draw's counter. The generator advances by the same step for
-    every batch, whatever its size. Each sync stores its state; at the next opening the steps since that sync
-    are repeated. If the program also uses the generator for something else, it continues from the state of
-    the last sync only.
+    every batch, whatever its size. `state_dict` and versions of the store carry its state; an opening draws
+    by the generator as it is.
 
     Threads: any number may draw. Processes: a forked or pickled buffer draws by the store's seed.
 
     Args:
         given: The generator; on any device.
         draws: The draws of the storage.
-        resume: Whether to continue from the state that the storage has, if there is one; followers have none.
+        resume: Whether to continue from the state in the version that the storage has loaded.
 
     Raises:
         StateError: The stored state is of another kind of generator.
@@ -103,7 +102,7 @@ class GivenDraws(Draws):
         return self._after is not None and torch.equal(self._after, self._given.get_state())
 
     def state(self, draws: DrawState) -> tuple[int, bytes]:
-        """Return the state for a restart: the next draw's number, and the generator's state before it."""
+        """Return the state for a version: the next draw's number, and the generator's state before it."""
         with self._lock:
             if self._ahead and self._is_unmoved():
                 draw, state = self._ahead[0]

@@ -118,7 +118,7 @@ class Sampling(StorePart):
         self._draws: Draws | None = None
         self._prefetcher: Prefetcher | None = None
         self._of_parent: object = None  # samplers that a forked child keeps, like the parent's storage
-        self._resumes = True  # whether the generator continues from the state that the storage has
+        self._resumes = False  # whether the generator takes its state from the storage: from a loaded version
 
     def relabel_by(self, relabeling: Relabeling) -> None:
         """Relabel rows of all batches from now on."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, export, migrate, object_storage, reshape, retain, serve, snapshots
+from expstore.cli import checks, export, object_storage, reshape, retain, serve, snapshots
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
@@ -575,9 +575,6 @@ app.command(epilog="Fields that mark the episodes of a store cannot be dropped."
 
 # -- snapshots -------------------------------------------------------------------------------------
 
-app.command(epilog="Opening a store for writing does this automatically, without keeping the old index.")(
-    migrate.migrate
-)
 app.command(epilog="Files that have not changed since the previous snapshot are shared with it.")(
     snapshots.dumps
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import os
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,9 +20,7 @@ __all__ = [
     "DrawState",
     "Randomness",
     "RandomnessSource",
-    "from_bytes",
     "from_json",
-    "to_bytes",
     "to_json",
 ]
 
@@ -32,14 +29,12 @@ NO_PROGRESS = (0, 0, 0, 0)
 #: The number of a draw, and the state of the generator before it.
 Randomness = tuple[int, bytes]
 
-_DRAW = struct.Struct("<Q")
-
 
 class RandomnessSource(Protocol):
     """The interface of a buffer that draws with a generator of the user."""
 
     def state(self, draws: DrawState) -> Randomness:
-        """Return the state that a restart needs to continue."""
+        """Return the state that a loaded version needs to continue."""
 
 
 class DrawSink(Protocol):
@@ -71,8 +66,8 @@ class DrawState:
         number: The number of the next draw.
         progress: The progress of a sampler: four numbers below 2^63, whose meaning the sampler defines.
         limits: The number of rows returned under a rate limiter, and a hash of the limiter's settings.
-        randomness: The state of the user's generator at the last checkpoint; None: draws follow from the
-            seed.
+        randomness: The state of the user's generator in the version that was loaded; None: draws follow from
+            the seed.
         order: The lock order of the storage; None: a new one.
         sink: Stores the numbers; None: they are not stored.
         stream: The second word of the key of all draws (the first is the seed); None: a random one for each
@@ -156,7 +151,7 @@ class DrawState:
         self.replaced = True
 
     def watch(self, source: RandomnessSource | None) -> None:
-        """Store the state of a user's generator with each checkpoint; None: draws follow from the seed.
+        """Store the state of a user's generator in versions; None: draws follow from the seed.
 
         The reference to the source is weak, so that a dropped buffer can be garbage-collected.
         """
@@ -171,7 +166,7 @@ class DrawState:
         return self._source()
 
     def note_randomness(self) -> Randomness | None:
-        """Fetch the state of the user's generator, and return the state that a restart needs."""
+        """Fetch the state of the user's generator, and return it for a version."""
         source = self._source()
         if source is not None:
             self.randomness = source.state(self)
@@ -192,13 +187,3 @@ def to_json(randomness: Randomness | None) -> list[int | str] | None:
 def from_json(kept: list[int | str] | None) -> Randomness | None:
     """Parse the value that `to_json` returned."""
     return None if kept is None else (int(kept[0]), base64.b85decode(str(kept[1])))
-
-
-def to_bytes(randomness: Randomness | None) -> bytes:
-    """Return the bytes for the record of a checkpoint."""
-    return b"" if randomness is None else _DRAW.pack(randomness[0]) + randomness[1]
-
-
-def from_bytes(kept: bytes) -> Randomness | None:
-    """Parse the bytes that `to_bytes` returned."""
-    return (_DRAW.unpack_from(kept)[0], kept[_DRAW.size :]) if kept else None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from expstore.kernels.file_loops import compiled
 from expstore.kernels.native import copy_bytes
 
-__all__ = ["copy_bits", "copy_runs", "follow_lists", "widen_runs"]
+__all__ = ["copy_bits", "copy_runs", "follow_lists"]
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -34,53 +34,6 @@ def copy_runs(sources: Ints, starts: Ints, lengths: Ints, width: int, out: int) 
         if size > 0:
             copy_bytes(out, sources[run] + starts[run] * width, size)
             out += size
-
-
-def _build_signature(out: str) -> str:
-    return f"void(int64[::1], int64[::1], int64[::1], int64[::1], {out}[::1])"
-
-
-@compiled([_build_signature(out) for out in ("int16", "int32", "int64")], nogil=True)
-def widen_runs(
-    sources: Ints, starts: Ints, lengths: Ints, codes: Ints, out: NDArray[np.signedinteger]
-) -> None:
-    """Copy runs of integers, concatenated, and widen integers of fewer bytes than those of `out`.
-
-    Args:
-        sources: Address of the values that contain each run. Shape `(n,)`, like the next three arguments.
-        starts: Number of each run's first value.
-        lengths: Number of values of each run.
-        codes: Bytes per value of each run, negative for signed integers; 0: the type of `out`.
-        out: Receives the integers; unsigned ones keep their bits. Shape `(sum of lengths,)`.
-    """
-    held = np.empty(16384, np.uint8)
-    at = 0
-    for run in range(sources.size):
-        code, done = codes[run], 0
-        if code == 0:
-            size = out.itemsize
-            copy_bytes(out.ctypes.data + at * size, sources[run] + starts[run] * size, lengths[run] * size)
-            at += lengths[run]
-            continue
-        size = abs(code)
-        while done < lengths[run]:
-            some = min(lengths[run] - done, held.size // size)
-            copy_bytes(held.ctypes.data, sources[run] + (starts[run] + done) * size, some * size)
-            goal = out[at : at + some]
-            if code == 1:
-                goal[:] = held[:some]
-            elif code == 2:
-                goal[:] = held.view(np.uint16)[:some]
-            elif code == 4:
-                goal[:] = held.view(np.uint32)[:some]
-            elif code == -1:
-                goal[:] = held.view(np.int8)[:some]
-            elif code == -2:
-                goal[:] = held.view(np.int16)[:some]
-            else:
-                goal[:] = held.view(np.int32)[:some]
-            at += some
-            done += some
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], uint8[::1])", nogil=True)

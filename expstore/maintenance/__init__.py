@@ -1,7 +1,6 @@
 """Inspect, check and repair stores.
 
-Used by the command line and by programs that manage stores. Only `repair` changes files, and `upgrade`, which
-is not imported here because it loads DuckDB.
+Used by the command line and by programs that manage stores. Only `repair` changes files.
 """
 
 from expstore.maintenance.findings import Finding

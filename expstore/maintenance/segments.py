@@ -14,7 +14,6 @@ import pyarrow as pa
 from expstore.core.values import IntArray, Runs, merge_runs
 from expstore.disk.files import Disk
 from expstore.maintenance.findings import Finding, Inspection, runs_of
-from expstore.storages.columns.arrow.int_widths import Widths
 from expstore.storages.columns.arrow.ipc import read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.arrow.writer import SegmentWriter
@@ -95,10 +94,9 @@ def _mend_segments(disk: Disk, segments: Segments, lost: Runs) -> None:
         mine = _clip(lost, segment.first, end - 1)
         if mine or len(sound) < len(segment.headers):
             parts = _parts(writer, segment, sound, mine)
-            writer.rewrite(segment.path, parts, segment.widths)
+            writer.rewrite(segment.path, parts)
     for first, last in _clip(lost, 1, (starts[0] if starts else 1 << 62) - 1):
-        nothing = _build_nulls(writer, first, last, writer.own)
-        writer.rewrite(writer.path_of(first), nothing, writer.own)
+        writer.rewrite(writer.path_of(first), _build_nulls(writer, first, last))
 
 
 def _clip(runs: Runs, first: int, last: int) -> Runs:
@@ -106,10 +104,10 @@ def _clip(runs: Runs, first: int, last: int) -> Runs:
     return merge_runs([(max(a, first), min(b, last)) for a, b in runs if a <= last and b >= first])
 
 
-def _build_nulls(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
+def _build_nulls(writer: SegmentWriter, first: int, last: int) -> list[tuple[int, bytes]]:
     """Return rows of None as messages, each with its first id."""
     columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
-    messages = [message.tobytes() for message in writer.encode(first, columns, widths)]
+    messages = [message.tobytes() for message in writer.encode(first, columns)]
     return [(header.first, message) for message in messages if (header := read_header(message)) is not None]
 
 
@@ -124,7 +122,7 @@ def _parts(
     whole = {(segment.headers[place].first, segment.headers[place].last) for place in sound}
     for first, last in lost:
         for start, stop in _subtract(first, last, whole):
-            parts += _build_nulls(writer, start, stop, segment.widths)
+            parts += _build_nulls(writer, start, stop)
     return parts
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import duckdb
 
 from expstore.disk.files import Disk
-from expstore.errors import CorruptionError, LockedError, MigrationError
+from expstore.errors import MigrationError
 
-__all__ = ["Migration", "check", "create", "migrate", "migrations", "read_applied", "steps_in"]
+__all__ = ["Migration", "check", "create", "migrate", "migrations", "read_applied"]
 
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 _RECORDS = "schema_migrations"
@@ -83,28 +83,6 @@ def read_applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
     except duckdb.CatalogException:
         return []
     return sorted(found)
-
-
-def steps_in(path: Path, steps: list[Migration]) -> int:
-    """Return how many steps the index in a file has been through; the file is only read.
-
-    Raises:
-        LockedError: Another program has the file open.
-        MigrationError: The file was made by a newer version of expstore or DuckDB, or a step was changed.
-        CorruptionError: The file is not an index.
-    """
-    try:
-        with duckdb.connect(str(path), read_only=True) as con:
-            return len(steps) - len(check(con, steps))
-    except duckdb.Error as exc:
-        text = str(exc).strip().splitlines()[0]
-        if "Could not set lock" in text:
-            raise LockedError(f"{path} is open in another program: {text}", hint="close it there") from exc
-        if "newer version of DuckDB" in text:
-            raise MigrationError(f"{path} is newer than DuckDB can read: {text}", kind="newer") from exc
-        raise CorruptionError(
-            f"{path} cannot be read: {text}", kind="index", hint="rebuild it with `expstore repair`"
-        ) from exc
 
 
 def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migration]:

@@ -19,7 +19,7 @@ from expstore.storages.format.layout import LayoutName, ask_layout
 
 __all__ = ["ArrowStorage"]
 
-Compression = Literal["narrow", "lz4", "zstd"]
+Compression = Literal["lz4", "zstd"]
 
 
 class ArrowStorage(Store):
@@ -34,8 +34,8 @@ class ArrowStorage(Store):
     Args:
         path: The store's folder; created if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        compression: Compression of variable-length fields: "narrow", "lz4" or "zstd", as in
-            `expstore.Layout`; None: as stored, no compression for a new store.
+        compression: Compression of variable-length fields: "lz4" or "zstd", as in `expstore.Layout`;
+            None: as stored, no compression for a new store.
         settings: All other options; see `expstore.open`.
         ndim: How many dims of a batch are rows; the first is time; None: as stored, 1 for a new store.
         layout: Layout of fixed-size fields, as `columns` of `expstore.Layout`; None: as stored, "flat" for a

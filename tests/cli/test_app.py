@@ -48,7 +48,6 @@ COMMANDS = (
     "export",
     "info",
     "loads",
-    "migrate",
     "repair",
     "sql",
     "verify",

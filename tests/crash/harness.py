@@ -62,7 +62,7 @@ SPECS = {
         Spec("best", 60, 20, frame=64, segment_bytes=4096, longest=90, overlong=False, best=True),
         Spec("ragged", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True),
         Spec("texts", None, None, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="zstd"),
-        Spec("tokens", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="narrow"),
+        Spec("tokens", 60, 20, frame=64, segment_bytes=4096, longest=60, ragged=True, compression="lz4"),
         Spec("late", 60, 20, frame=64, segment_bytes=4096, longest=30, late=True),
     )
 }

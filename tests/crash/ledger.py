@@ -61,7 +61,7 @@ class Spec:
     best: bool = False  # whether the best rows are kept instead of the newest
     late: bool = False  # fields are added and dropped
     ragged: bool = False  # whether there are variable-length fields, in short segments
-    compression: Literal["narrow", "lz4", "zstd"] | None = None  # of these segments
+    compression: Literal["lz4", "zstd"] | None = None  # of these segments
     keyed: bool = False  # whether rows are written under idempotency keys, few of which are remembered
     packed: bool = (
         False  # whether frames, next ones too, are packed, in chunks of a few rows and short shards

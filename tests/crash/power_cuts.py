@@ -84,7 +84,7 @@ POWER_SPECS = {
             dumped=True,
             ragged=True,
             lean=True,
-            compression="narrow",
+            compression="lz4",
         ),
         Spec("keyed", 24, 12, frame=64, segment_bytes=4096, longest=14, lean=True, keyed=True),
         Spec("keyed kept", 60, 20, frame=64, segment_bytes=4096, longest=20, dumped=True, keyed=True),

@@ -112,7 +112,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("layout", {"storage": "arrow"}, TypeError, "layout has no part 'storage'; Layout has kind, columns"),
     ("layout", {"kind": "parquet"}, SchemaError, "kind='parquet' is unknown; use 'zarr', 'arrow'"),
     ("layout", {"columns": "wide"}, SchemaError, "columns='wide' is unknown; use 'flat', 'packed', 'auto'"),
-    ("layout", {"compression": "gzip"}, SchemaError, "compression='gzip' is unknown; use 'narrow', 'lz4'"),
+    ("layout", {"compression": "gzip"}, SchemaError, "compression='gzip' is unknown; use 'lz4'"),
     ("layout", {"kind": "zarr", "compression": "lz4"}, SchemaError, 'use kind="arrow"'),
     ("layout", {"compression": "lz4"}, SchemaError, 'create the store with layout="arrow"'),
     ("layout", {"fields": ["frame"]}, SchemaError, "fields= must be a dict"),

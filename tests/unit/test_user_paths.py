@@ -119,7 +119,6 @@ COMMANDS = [
     ["merge", "run.exp", "--out", URL],
     ["merge", "run.exp", URL, "--out", "new.exp"],
     ["retain", URL],
-    ["migrate", URL],
     ["add-column", URL, "x", "--fill", "1"],
     ["drop-column", URL, "x"],
     ["serve", URL],

@@ -57,7 +57,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         fields: The user's fields, then the row fields, priority last.
         slots: Number of slots of a ring; None: the store is unbounded.
         reach: In a ring, how many rows before the oldest readable one must not be overwritten.
-        compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: no compression.
+        compression: Compression of variable-length rows: "lz4" or "zstd"; None: no compression.
         generation: The number of the opening, which is stored with variable-length rows.
         packings: How each field is packed, where `create` was called just before; None: read each zarr.json.
 

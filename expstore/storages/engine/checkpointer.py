@@ -224,7 +224,6 @@ class Checkpointer:
         """Sync columns, logs and the journal; append a record; return where the journal may be truncated."""
         store.write_back()
         draws, sets = store.draws, store.draws.sets
-        randomness = draws.note_randomness()
         with store.locks.episodes:
             if self._health.needs_recovery:
                 return None  # the journal may contain rows that memory does not have
@@ -242,7 +241,6 @@ class Checkpointer:
                 draw=draws.number,
                 progress=draws.progress,
                 set_back=sets != draws.sets_kept,
-                randomness=randomness,
                 limits=draws.limits,
                 write_count=write_count,
                 max_priority=max_priority,

@@ -44,7 +44,7 @@ KeyLike = str | tuple[str, ...]
 
 #: Kinds of storage on disk, and the compressions for variable-length rows.
 STORAGES = ("zarr", "arrow")
-COMPRESSIONS = ("narrow", "lz4", "zstd")
+COMPRESSIONS = ("lz4", "zstd")
 #: Layout of columns when neither the caller nor the store names one.
 _FLAT = ColumnLayout("flat")
 #: Folders with other stores (snapshots), which are checked when they are opened.

@@ -97,7 +97,7 @@ class OpenStore(RowState):
         """
         own = {"opening": opening, "generation": generation, "log_length": self.log.length}
         # The number of keys shows an opening whether the file of keys was lost.
-        return base_of(self) | own | {"write_keys": self.write_keys.number}
+        return base_of(self) | own | {"randomness": None, "write_keys": self.write_keys.number}
 
     # -- appending ---------------------------------------------------------------------------------
 

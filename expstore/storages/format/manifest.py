@@ -107,7 +107,7 @@ class Manifest:
         layout: How columns are stored, in the form of `expstore.storages.format.layout`; {}: flat.
         reach: Slots beyond capacity and spare: rows of packed fields may refer to rows this far before them.
         column_set: How often fields were added or dropped after the first rows; in every commit record.
-        compression: Compression of variable-length rows: "narrow", "lz4" or "zstd"; None: not compressed.
+        compression: Compression of variable-length rows: "lz4" or "zstd"; None: not compressed.
         retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
     """
@@ -361,7 +361,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
         or (isinstance(value, dict) and _is_key(value["key"]) and isinstance(value["reduction"], str))
     ),
     "specs": lambda value: value is None or isinstance(value, dict),
-    "compression": lambda value: value in (None, "narrow", "lz4", "zstd"),
+    "compression": lambda value: value in (None, "lz4", "zstd"),
 }
 
 

@@ -16,7 +16,6 @@ import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
 from expstore.core.parsing import MOST_IDS
 from expstore.core.values import Array, IntArray
@@ -260,7 +259,6 @@ class Mark:
         max_priority: The largest priority so far.
         progress: The progress of a sampler: four numbers.
         set_back: Whether `draw` is valid even if earlier records have a larger one.
-        randomness: Number of a draw and the state of the user's generator before it.
         limits: The counts of a rate limiter, in the form of `DrawState.limits`.
     """
 
@@ -272,7 +270,6 @@ class Mark:
     max_priority: float
     progress: tuple[int, ...] = (0, 0, 0, 0)
     set_back: bool = False
-    randomness: Randomness | None = None
     limits: tuple[int, int] = (0, 0)
 
     def pack(self) -> bytes:
@@ -281,7 +278,7 @@ class Mark:
         limits = _LIMITS.pack(*self.limits) if self.limits[1] else b""
         flags = (_SET_BACK if self.set_back else 0) | (_LIMITED if limits else 0)
         head = _MARK.pack(*numbers, self.max_priority, flags, *self.progress)
-        return head + limits + to_bytes(self.randomness)
+        return head + limits
 
     @classmethod
     def unpack(cls, body: bytes) -> Mark:
@@ -289,9 +286,7 @@ class Mark:
         sequence, last_id, log_length, draw, write_count, largest, flags, *progress = _MARK.unpack_from(body)
         if max(sequence, last_id, log_length, draw, write_count, *progress) > _MOST:
             raise CorruptionError("a checkpoint record has numbers that no store has")
-        limits, end = (0, 0), _MARK.size
-        if flags & _LIMITED:
-            limits, end = _LIMITS.unpack_from(body, end), end + _LIMITS.size
+        limits = _LIMITS.unpack_from(body, _MARK.size) if flags & _LIMITED else (0, 0)
         return cls(
             sequence=sequence,
             last_id=last_id,
@@ -301,7 +296,6 @@ class Mark:
             max_priority=largest,
             progress=tuple(progress),
             set_back=bool(flags & _SET_BACK),
-            randomness=from_bytes(body[end:]),
             limits=limits,
         )
 

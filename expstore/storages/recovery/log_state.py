@@ -43,7 +43,7 @@ class LogState:
         write_count: The number of rows that were ever written.
         content: Position of the last record that concerns rows or episodes: generation and LSN.
         index_floor: A SQL index older than this position must be rebuilt.
-        randomness: The state of the user's generator at the newest checkpoint.
+        randomness: The state of the user's generator in a version; None in the journal of a store.
         limits: The counts of a rate limiter at the newest checkpoint.
         deleted: Rows that the records delete between readable rows; expstore.json lists earlier ones.
     """
@@ -108,7 +108,7 @@ class LogState:
         elif record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
             self.draw = mark.draw if mark.set_back else max(self.draw, mark.draw)
-            self.progress, self.randomness, self.limits = mark.progress, mark.randomness, mark.limits
+            self.progress, self.limits = mark.progress, mark.limits
             self.max_priority = max(self.max_priority, mark.max_priority)
         elif record.kind is Kind.REDO:
             replaced, priority = Redo.count_replaced(record.body)

@@ -186,7 +186,7 @@ def test_draws_continue_after_a_restart(store_path: Path, sampler: str, end: str
     """Closed, killed just after a flush, and killed some batches and rows later."""
 
     def work(path: Path) -> TensorDictReplayBuffer:
-        rb = open_with(path, sampler)
+        rb = open_with(path, sampler, seed=None)
         fill(rb)
         drawn(rb, 7)
         rb.flush()
@@ -201,7 +201,7 @@ def test_draws_continue_after_a_restart(store_path: Path, sampler: str, end: str
         work(store_path).close()
     else:
         in_child(lambda: work(store_path) and None)
-    with open_with(store_path, sampler) as rb:
+    with open_with(store_path, sampler, seed=None) as rb:
         assert drawn(rb, 50) == wanted
 
 
@@ -220,31 +220,28 @@ def test_versions_carry_the_generator(tmp_path: Path, sampler: str) -> None:
         assert drawn(rb, 20) == wanted
 
 
-def test_a_store_drawn_from_by_its_seed_forgets_the_generator(store_path: Path) -> None:
+def test_an_opening_draws_by_the_generator_as_it_is(store_path: Path) -> None:
     with open_with(store_path, "random") as rb:
         fill(rb)
-        drawn(rb, 5)
-    with open_with(store_path, "random", seed=None) as rb:
-        pass  # nothing was drawn
-    with open_with(store_path, "random", seed=4) as rb:
-        assert rb.storage.draws.randomness is not None
-    with open_with(store_path, "random", seed=None) as rb:
-        drawn(rb, 1)
-    with open_with(store_path, "random", seed=4) as rb:
-        fresh = TensorDictReplayBuffer(storage=MemoryStorage(1000), generator=given(4))
-        fill(fresh)
-        assert drawn(rb, 5) == drawn(fresh, 5)
+        rb.dumps(store_path.with_suffix(".versions"))
+        first = drawn(rb, 5)
+        rb.flush()
+    with open_with(store_path, "random") as rb:
+        assert drawn(rb, 5) == first
+        rb.loads(store_path.with_suffix(".versions"))
+        assert drawn(rb, 5) == first
+    with open_with(store_path, "random") as rb:
+        assert drawn(rb, 5) == first
 
 
 def test_a_generator_of_another_kind_is_refused(store_path: Path) -> None:
     with open_with(store_path, "random") as rb:
         fill(rb)
-        drawn(rb, 5)
         rb.storage.draws.watch(None)
         rb.storage.draws.randomness = (5, bytes(16))
-    with pytest.raises(StateError, match="another kind of generator"):
-        open_with(store_path, "random")
-    open_with(store_path, "random", seed=None).close()
+        rb.dumps(store_path.with_suffix(".versions"))
+    with open_with(store_path, "random") as rb, pytest.raises(StateError, match="another kind of generator"):
+        rb.loads(store_path.with_suffix(".versions"))
 
 
 def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
@@ -282,7 +279,7 @@ def test_a_loaded_state_survives_a_kill(store_path: Path, sampler: str) -> None:
     wanted = store_path.with_suffix(".wanted")
 
     def work() -> None:
-        rb = open_with(store_path, sampler)
+        rb = open_with(store_path, sampler, seed=None)
         fill(rb)
         drawn(rb, 3)
         state = rb.state_dict()
@@ -294,7 +291,7 @@ def test_a_loaded_state_survives_a_kill(store_path: Path, sampler: str) -> None:
         torch.save(state, wanted)
 
     in_child(work)
-    with open_with(store_path, sampler) as rb:
+    with open_with(store_path, sampler, seed=None) as rb:
         assert rb.storage.draws.number == 3
         after = drawn(rb, 20)
         rb.load_state_dict(torch.load(wanted))

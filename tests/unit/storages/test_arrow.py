@@ -44,7 +44,7 @@ def _few_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     few_rows_in_memory(monkeypatch)
 
 
-@pytest.fixture(params=[None, "narrow", "lz4", "zstd"])
+@pytest.fixture(params=[None, "lz4", "zstd"])
 def compression(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -93,7 +93,7 @@ acts = st.one_of(
 @given(
     plan=st.lists(acts, min_size=1, max_size=20),
     capacity=st.sampled_from([None, 7, 40]),
-    compression=st.sampled_from([None, "narrow", "lz4", "zstd"]),
+    compression=st.sampled_from([None, "lz4", "zstd"]),
     seed=st.integers(0, 2**31),
 )
 def test_rows_against_a_model(
@@ -596,94 +596,8 @@ def put_tokens(storage: ArrowStorage, rows: list[list[int]]) -> None:
         RoundRobinWriter().write(storage, columns, Steps(len(rows)), source=None, info="")
 
 
-def widths_in(path: Path) -> list[str]:
-    """Return the types of the values in each segment, as any other program reads them."""
-    found = []
-    for segment in segments(path):
-        with pa.ipc.open_stream(segment) as reader:
-            found.append(str(reader.schema.field("tokens").type.value_type))
-    return found
-
-
-@pytest.mark.parametrize("packing", ["narrow", "lz4", "zstd"])
-def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: Any) -> None:
-    storage = prepare(
-        ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0)), TOKENS
-    )
-    storage.engine.background.stop()
-    rows: list[list[int]] = []
-    for values in ([7, 255], [256, 3], [1, 2], [-1, 70_000], [5, -6], [2**31 - 1], [9]):
-        rows += [values] * 40
-        put_tokens(storage, rows[-40:])
-    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]
-    follower = FollowerStorage(storage.path)
-    mixed = np.array([1, 100, 280, 41, 161, 2, 240])
-    for reader in (storage, follower):
-        (found,) = reader.read(mixed)
-        assert found.type == pa.list_(pa.int32())
-        assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
-    storage.close()
-    follower.close()
-    assert verify(storage.path) == []
-    storage = ArrowStorage(storage.path)
-    put_tokens(storage, [[1 << 20]] * 40)
-    assert widths_in(storage.path) == ["uint8", "uint16", "int32"]  # what was not full goes on
-    (found,) = storage.read(mixed)
-    assert found.to_pylist() == [rows[i - 1] for i in mixed.tolist()]
-    storage.close()
-
-
-def test_one_wide_value_does_not_make_all_later_segments_wide(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BYTES", 4000)
-    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
-    for number in range(12):
-        put_tokens(storage, [[-1 << 20 if number == 4 else 300] * 15] * 40)
-    found = widths_in(storage.path)
-    assert found.count("int32") <= 3
-    assert {*found[:2], *found[-3:]} == {"uint16"}
-    storage.close()
-
-
-@pytest.mark.parametrize("merged_bytes", [300, 1 << 20], ids=["batches stay", "batches are joined"])
-def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any, merged_bytes: int) -> None:
-    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 1)
-    monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", merged_bytes)
-    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
-    storage.engine.background.stop()
-    rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(360)]
-    for start in range(0, 360, 40):
-        put_tokens(storage, rows[start : start + 40])
-    assert widths_in(storage.path) == ["uint8"] * 4 + ["int32"] * 5
-    for _ in range(2):
-        storage.sync()
-    assert widths_in(storage.path) == ["int32"] * 2
-    for _ in range(2):
-        (found,) = storage.read(np.arange(1, 361))
-        assert found.to_pylist() == rows
-        assert sum(map(rows_in, segments(storage.path))) == 360
-        storage.close()
-        assert verify(storage.path) == []
-        storage = ArrowStorage(storage.path)
-    storage.close()
-
-
-def test_sql_sees_widened_values(tmp_path: Path) -> None:
-    with expstore.open(
-        tmp_path / "a.exp", layout=expstore.Layout(kind="arrow", compression="narrow"), schema=TOKENS
-    ) as rb:
-        for values in ([200, 100], [-5, 1 << 30]):
-            put_tokens(rb.storage, [values] * 40)  # type: ignore[arg-type]
-        query = (
-            "SELECT any_value(typeof(tokens)), max(list_max(tokens)), min(list_min(tokens)) FROM transitions"
-        )
-        assert rb.sql(query).fetchall() == [("INTEGER[]", 1 << 30, -5)]
-        assert rb.sql("SELECT sum(list_sum(tokens)) FROM transitions WHERE _index < 40").fetchall() == [
-            (12_000,)
-        ]
-
-
 def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
-    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
+    storage = prepare(ArrowStorage(tmp_path / "a.exp"), TOKENS)
     put_tokens(storage, [[300, 40_000]] * 40)
     storage.close()
     (path,) = segments(storage.path)
@@ -691,7 +605,7 @@ def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
     with pa.ipc.open_stream(path) as reader:
         plain = reader.schema
     # Its types are others now, which could be read as well.
-    shorter = plain.set(0, plain.field("tokens").with_type(pa.list_(pa.uint8()))).serialize().to_pybytes()
+    shorter = plain.set(0, plain.field("tokens").with_type(pa.list_(pa.int16()))).serialize().to_pybytes()
     head = plain.serialize().to_pybytes()
     assert data.startswith(head)
     assert len(shorter) == len(head)
@@ -704,8 +618,8 @@ def test_a_damaged_schema_of_a_segment_is_damage(tmp_path: Path) -> None:
     assert verify(storage.path) == []
 
 
-def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, monkeypatch: Any) -> None:
-    storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
+def test_a_segment_whose_first_write_failed_is_used_by_the_next(tmp_path: Path, monkeypatch: Any) -> None:
+    storage = prepare(ArrowStorage(tmp_path / "a.exp"), TOKENS)
     real, writes = storage.disk.gate, []
 
     def full(act: str, path: Path) -> None:
@@ -720,7 +634,7 @@ def test_a_write_that_failed_leaves_no_schema_of_other_widths(tmp_path: Path, mo
         put_tokens(storage, [[7]] * 40)
     monkeypatch.setattr(storage.disk, "gate", real)
     put_tokens(storage, [[300]] * 40)
-    assert widths_in(storage.path) == ["uint16"]
+    assert len(segments(storage.path)) == 1
     (found,) = storage.read(np.arange(1, 41))
     assert found.to_pylist() == [[300]] * 40
     storage.close()

@@ -25,7 +25,7 @@ from tests.support.tuned import set_spare_slots
 from tests.support.variable_fields import SCHEMA, check, columns_of, put
 
 
-@pytest.fixture(params=["memory", "arrow", "narrow", "lz4", "zstd"])
+@pytest.fixture(params=["memory", "arrow", "lz4", "zstd"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Storage]]:
     """A factory of storages of every kind."""
     names = itertools.count()

@@ -86,16 +86,15 @@ def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Se
 
 def merge_segments(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
     """Return the bytes of a segment with the rows of these segments, without the end mark."""
-    widths = store.widths_of(segments)
-    parts = [np.frombuffer(widths.head, np.uint8)]
+    parts = [np.frombuffer(store.head, np.uint8)]
     for group in _groups(segments, batch_bytes):
         segment, header, at = group[0]
-        if len(group) == 1 and segment.widths == widths:
+        if len(group) == 1:
             parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
         else:
             first, last = group[0][1].first, group[-1][1].last
             rows = store.take(np.arange(first, last + 1), range(len(store.fields)))
-            parts += store.encode(first, rows, widths)
+            parts += store.encode(first, rows)
     return parts
 
 
@@ -108,7 +107,7 @@ def compact_segment(store: SegmentWriter, segment: Segment, low: int, deleted: I
         low: All rows up to this id were removed.
         deleted: Rows above `low` that were removed.
     """
-    parts = [np.frombuffer(segment.widths.head, np.uint8)]
+    parts = [np.frombuffer(store.head, np.uint8)]
     near = deleted.between(segment.first - 1, segment.last)
     for header, at in zip(segment.headers, segment.offsets, strict=True):
         firsts, lasts = near.others(max(low, header.first - 1), header.last)
@@ -117,5 +116,5 @@ def compact_segment(store: SegmentWriter, segment: Segment, low: int, deleted: I
                 parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
             else:
                 rows = store.take(np.arange(first, last + 1), range(len(store.fields)))
-                parts += store.encode(first, rows, segment.widths)
+                parts += store.encode(first, rows)
     return parts

@@ -199,21 +199,10 @@ class Gather:
         where: Address of each buffer of each batch; 0 for an empty one. Shape `(batches, buffers)`.
         sizes: Length of each buffer, bytes. Shape `(batches, buffers)`.
         lengths: Number of values of each node of each batch. Shape `(batches, nodes)`.
-        ways: The row of `codes` for each batch. Shape `(batches,)`.
-        codes: Bytes of each node's integers, as `Widths.codes`. Shape `(ways, nodes)`.
     """
 
-    def __init__(
-        self,
-        loops: Any,
-        where: IntArray,
-        sizes: IntArray,
-        lengths: IntArray,
-        ways: IntArray,
-        codes: IntArray,
-    ) -> None:
+    def __init__(self, loops: Any, where: IntArray, sizes: IntArray, lengths: IntArray) -> None:
         self._loops, self._where, self._sizes, self._lengths = loops, where, sizes, lengths
-        self._ways, self._codes = ways, codes
 
     def take(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
         """Return runs of rows, concatenated.
@@ -299,9 +288,7 @@ class Gather:
         if not node.width:
             bits, _ = self._bits(node.buffer + 1, runs, count)
             return pa.Array.from_buffers(node.kind, count, [valid, bits], nulls)
-        values = self._widen(node, runs) if self._codes[:, node.node].any() else None
-        if values is None:
-            values = self._copy(node.buffer + 1, runs, node.width)
+        values = self._copy(node.buffer + 1, runs, node.width)
         return pa.Array.from_buffers(node.kind, count, [valid, values], nulls)
 
     def _valid(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer | None, int]:
@@ -322,16 +309,6 @@ class Gather:
         if out.size:
             sources = np.ascontiguousarray(self._where[runs.batches, buffer])
             self._loops.copy_runs(sources, runs.starts, runs.lengths, width, address_of(out))
-        return pa.py_buffer(out)
-
-    def _widen(self, node: _Node, runs: _Runs) -> pa.Buffer | None:
-        """Return integers, widened to the field's type; None if no batch has narrower ones."""
-        codes = self._codes[self._ways[runs.batches], node.node]
-        if not codes.any():
-            return None
-        out = np.empty(int(runs.lengths.sum()), f"i{node.width}")
-        sources = np.ascontiguousarray(self._where[runs.batches, node.buffer + 1])
-        self._loops.widen_runs(sources, runs.starts, runs.lengths, codes, out)
         return pa.py_buffer(out)
 
     def _follow(self, node: _Node, runs: _Runs, count: int) -> tuple[pa.Buffer, _Runs]:

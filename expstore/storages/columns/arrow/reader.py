@@ -119,7 +119,7 @@ class SegmentReader(Segments, FollowedPart):
         message = encode(self.schema, columns, first=first_id, generation=0, compression=None)
         header = read_header(message.tobytes())
         assert header is not None
-        segment = Segment(self.path_of(first_id), message, self.own)
+        segment = Segment(self.path_of(first_id), message)
         segment.add(header, 0)
         with self.changing:
             self._let_go_behind(first_id - 1)

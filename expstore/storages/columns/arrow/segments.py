@@ -29,7 +29,6 @@ from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
-from expstore.storages.columns.arrow.int_widths import Widths, own_widths, read_widths
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 from expstore.storages.columns.column import AppendedPart, add_batches
 
@@ -42,6 +41,8 @@ Read = Callable[[int, int], bytes]
 _HEADER_BYTES = 2048
 #: Bytes read at a time when looking for the next message after a damaged one.
 _SEARCH_BYTES = 1 << 20
+#: Offset of the first batch of a file in which nothing can be read.
+_NOWHERE = 1 << 62
 #: Length of the prefix of each batch in the journal.
 _LENGTH_BYTES = 4
 
@@ -53,7 +54,6 @@ class Segment:
     Args:
         path: The file.
         addresses: Its memory map, or an array in memory with the same bytes.
-        widths: The types of the values in the file.
         headers: Headers of its batches, in the order of their ids.
         offsets: Offset of each batch in the file, bytes.
         end: Offset of the end of the last batch, bytes.
@@ -63,7 +63,6 @@ class Segment:
 
     path: Path
     addresses: AddressRange | Array
-    widths: Widths
     headers: list[Header] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     end: int = 0
@@ -125,7 +124,6 @@ class _Locations(NamedTuple):
         where: Address of each buffer, compressed or not; 0 for an empty one. Shape `(m, buffers)`.
         bytes: Length of each buffer. Shape `(m, buffers)`.
         lengths: Number of values of each node. Shape `(m, nodes)`.
-        ways: Number of the batch's widths among the known ones. Shape `(m,)`.
         maps: Objects that keep the addresses valid.
     """
 
@@ -141,7 +139,6 @@ class _Locations(NamedTuple):
     where: IntArray
     bytes: IntArray
     lengths: IntArray
-    ways: IntArray
     maps: tuple[Any, ...]
 
 
@@ -173,11 +170,9 @@ class Segments(AppendedPart):
         self.schema = pa.schema(
             [(key_name(entry.key), kind) for entry, kind in zip(fields, self.kinds, strict=True)]
         )
-        self.own = own_widths(self.schema)
-        self.plan = self.own.plan
-        #: All widths that segments have had; new ones are appended.
-        self._widths = [self.own]
-        self._codes = self.own.codes[None]
+        #: The first bytes of every segment.
+        self.head = self.schema.serialize().to_pybytes()
+        self.plan = Plan(self.kinds)
         self.segments: list[Segment] = []
         #: The newest id covered here. Rows up to it may be missing, for example ids that `empty` skipped.
         self.top = 0
@@ -236,14 +231,13 @@ class Segments(AppendedPart):
             if size:
                 # A writer may seal the segment meanwhile, and cut off the unused space after its rows.
                 addresses.attach(file, at=0, size=size, may_shrink=True)
-            end, widths = self._begins(file)
-            segment = Segment(path, addresses, widths, end=end)
+            segment = Segment(path, addresses, end=self._find_begin(file))
         at = segment.end
         while not segment.sealed and at < size:
-            header = self._header(file, at, size, segment.widths.plan)
+            header = self._header(file, at, size)
             if header is None:
                 segment.sealed = file.read(at, len(END)) == END and at + len(END) == file.size()
-                at = size if segment.sealed else self._next_message(file, at, size, segment.widths.plan)
+                at = size if segment.sealed else self._next_message(file, at, size)
                 continue
             if segment.headers and header.first <= segment.last:
                 break  # left over from an earlier opening
@@ -251,7 +245,7 @@ class Segments(AppendedPart):
             at = segment.end
         return segment
 
-    def _next_message(self, file: File, at: int, size: int, plan: Plan) -> int:
+    def _next_message(self, file: File, at: int, size: int) -> int:
         """Return where the next message may begin after a damaged one; `size` if none is found.
 
         In a sealed segment all bytes up to the end mark are batches; in others zeros follow the last batch.
@@ -263,23 +257,27 @@ class Segments(AppendedPart):
             data = file.read(at, _SEARCH_BYTES)
             words = np.frombuffer(data[: len(data) // 8 * 8], "<u4")[::2]
             for place in np.flatnonzero(words == 0xFFFFFFFF).tolist():
-                if self._header(file, at + 8 * place, size, plan) is not None:
+                if self._header(file, at + 8 * place, size) is not None:
                     return at + 8 * place
             at += _SEARCH_BYTES
         return size
 
-    def _begins(self, file: File) -> tuple[int, Widths]:
-        """Return the offset of a file's first batch, after the schema, and the file's widths."""
-        head = file.read(0, max(_HEADER_BYTES, len(self.own.head)))
-        size = 8 + int.from_bytes(head[4:8], "little")
-        if head[:4] == END[:4] and size <= file.size():
-            widths = read_widths(head[:size] if size <= len(head) else file.read(0, size), self.own)
-            if widths is not None:
-                return size, widths
-        return 1 << 62, self.own  # nothing can be read
+    def _find_begin(self, file: File) -> int:
+        """Return the offset of a file's first batch; one after its end if the schema before it is damaged."""
+        size = len(self.head)
+        head = file.read(0, size)
+        if head == self.head:
+            return size
+        try:  # another version of Arrow may write the same schema in other bytes
+            schema = pa.ipc.read_schema(pa.py_buffer(head))
+        except (pa.ArrowException, OSError, ValueError):  # the errors that a damaged message can cause
+            return _NOWHERE
+        is_whole = 8 + int.from_bytes(head[4:8], "little") == size
+        return size if is_whole and schema.equals(self.schema, check_metadata=True) else _NOWHERE
 
-    def _header(self, file: File, at: int, size: int, plan: Plan) -> Header | None:
+    def _header(self, file: File, at: int, size: int) -> Header | None:
         """Return the header of the batch at `at`; None if there is no whole batch that fits the fields."""
+        plan = self.plan
         data = file.read(at, _HEADER_BYTES)
         wanted = 8 + int.from_bytes(data[4:8], "little")
         if len(data) == _HEADER_BYTES < wanted <= size - at:
@@ -301,16 +299,7 @@ class Segments(AppendedPart):
         wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
         flags = [np.zeros(size, bool) for _ in range(2)]
         lengths = np.zeros((size, self.plan.nodes), np.int64)
-        return _Locations._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
-
-    def _way(self, widths: Widths) -> int:
-        """Return the number of these widths; add them to the known ones if they are new."""
-        for number, known in enumerate(self._widths):
-            if known is widths or known == widths:
-                return number
-        self._codes = np.concatenate([self._codes, widths.codes[None]])
-        self._widths.append(widths)
-        return len(self._widths) - 1
+        return _Locations._make([0, *ints, *flags, *wide, lengths, ()])
 
     def show_all(self, segments: Sequence[Segment], *, top: int | None = None) -> None:
         """Make the batches of these segments readable, and no others.
@@ -366,7 +355,7 @@ class Segments(AppendedPart):
     def _put(
         self, locations: _Locations, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
     ) -> _Locations:
-        way, held = self._way(segment.widths), locations.held
+        held = locations.held
         for at, header, offset in zip(itertools.count(held), headers, offsets, strict=False):
             address = segment.address + offset
             locations.firsts[at], locations.lasts[at] = header.first, header.last
@@ -376,7 +365,7 @@ class Segments(AppendedPart):
             starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
             locations.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
             locations.bytes[at] = sizes
-            locations.lengths[at], locations.ways[at] = header.lengths, way
+            locations.lengths[at] = header.lengths
         return locations._replace(held=held + len(headers))
 
     # -- reading ---------------------------------------------------------------------------------
@@ -436,13 +425,13 @@ class Segments(AppendedPart):
         try:
             if loops is None or (packed and self._unpacking is None):
                 return self._take_decoded(locations, batches, inside, numbers)
-            where, sizes, lengths, ways = locations.where, locations.bytes, locations.lengths, locations.ways
+            where, sizes, lengths = locations.where, locations.bytes, locations.lengths
             room: Array | None = None
             if packed:
                 names, batches = np.unique(batches, return_inverse=True)
                 where, sizes, room = self._unpack(locations, names, numbers)
-                lengths, ways = lengths[names], ways[names]
-            gather = Gather(loops, where, sizes, lengths, ways, self._codes)
+                lengths = lengths[names]
+            gather = Gather(loops, where, sizes, lengths)
             ones = np.ones(batches.size, np.int64)
             found = [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
             del room  # its addresses were read until here
@@ -474,16 +463,9 @@ class Segments(AppendedPart):
         starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
         rows = pa.array(starts[which] + inside)
         return [
-            pa.chunked_array([self._own(batch.column(place), number) for batch in decoded])
-            .take(rows)
-            .combine_chunks()
-            for place, number in enumerate(numbers)
+            pa.chunked_array([batch.column(place) for batch in decoded]).take(rows).combine_chunks()
+            for place in range(len(numbers))
         ]
-
-    def _own(self, column: pa.Array, number: int) -> pa.Array:
-        """Cast a column of a batch to the type of its field."""
-        kind = self.kinds[number]
-        return column if column.type == kind else column.cast(kind)
 
     def _decode(self, locations: _Locations, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
         """Return some columns of a batch, which keep its memory alive."""
@@ -495,8 +477,7 @@ class Segments(AppendedPart):
                 raise self._build_damage_error(locations, name)
             locations.checked[name] = True
         buffer = pa.foreign_buffer(address, size, base=locations.maps)
-        schema = self._widths[locations.ways[name]].schema
-        return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
+        return pa.ipc.read_record_batch(buffer, self.schema).select(list(numbers))
 
     def _build_damage_error(self, locations: _Locations, name: int) -> CorruptionError:
         first, last = locations.firsts[name], locations.lasts[name]
@@ -528,9 +509,7 @@ class Segments(AppendedPart):
                 where, sizes, room = unpack(
                     self._unpacking, columns, where, sizes, compressed, offsets_only=True
                 )
-            gather = Gather(
-                self._loops, where, sizes, locations.lengths[names], locations.ways[names], self._codes
-            )
+            gather = Gather(self._loops, where, sizes, locations.lengths[names])
             ones = np.ones(inside.size, np.int64)
             found[there] = sum(gather.sizes(column, which, inside, ones) for column in self.plan.columns)
             del room  # its addresses were read until here
@@ -547,12 +526,12 @@ class Segments(AppendedPart):
         for at, name in enumerate(names.tolist()):
             here = which == at
             batch = self._decode(locations, name, numbers)
-            for column, number in zip(batch.columns, numbers, strict=True):
-                found[here] += row_sizes(self._own(column, number))[inside[here]]
+            for column in batch.columns:
+                found[here] += row_sizes(column)[inside[here]]
         return found
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
-        """Return a run of rows, one array per batch. Values that have the field's width are not copied.
+        """Return a run of rows, one array per batch, without copying values.
 
         Rows that were removed meanwhile are None.
 
@@ -573,7 +552,7 @@ class Segments(AppendedPart):
             batch = self._decode(locations, name, [number])
             start = at - int(locations.firsts[name])
             some = min(int(locations.lasts[name]) + 1, first_id + count) - at
-            found.append(self._own(batch.column(0).slice(start, some), number))
+            found.append(batch.column(0).slice(start, some))
             at += some
         if at < first_id + count:
             found.append(self._build_nulls(number, at, first_id + count))

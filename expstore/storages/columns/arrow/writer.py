@@ -23,7 +23,6 @@ from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.compaction import compact_segment, merge_segments, worth_merging
-from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for
 from expstore.storages.columns.arrow.ipc import END, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
@@ -47,7 +46,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         folder: The folder `segments/`.
         fields: The variable-length fields, in the order of the schema.
         slots: Number of slots of a ring; None: the store is unbounded.
-        compression: "narrow", "lz4" or "zstd"; None: no compression.
+        compression: "lz4" or "zstd"; None: no compression.
         generation: Generation of the writer, which is stored in batches.
     """
 
@@ -62,9 +61,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         generation: int = 0,
     ) -> None:
         super().__init__(disk, folder, fields, slots, compression=compression)
-        self.compression = None if compression == "narrow" else compression
-        self.narrow, self.generation = compression is not None, generation
-        self._needed: Bounds | None = None  # ranges of the integers in the newest segment
+        self.compression, self.generation = compression, generation
         self._open: Segment | None = None
         self._torn = False  # whether a write after the end of the open segment has failed
         self._finished: list[Segment] = []  # sealed, but not synced yet
@@ -155,20 +152,19 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         messages: list[Array] = []
         if torn.first <= last:  # the journal has committed only some rows of this batch
             rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
-            messages = self.encode(torn.first, rows, segment.widths)
+            messages = self.encode(torn.first, rows)
         return self._write_again(
             segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
         )
 
-    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]], widths: Widths) -> None:
+    def rewrite(self, path: Path, batches: Sequence[tuple[int, bytes]]) -> None:
         """Write a segment with these batches; it is durable when this returns. No file may be open meanwhile.
 
         Args:
             path: The segment's path.
             batches: Id of the first row of each batch, and its message.
-            widths: The types of their values.
         """
-        parts = [widths.head, *(message for _, message in sorted(batches))]
+        parts = [self.head, *(message for _, message in sorted(batches))]
         self._put_again(path, [np.frombuffer(part, np.uint8) for part in parts], ends=True)
 
     def _write_again(self, segment: Segment, parts: Sequence[Array], *, ends: bool) -> Segment:
@@ -215,7 +211,6 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         longer = AddressRange(tuning.ARROW_SEGMENT_BYTES)
         longer.attach(newest.file, at=0, size=tuning.ARROW_SEGMENT_BYTES)
         newest.addresses = longer
-        self._needed = newest.widths.limits
         self.touched.add(newest.file)
         self._open = newest
         self.show_all(self.segments)
@@ -287,15 +282,14 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         held = sum(column.nbytes for column in columns)
         return max(1, len(columns[0]) * size // max(1, int(held)))
 
-    def encode(self, first_id: int, columns: Sequence[pa.Array], widths: Widths) -> list[Array]:
-        """Return rows, whose values fit in these widths, as messages."""
-        columns = widths.narrow(columns)
+    def encode(self, first_id: int, columns: Sequence[pa.Array]) -> list[Array]:
+        """Return rows as messages."""
         rows = self._rows_of_batch(
             columns, tuning.ARROW_COMPRESSED_BATCH_BYTES if self.compression else tuning.ARROW_BATCH_BYTES
         )
         return [
             encode(
-                widths.schema,
+                self.schema,
                 [column.slice(at, rows) for column in columns],
                 first=first_id + at,
                 generation=self.generation,
@@ -304,32 +298,12 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             for at in range(0, len(columns[0]), rows)
         ]
 
-    def widths_of(self, segments: Sequence[Segment]) -> Widths:
-        """Return widths for the rows of some segments together."""
-        first, *others = (segment.widths for segment in segments)
-        if all(one == first for one in others):
-            return first
-        bounds = first.limits
-        for one in others:
-            bounds = together(bounds, one.limits)
-        return widths_for(self.own, bounds)
-
     def _append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
         """Write rows at once, as batches of one segment."""
-        needed = bounds_of(columns) if self.narrow else self.own.limits
-        both = needed if self._needed is None else together(self._needed, needed)
-        segment, messages = self._open, list[Array]()
-        if segment is not None and segment.widths.holds(needed):
-            messages = self.encode(first_id, columns, segment.widths)
-        if segment is None or not messages or not _has_room(segment, messages):
-            widths = widths_for(self.own, both)
-            if segment is None or not messages or widths != segment.widths:
-                messages = self.encode(first_id, columns, widths)
-            segment = self._begin(first_id, sum(message.nbytes for message in messages), widths)
-            both = needed
-        checksums = self._write_batches(segment, messages)
-        self._needed = both
-        return checksums
+        segment, messages = self._open, self.encode(first_id, columns)
+        if segment is None or not _has_room(segment, messages):
+            segment = self._begin(first_id, sum(message.nbytes for message in messages))
+        return self._write_batches(segment, messages)
 
     def _write_batches(self, segment: Segment, messages: Sequence[Array]) -> list[int]:
         headers, offsets, size = [], [], 0
@@ -358,13 +332,12 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             self.show(segment, headers, [at + offset for offset in offsets])
         return [header.crc for header in headers]
 
-    def _begin(self, first_id: int, size: int, widths: Widths) -> Segment:
+    def _begin(self, first_id: int, size: int) -> Segment:
         """Create a segment with room for `size` bytes, and seal the one before."""
         if self._open is not None and self._open.headers:
             self._end(self._open)
             self._open = None
-        head = widths.head
-        bound = max(tuning.ARROW_SEGMENT_BYTES, len(head) + size + len(END))
+        bound = max(tuning.ARROW_SEGMENT_BYTES, len(self.head) + size + len(END))
         path = self.path_of(first_id)
         if self._open is not None:  # a segment without rows that was too short; readers may have its schema
             self._disk.unlink(path)
@@ -372,7 +345,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         try:
             file.truncate(0)
             file.truncate(bound)
-            file.write(head, 0)
+            file.write(self.head, 0)
             addresses = AddressRange(bound)
             addresses.attach(file, at=0, size=bound)
         except BaseException:
@@ -382,7 +355,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             self._open.file.close()
         self.new_folders.add(self.folder)
         self._torn = False
-        self._open = Segment(path, addresses, widths, end=len(head), file=file)
+        self._open = Segment(path, addresses, end=len(self.head), file=file)
         return self._open
 
     def _end(self, segment: Segment) -> None:

@@ -488,10 +488,14 @@ def test_a_reopening_that_fails_takes_back_no_draw(
 def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
 ) -> None:
+    generators = {name: torch.Generator().manual_seed(3) for name in ("calm.exp", "failing.exp")}
+
     def opened(name: str) -> TensorDictReplayBuffer:
-        generator = torch.Generator().manual_seed(3) if given else None
         return expstore.open(
-            tmp_path / name, seed=5, batch_size=4, batches=expstore.Batches(generator=generator)
+            tmp_path / name,
+            seed=5,
+            batch_size=4,
+            batches=expstore.Batches(generator=generators[name] if given else None),
         )
 
     with opened("calm.exp") as calm, opened("failing.exp") as rb:
