@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.disk.files import Disk, File, link_error, link_if
+from expstore.disk.threads import Threads, finish
 from expstore.errors import StorageError
 
 __all__ = ["Links", "read_all", "remove_files", "start_links", "sync_paths"]
@@ -43,15 +43,13 @@ class Links:
     size: int
 
 
-def start_links(
-    disk: Disk, groups: Sequence[Links], pool: ThreadPoolExecutor
-) -> Callable[[], list[list[str]]]:
+def start_links(disk: Disk, groups: Sequence[Links], pool: Threads) -> Callable[[], list[list[str]]]:
     """Begin to hard-link files, partly in another thread.
 
     Args:
         disk: Access to files.
         groups: The files to link.
-        pool: Thread pool that makes some of the links while the caller does other work.
+        pool: Threads that make some of the links while the caller does other work.
 
     Returns:
         A function that must be called: it waits until all links are made, and returns the names of each group
@@ -88,7 +86,7 @@ def start_links(
         folders.close()
         raise
 
-    def finish() -> list[list[str]]:
+    def end() -> list[list[str]]:
         with folders:
             rest()
         for at in np.flatnonzero(codes > 0).tolist():
@@ -101,10 +99,10 @@ def start_links(
             for both, group in zip(opened, groups, strict=True)
         ]
 
-    return finish
+    return end
 
 
-def remove_files(disk: Disk, path: Path, pool: ThreadPoolExecutor) -> None:
+def remove_files(disk: Disk, path: Path, pool: Threads) -> None:
     """Remove the files of a folder and of its subfolders in bulk; `Disk.remove_tree` removes the rest."""
     if not disk.in_bulk or disk.kernels is None or sys.platform != "linux":
         return
@@ -125,7 +123,7 @@ def _do_nothing() -> None:
 
 
 def _side_by_side(
-    pool: ThreadPoolExecutor,
+    pool: Threads,
     act: Callable[..., None],
     facts: Sequence[NDArray[np.int64]],
     names: Sequence[str],
@@ -134,7 +132,7 @@ def _side_by_side(
     """Begin a loop over files in another thread; the returned function does the rest here, and waits.
 
     Args:
-        pool: Thread pool for the first part.
+        pool: Threads for the first part.
         act: The loop.
         facts: Arguments of the loop with one entry per file. Shapes `(n,)`.
         names: Names of the files, at least one; passed to the loop as `file_loops.link_files` takes them.
@@ -144,18 +142,15 @@ def _side_by_side(
     starts = np.cumsum([0, *map(len, texts)], dtype=np.int64)[:-1]
     text = np.frombuffer(bytearray().join(texts), np.uint8)
     parts = [[*[fact[part] for fact in facts], text, starts[part]] for part in (slice(cut), slice(cut, None))]
-    job: Future[None] | None = None
-    try:
-        job = pool.submit(act, *parts[0])
-    except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
-        act(*parts[0])
+    job = pool.submit(partial(act, *parts[0]))
 
-    def finish() -> None:
-        act(*parts[1])
-        if job is not None:
-            job.result()
+    def end() -> None:
+        try:
+            act(*parts[1])
+        finally:
+            finish([job])
 
-    return finish
+    return end
 
 
 def _link(disk: Disk, group: Links, name: str) -> bool:
@@ -194,9 +189,7 @@ def _read_by_path(disk: Disk, folder: Path, name: str) -> bytes:
     return disk.read_whole(folder / name)
 
 
-def sync_paths(
-    disk: Disk, paths: Sequence[Path], folders: Iterable[Path], pool: ThreadPoolExecutor | None
-) -> None:
+def sync_paths(disk: Disk, paths: Sequence[Path], folders: Iterable[Path], pool: Threads | None) -> None:
     """Sync closed files, however many, and folders."""
     for start in range(0, max(1, len(paths)), _TOGETHER):
         files = [disk.open(path, write=False) for path in paths[start : start + _TOGETHER]]

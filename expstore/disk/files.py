@@ -21,8 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.disk.threads import Job, Threads, finish
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
@@ -40,7 +40,6 @@ __all__ = [
     "ReopenedFile",
     "address_of",
     "build_deleted_error",
-    "finish",
     "link_error",
     "link_if",
 ]
@@ -193,10 +192,50 @@ class File:
     owner of the file decides what a child may do.
     """
 
+    _resting = (0, 0, 0)  # access mode, device and inode of a file without a descriptor
+
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
         self.disk = disk
         self.path = path
         self.fd = fd
+
+    @cached_property
+    def fd(self) -> int:
+        """The descriptor, -1 if the file is closed; the first use after `rest` opens the file again.
+
+        Raises:
+            StorageError: It cannot be opened, or another file has its path.
+        """
+        mode, *identity = self._resting
+        try:
+            fd = _open_regular(self.path, mode)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise build_deleted_error(self.path) from exc
+        except OSError as exc:
+            raise _to_error("open", self.path, exc) from exc
+        status = os.fstat(fd)
+        if [status.st_dev, status.st_ino] != identity:
+            os.close(fd)
+            raise build_deleted_error(self.path)
+        # Of two threads that open it at the same time, both use the first one's descriptor.
+        first: int = vars(self).setdefault("fd", fd)
+        if first != fd:
+            os.close(fd)
+        return first
+
+    def rest(self) -> None:
+        """Close the descriptor until the file is used again.
+
+        No other thread may be using the file. Its bytes must be synced: without a descriptor, the system may
+        forget that it could not write them.
+        """
+        fd = vars(self).get("fd", -1)
+        if fd >= 0:
+            status = os.fstat(fd)
+            mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+            self._resting = mode, status.st_dev, status.st_ino
+            del self.fd
+            os.close(fd)
 
     def use(self) -> contextlib.AbstractContextManager[File]:
         """Return a context in which the file has a descriptor."""
@@ -413,7 +452,8 @@ class File:
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
-        fd, self.fd = self.fd, -1
+        fd = vars(self).get("fd", -1)  # not `self.fd`, which would open a resting file
+        self.fd = -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -554,7 +594,7 @@ class Disk:
     def close_kept(self, files: Iterable[File]) -> None:
         """Close files that `keep_open` has returned."""
         for file in files:
-            self._kept_open -= file.fd >= 0
+            self._kept_open -= not isinstance(file, ReopenedFile)
             file.close()
 
     def unshare(self, path: Path) -> None:
@@ -622,15 +662,9 @@ class Disk:
         for at in range(done, len(files)):
             files[at].write(arrays[at], int(offsets[at]))
 
-    def write_beside(
-        self, pool: ThreadPoolExecutor, file: File, data: NDArray[Any], offset: int
-    ) -> Future[None] | None:
-        """Write all of `data` in a thread of the pool; None if the pool was closed and it was done here."""
-        try:
-            return pool.submit(file.write, data, offset)
-        except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
-            file.write(data, offset)
-            return None
+    def write_beside(self, pool: Threads, file: File, data: NDArray[Any], offset: int) -> Job | None:
+        """Write all of `data` in a thread of the pool; None if it is already written."""
+        return pool.submit(partial(file.write, data, offset))
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename `old` to `new`, replacing a file of that name."""
@@ -684,10 +718,10 @@ class Disk:
         self._do("sync_dir", path, act)
         self.count_syncs()
 
-    def count_syncs(self, number: int = 1, *, of_all: bool = True) -> None:
-        """Count syncs of this thread; with `of_all=False`, syncs that other threads made for it."""
+    def count_syncs(self, number: int = 1) -> None:
+        """Count syncs of this thread."""
         me = threading.get_ident()
-        self.syncs += number * of_all
+        self.syncs += number
         self.syncs_of[me] = self.syncs_of.get(me, 0) + number
 
     def sync_path(self, path: Path) -> None:
@@ -695,9 +729,7 @@ class Disk:
         with contextlib.closing(self.open(path, write=False)) as file:
             file.sync()
 
-    def sync_all(
-        self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
-    ) -> None:
+    def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Threads | None) -> None:
         """Sync files and folders, in parallel if there is a pool; raise the first failure."""
         names = list(folders)
         groups = list(files)
@@ -721,19 +753,16 @@ class Disk:
             for act in acts:
                 act()
             return
-        jobs: list[Future[None]] = []
+        me = threading.get_ident()
+        own = self.syncs_of.get(me, 0)
+        jobs: list[Job] = []
         try:
-            for act in acts:
+            jobs.append(Job(acts[0]))  # this thread runs it
+            for act in acts[1:]:
                 jobs.append(pool.submit(act))
-        except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
-            acts = acts[len(jobs) :]
-        else:
-            acts = []
-            self.count_syncs(number, of_all=False)
         finally:
             finish(jobs)
-        for act in acts:
-            act()
+            self.syncs_of[me] = own + number  # whichever threads made the syncs
 
     def _sync_group(self, files: list[File]) -> None:
         self.count_syncs(len(files))
@@ -997,23 +1026,3 @@ class ReadingDisk(Disk):
     def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:
         """Open a file for reading."""
         return super().open(path, create=create, write=False)
-
-
-def finish(jobs: Sequence[Future[None]]) -> None:
-    """Wait for all writes or syncs, even if the wait is interrupted; raise the first failure."""
-    if not jobs:
-        return
-    interruption = None
-    while True:
-        try:
-            wait(jobs)
-            break
-        except (
-            BaseException
-        ) as exc:  # a write that goes on unnoticed would overwrite later rows, and a failure would be lost
-            interruption = exc
-    for job in jobs:
-        if (failure := job.exception()) is not None:
-            raise failure
-    if interruption is not None:
-        raise interruption

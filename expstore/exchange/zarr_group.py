@@ -6,7 +6,6 @@ Used by `expstore export`. It holds one piece of the rows in memory at a time, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from expstore.core import tuning
 from expstore.core.values import Array
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
+from expstore.disk.threads import Threads
 from expstore.exchange.base import Exported, Progress, no_progress
 from expstore.exchange.export import Tally, open_export
 from expstore.exchange.row_pieces import read_pieces
@@ -70,14 +70,11 @@ def export_zarr(
     with open_export(
         "zarr", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
-        with (
-            export.build_target(sync=False) as temporary,
-            ThreadPoolExecutor(8, thread_name_prefix="expstore-export") as pool,
-        ):
+        with export.build_target(sync=False) as temporary:
             writer = _Group(export.disk, temporary, export.rows)
             _copy(export.rows, writer, progress)
             writer.finish()
-            sync_paths(export.disk, writer.written, sorted(writer.folders), pool)
+            sync_paths(export.disk, writer.written, sorted(writer.folders), Threads())
     return export.summarize(writer.rows)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from expstore.core.arguments import check_whole
 from expstore.core.torchrl_keywords import MEMMAP_STORAGE, check_keywords
 from expstore.disk.files import Disk, File
 from expstore.disk.local_path import local_path
+from expstore.disk.threads import Threads
 from expstore.errors import ArgumentError, ExpStoreError, StateError, StorageError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -44,9 +44,7 @@ def _build_not_empty_error(folder: str) -> StateError:
 class _ScratchDisk(Disk):
     """A disk that never syncs: its files are removed with the process."""
 
-    def sync_all(
-        self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
-    ) -> None:
+    def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Threads | None) -> None:
         """Do nothing."""
 
     def sync_dir(self, path: Path) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from expstore.disk.files import Disk, File
+from expstore.disk.threads import Job
 from tests.crash.killing_disks import machine
 
 __all__ = ["Event", "RecordingDisk"]
@@ -172,7 +172,7 @@ class RecordingDisk(Disk):
         for folder in sorted(folders):
             self.sync_dir(folder)
 
-    def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> Future[None] | None:
+    def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> Job | None:
         if not self._serial:
             return super().write_beside(pool, file, data, offset)
         file.write(data, offset)

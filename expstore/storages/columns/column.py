@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Checkpointed, Dirty
 from expstore.disk.files import File
+from expstore.disk.threads import Job
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
 
@@ -58,7 +58,7 @@ class Run:
     pieces: Sequence[tuple[int, int, int]]
     values: Sequence[Any]
     variable: Sequence[Any] = ()
-    jobs: list[Future[None]] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +287,9 @@ class WrittenPart(Part):
     def free(self, deleted: Deleted) -> set[File]:
         """Free the space of deleted rows; return the files that were changed in place."""
 
+    def rest(self) -> None:
+        """Close the descriptors that each field has until its files are used again. All is synced."""
+
 
 class RowWriter(ABC):
     """Writes runs of rows to the columns of one kind.
@@ -313,6 +316,9 @@ class RowWriter(ABC):
             run: The rows.
             synced: The newest id that a checkpoint covers.
         """
+
+    def rest(self) -> None:
+        """Forget descriptors: those of its columns are going to be closed."""
 
 
 class Appender(RowWriter, Checkpointed):

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,9 @@ from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
-from expstore.disk.files import Disk, File, finish
+from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import fills_holes
-from expstore.disk.threads import Threads
+from expstore.disk.threads import Threads, finish
 from expstore.schema.schema import Field
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.column import Appender, Deleted, RowWriter, Run, WrittenPart, add_batches
@@ -85,7 +84,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         #: Files that were changed in place, and folders with new names, that no checkpoint covers.
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
-        self._threads = Threads(WRITERS, "expstore-write")
+        self._threads = Threads(WRITERS)
         self._reach = reach
         flat: dict[int, FlatColumn] = {}
         packed: dict[int, PackedColumn] = {}
@@ -131,7 +130,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         folder: Path,
         fields: Sequence[Field],
         slots: int | None,
-        pool: ThreadPoolExecutor | None,
+        pool: Threads | None,
         attributes: dict[str, Any],
         packings: Sequence[Packing | None] = (),
     ) -> None:
@@ -461,12 +460,20 @@ class WritableColumns(ColumnSet, Checkpointed):
         finally:
             finish(run.jobs)
 
+    def rest(self) -> bool:
+        """Close the descriptors of all columns, if everything is synced; return whether it is.
+
+        The next write opens the files again. The caller excludes writes, syncs and checkpoints.
+        """
+        if self.touched or any(appender.touched_files for appender in self._appenders):
+            return False
+        for writer in self._writers:
+            writer.rest()
+        for part in self._written:
+            part.rest()
+        return True
+
     def do_without_threads(self) -> None:
         """Write and read only on the calling thread."""
         super().do_without_threads()
         self._threads.refuse()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._threads.shutdown()
-        super().close()

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,9 +24,9 @@ from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray, cut_run
-from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of, finish
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
-from expstore.disk.threads import Threads
+from expstore.disk.threads import Job, Threads, finish
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.column import Column, Deleted, FieldSize, ReadPart, RowWriter, Run, WrittenPart
@@ -303,13 +302,9 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Copy a run of slots out of the files. Unlike the map, this is safe where there are holes."""
         parts = []
         for number, row, _, n in self._runs(slot, count):
-            held = self.files[number] if self.files else None
-            file = held or self._disk.open(self.shard_path(number), write=False)
-            try:
+            # A descriptor of its own: the thread holds no lock, and the writer's descriptors may be closed.
+            with contextlib.closing(self._disk.open(self.shard_path(number), write=False)) as file:
                 parts.append(file.read(row * self.row_bytes, n * self.row_bytes))
-            finally:
-                if held is None:
-                    file.close()
         values = np.frombuffer(b"".join(parts), self.entry.numpy_dtype)
         return values.reshape(count, *self.entry.shape)
 
@@ -527,6 +522,11 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Return the disk space of a row, bytes."""
         return self.row_bytes
 
+    def rest(self) -> None:
+        """Close the descriptors; see `WrittenPart`."""
+        for file in self.files:
+            file.rest()
+
     def close(self) -> None:
         """Close the files; the map is removed with the last array over it."""
         self._disk.close_kept(self.files)
@@ -655,6 +655,10 @@ class FlatWriter(RowWriter):
         self.write(run)
         finish(run.jobs)
 
+    def rest(self) -> None:
+        """Forget descriptors; see `RowWriter`."""
+        self._span = None
+
     def _write_each(self, run: Run, pieces: Sequence[tuple[int, int, int]], holes: Sequence[int]) -> None:
         """Write column by column: long runs, on several threads, and runs that cross a shard's end."""
         for place, column in self._columns.items():
@@ -667,7 +671,7 @@ class FlatWriter(RowWriter):
                         first = offset + start + row
                         self._write_some(file, array[first : first + some], at, run.jobs)
 
-    def _write_some(self, file: File, part: Array, at: int, jobs: list[Future[None]]) -> None:
+    def _write_some(self, file: File, part: Array, at: int, jobs: list[Job]) -> None:
         if part.nbytes <= KEEP_GIL_BYTES:
             file.write(part, at)
         elif (job := self._disk.write_beside(self._threads, file, part, at)) is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from expstore.core.values import IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File, address_of
 from expstore.disk.filesystem import fills_holes
+from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StorageError
 from expstore.storages.columns.flat import FlatColumn, find_flat
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
@@ -76,7 +76,7 @@ class SampledColumn(Sampled, Checkpointed):
         slots: int | None,
         *,
         ready: int,
-        pool: ThreadPoolExecutor | None = None,
+        pool: Threads | None = None,
     ) -> None:
         """Create the column: completely or, after any crash, not at all. All counts are 0, and take no space.
 
@@ -164,6 +164,13 @@ class SampledColumn(Sampled, Checkpointed):
         """Undo `begin` after a failed sync."""
         self.touched |= dirty.files
         self.new_folders |= dirty.folders
+
+    def rest(self) -> bool:
+        """Close the descriptors until they are used again, if everything is synced; return whether it is."""
+        if self.touched or self._owed:
+            return False
+        self.column.rest()
+        return True
 
     def close(self) -> None:
         """Close the files."""

@@ -1,25 +1,38 @@
-"""The background thread of a store on disk: writes priorities, and runs a checkpoint about once a second.
+"""The background work of stores on disk: writes priorities, and runs a checkpoint about once a second.
 
-Used by the engine. References to the store are weak, so that a dropped store can be garbage-collected. The
-thread never raises: a failed sync is recorded in the store's health, and the next write raises an error.
+Used by the engine. One thread per process decides what is due in which store, and never touches a file; a
+thread of the pool does it. If the work of one store takes long, another thread works for the other stores.
+References to a store are weak, so that a dropped store can be garbage-collected. The work never raises: a
+failed sync is recorded in the store's health, and the next write raises an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from expstore.core import tuning
+from expstore.disk.threads import Job, Threads
 from expstore.errors import ExpStoreError
 
 __all__ = ["Keeper", "Settled"]
 
 #: The longest interval between two heartbeats for other processes.
 BEAT_SECONDS = 0.25
+#: Descriptors are closed if nothing was written for so long after a checkpoint.
+REST_SECONDS = 1.0
+#: If due work has waited for so long, one more thread is started.
+PATIENCE_SECONDS = 0.1
+#: The shortest interval between two looks, unless a store asks for one.
+LOOK_SECONDS = 0.05
 
 
 class Settled(Protocol):
@@ -34,13 +47,16 @@ class Settled(Protocol):
     def checkpoint(self) -> None:
         """Sync everything that was committed."""
 
+    def rest(self) -> bool:
+        """Write a heartbeat, and close descriptors that only writes need; return whether that is done."""
+
 
 class Keeper:
     """Run a checkpoint some time after a store was written to.
 
-    Any thread may call `note` and `hurry`; one background thread does the work. It refers to the store only
-    while it works, so that a dropped store is garbage-collected between two operations, and never inside one,
-    which holds locks that the store's `close` needs. A forked child has no such thread.
+    Threads: any thread may call `note`, `hurry` and `stop`; one at a time works for a store. It refers to the
+    store only while it works, so that a dropped store is garbage-collected between two operations, and never
+    inside one, which holds locks that the store's `close` needs. A forked child does no such work.
 
     Args:
         engine: The engine; the reference is weak.
@@ -49,61 +65,155 @@ class Keeper:
     def __init__(self, engine: Settled) -> None:
         self._engine = weakref.ref(engine)
         self._owner: Callable[[], object | None] = lambda: None
-        self._awake = threading.Event()
-        self._hurry = threading.Event()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="expstore-keeper", daemon=True)
-        #: Whether the thread was started.
+        self._noted = self._hurried = self._stopped = self._rests = False
+        self._rest_due = 0.0
+        self._checkpoint_due: float | None = None
+        #: What a thread does or will do, and when it became due.
+        self.job: Job | None = None
+        self.since = 0.0
+        #: The time of the next work, in seconds of the monotonic clock.
+        self.due = 0.0
+        #: Whether the work was started.
         self.running = False
 
     def start(self, owner: object) -> None:
-        """Start the thread for an open store; the reference to `owner` is weak."""
+        """Start the work for an open store; the reference to `owner` is weak."""
         self._owner = weakref.ref(owner)
         self.running = True
-        self._thread.start()
+        now = time.monotonic()
+        self.due, self._rest_due = now + BEAT_SECONDS, now + REST_SECONDS
+        _scheduler.add(self)
 
     def note(self) -> None:
         """Record that something was written: a checkpoint follows."""
-        if not self._awake.is_set():
-            self._awake.set()
+        if not self._noted:
+            self._noted = True
+            if self._checkpoint_due is None:
+                _scheduler.wake()
 
     def hurry(self) -> None:
         """Run a checkpoint at once, because half of the spare slots are used."""
-        # Setting an event takes a lock that the thread may hold while it waits for the GIL.
-        if not self._hurry.is_set():
-            self._hurry.set()
-        if not self._awake.is_set():
-            self._awake.set()
+        if not self._hurried:
+            self._noted = self._hurried = True
+            _scheduler.wake()
 
     def stop(self) -> None:
-        """End the thread without another checkpoint."""
+        """End the work without another checkpoint, and wait for what is running."""
         self._stopped = True
-        if self._thread is threading.current_thread():
-            return  # the store is being garbage-collected here, perhaps inside a method of an event
-        self.hurry()
-        self._thread.join()
+        _scheduler.remove(self)
+        # If the store is being garbage-collected inside its own work, that work ends after this.
+        if self.job is not None and not self.job.is_own:
+            self.job.wait()
 
-    def _run(self) -> None:
-        while not self._stopped:
-            if not self._awake.wait(BEAT_SECONDS):
-                self._act(lambda engine: engine.beat())
-                continue
-            self._awake.clear()
-            due = time.monotonic() + tuning.CHECKPOINT_SECONDS
-            while (
-                not self._stopped and time.monotonic() < due and not self._hurry.wait(tuning.PRIORITY_SECONDS)
-            ):
-                self._act(lambda engine: engine.tend())
-            self._hurry.clear()
-            if not self._stopped:
-                self._act(lambda engine: engine.checkpoint())
+    def choose(self, now: float) -> Job | None:
+        """Return the work that is due, or None; set when to ask again."""
+        act: Callable[[Settled], object] | None = None
+        if self._checkpoint_due is None and self._noted:
+            self._noted = self._rests = False
+            self._checkpoint_due, self.due = now + tuning.CHECKPOINT_SECONDS, now + tuning.PRIORITY_SECONDS
+        if self._checkpoint_due is None:
+            if now >= self.due:
+                act = _beat if self._rests or now < self._rest_due else self._rest
+                self.due = now + BEAT_SECONDS
+        elif self._hurried or now >= self._checkpoint_due:
+            act, self.due = _checkpoint, now + BEAT_SECONDS
+            self._hurried, self._checkpoint_due, self._rest_due = False, None, now + REST_SECONDS
+        elif now >= self.due:
+            act, self.due = _tend, now + tuning.PRIORITY_SECONDS
+        if act is None:
+            return None
+        self.since, self.job = now, Job(partial(self._work, act))
+        return self.job
 
-    def _act(self, act: Callable[[Settled], None]) -> None:
+    def _rest(self, engine: Settled) -> None:
+        self._rests = engine.rest()
+
+    def _work(self, act: Callable[[Settled], object]) -> None:
+        if self._stopped:
+            return
         owner, engine = self._owner(), self._engine()
         if owner is None or engine is None:
             self._stopped = True
+            _scheduler.remove(self)
             return
         # A failure is recorded in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
             act(engine)
         del owner  # the store may be garbage-collected here, where no lock is held
+        if self._noted:
+            self.due = 0.0
+            _scheduler.wake()
+
+
+# Methods of the engine, which is known when the work begins.
+_beat, _tend, _checkpoint = methodcaller("beat"), methodcaller("tend"), methodcaller("checkpoint")
+
+
+class _Scheduler:
+    """A thread that starts the work of all stores of this process; it lives as long as there are stores.
+
+    `remove` and `wake` take no lock: a store may be garbage-collected at any allocation.
+    """
+
+    def __init__(self) -> None:
+        self._keepers: set[Keeper] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all stores, which belong to the parent of a forked child."""
+        for keeper in self._keepers:
+            keeper.job = None  # no thread of the child ends it
+        self._keepers = set()
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._threads = Threads(1)
+        self._starting = threading.Lock()
+        self._runs = False
+        self._grown = 0.0  # when a thread was added
+
+    def add(self, keeper: Keeper) -> None:
+        """Work for a store from now on."""
+        with self._starting:
+            self._keepers.add(keeper)
+            if not self._runs:
+                threading.Thread(target=self._run, name="expstore-keeper", daemon=True).start()
+                self._runs = True
+        self.wake()
+
+    def remove(self, keeper: Keeper) -> None:
+        """Work no more for a store."""
+        self._keepers.discard(keeper)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again what is due."""
+        self._wakeups.put(None)
+
+    def _run(self) -> None:
+        while True:
+            with self._starting:
+                if not self._keepers:
+                    self._runs = False
+                    return
+            with contextlib.suppress(Empty):
+                self._wakeups.get(timeout=max(0.0, self._start_due()))
+                while True:
+                    self._wakeups.get_nowait()
+
+    def _start_due(self) -> float:
+        """Start the work that is due; return the seconds until more can be due."""
+        now = time.monotonic()
+        soon, late = now + BEAT_SECONDS, now - PATIENCE_SECONDS
+        for keeper in list(self._keepers):
+            if keeper.job is None or keeper.job.done:
+                job = keeper.choose(now)
+                if job is not None:
+                    self._threads.add(job)
+            elif not keeper.job.begun and max(keeper.since, self._grown) < late:
+                self._grown = now
+                self._threads.grow()
+            soon = min(soon, keeper.due)
+        return max(soon, now + LOOK_SECONDS) - now
+
+
+_scheduler = _Scheduler()
+os.register_at_fork(after_in_child=_scheduler.restart)

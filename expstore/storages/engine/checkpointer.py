@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +17,7 @@ from expstore.core.draw_state import DrawState
 from expstore.core.lock_order import LockOrder
 from expstore.disk.checkpointed import Checkpoint, Checkpointed
 from expstore.disk.files import Disk, File
+from expstore.disk.threads import Threads
 from expstore.errors import ExpStoreError
 from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Journal, Kind
@@ -118,7 +118,7 @@ class Checkpointer:
         pool: Threads that fsync.
     """
 
-    def __init__(self, order: LockOrder, health: Health, disk: Disk, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, order: LockOrder, health: Health, disk: Disk, pool: Threads) -> None:
         #: Held while a checkpoint runs, and by threads that must exclude checkpoints.
         self.lock = order.rank_lock("sync", threading.Lock())
         self._truncating = order.rank_lock("cut", threading.Lock())

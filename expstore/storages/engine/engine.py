@@ -95,13 +95,12 @@ class Engine:
         #: The writer's lock, which only this process holds.
         self.lock_file = lock_file
         #: Threads that sync files.
-        self.pool = Threads(8, "expstore-sync")
+        self.pool = Threads()
         try:
             #: The control page STATE.
             self.shared = SharedState(disk, path, lock_file)
         except BaseException:
             lock_file.release()
-            self.pool.shutdown()
             raise
         #: Records failures of the store.
         self.health = Health(path)
@@ -403,6 +402,22 @@ class Engine:
         """Write a heartbeat for other processes."""
         self.shared.beat()
 
+    def rest(self) -> bool:
+        """Write a heartbeat, and close the descriptors of the columns until they are used again.
+
+        Returns:
+            Whether that is done, not if something is unsynced or another thread uses the store.
+        """
+        self.shared.beat()
+        # `close` holds the first lock while it waits for this thread; under the others a sync may hang.
+        locks = (self.locks.storage, self.checkpointer.lock, self.locks.sampled)
+        with contextlib.ExitStack() as held:
+            for lock in locks:
+                if not lock.acquire(blocking=False):
+                    return False
+                held.callback(lock.release)
+            return not self.is_sound or (not self.is_behind and self.rows.rest())
+
     def tend(self) -> None:
         """Write a heartbeat, and write changed values to the page cache."""
         self.check_in_place()
@@ -451,5 +466,3 @@ class Engine:
                 self.rows.close()
             self.shared.close()
         self.lock_file.release()
-        with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool
-            self.pool.shutdown()

@@ -259,6 +259,16 @@ class OpenStore(RowState):
         folders = self.columns.take_new_folders() if self.columns is not None else set()
         return folders if self.sampled is None else folders | take_all(self.sampled.new_folders)
 
+    def rest(self) -> bool:
+        """Close the descriptors of the columns if everything is synced; return whether it is.
+
+        The next use opens the files again. The caller excludes writes, counts, syncs and checkpoints.
+        """
+        if self.memtable.count or self.memtable.replaced:
+            return False
+        resting = [part.rest() for part in (self.columns, self.sampled) if part is not None]
+        return all(resting)
+
     def _parts(self) -> Iterator[_Part]:
         for part in (self.journal, self.log, self.write_keys, self.columns, self.checksums, self.sampled):
             if part is not None:

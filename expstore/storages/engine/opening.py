@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from expstore.core.draw_state import DrawState
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import IntArray, Window
 from expstore.disk.files import Disk, File
+from expstore.disk.threads import Threads
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, StateError, StorageError
@@ -139,7 +139,7 @@ class Opening:
         *,
         shared: SharedState,
         order: LockOrder,
-        pool: ThreadPoolExecutor,
+        pool: Threads,
         segment_bytes: int,
         counts: bool,
         may_tidy: bool,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from expstore.core.parsing import INVALID
 from expstore.core.values import Key
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
+from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -88,7 +88,7 @@ def begin_late(
     *,
     built: Sequence[Path] = (),
     folders: Sequence[Path] = (),
-    pool: ThreadPoolExecutor | None = None,
+    pool: Threads | None = None,
 ) -> None:
     """Sync the files that were built, rename their folder to `late`, and move an added field to its place.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from expstore.core.parsing import INVALID
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
+from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.paths import VERSION
@@ -243,7 +243,7 @@ def remove_scraps(disk: Disk, place: Path) -> None:
             (disk.remove_tree if _NAME.match(name) else disk.unlink)(path)
 
 
-def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
+def prune(disk: Disk, place: Path, keep: int, pool: Threads) -> None:
     """Remove the oldest snapshots without a tag so that `keep` of them remain; never the newest snapshot.
 
     After a crash each snapshot is complete, or has a name that is not a snapshot's.

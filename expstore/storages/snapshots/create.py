@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from expstore.core.values import Array, key_name
 from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
+from expstore.disk.threads import Threads
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import ArgumentError, CorruptionError, LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
@@ -63,7 +63,6 @@ __all__ = ["dump"]
 SHARD_ROWS = 8192
 #: Separator of the numbers in a shard's name: all shards of an array are in one folder, which is synced once.
 SEPARATOR = "."
-_THREADS = 8
 
 BoolArray = NDArray[np.bool_]
 
@@ -101,7 +100,8 @@ def dump(
     storage.snapshots.prepare()
     disk, place = storage.disk, local_path(path)
     _make_place(disk, place)
-    with _lock_folder(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
+    pool = Threads()
+    with _lock_folder(disk, place):
         remove_scraps(disk, place)
         known = list_versions(disk, place)
         if tag is not None and tag in [version.tag for version in known]:
@@ -202,7 +202,7 @@ def _lock_folder(disk: Disk, place: Path) -> Iterator[None]:
 class _Build:
     """Write files into a folder that becomes a snapshot, and track what must be synced."""
 
-    def __init__(self, disk: Disk, folder: Path, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, disk: Disk, folder: Path, pool: Threads) -> None:
         self.disk = disk
         self.folder = folder
         self.pool = pool

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from expstore.core.geometry import round_up
 from expstore.core.values import Array, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
+from expstore.disk.threads import Threads
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.sessions import End, SessionKey
 from expstore.episodes.table import EpisodeTable
@@ -462,17 +462,17 @@ def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, read
     disk.make_dir(temporary)
     written, folders = [temporary / MANIFEST, temporary / LOG], {temporary, temporary / JOURNAL}
     stamp = (manifest.generation, sequence + 1)
-    with ThreadPoolExecutor(8, thread_name_prefix="expstore-load") as pool:
-        if manifest.schema is not None:
-            paths, more = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
-            written += paths
-            folders |= more
-        disk.put(temporary / MANIFEST, manifest.pack())
-        log = b"".join(entry.pack() for entry in arrival.entries())
-        disk.put(temporary / LOG, log)
-        disk.make_dir(temporary / JOURNAL)
-        written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log))
-        sync_paths(disk, written, sorted(folders), pool)
+    pool = Threads()
+    if manifest.schema is not None:
+        paths, more = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
+        written += paths
+        folders |= more
+    disk.put(temporary / MANIFEST, manifest.pack())
+    log = b"".join(entry.pack() for entry in arrival.entries())
+    disk.put(temporary / LOG, log)
+    disk.make_dir(temporary / JOURNAL)
+    written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log))
+    sync_paths(disk, written, sorted(folders), pool)
 
 
 def _build_columns(
@@ -482,7 +482,7 @@ def _build_columns(
     schema: Schema,
     stamp: tuple[int, int],
     ready: int,
-    pool: ThreadPoolExecutor,
+    pool: Threads,
 ) -> tuple[list[Path], set[Path]]:
     """Write the rows; return the files and folders to be synced."""
     manifest = arrival.manifest
@@ -522,9 +522,7 @@ def _build_columns(
         group.close()
 
 
-def _build_sampled(
-    disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: ThreadPoolExecutor
-) -> list[Path]:
+def _build_sampled(disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: Threads) -> list[Path]:
     """Write how often each row was sampled, if the snapshot has counts; return the files to be synced."""
     if not arrival.counted:
         return []

@@ -6,8 +6,7 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from expstore.disk import files
 from expstore.disk.bulk_files import Links, read_all, remove_files, start_links
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
+from expstore.disk.threads import Threads
 from expstore.errors import StorageError
 
 
@@ -175,7 +175,7 @@ def test_sync_all_does_all_and_raises_the_first_failure(tmp_path: Path, threads:
 
     disk = Failing()
     made = [disk.open(tmp_path / name, create=True) for name in "abcd"]
-    pool = ThreadPoolExecutor(threads) if threads else None
+    pool = Threads(threads) if threads else None
     with pytest.raises(StorageError, match="no sync of b"):
         disk.sync_all(made, [tmp_path], pool)
     done = {name for act, name in disk.acts if act.startswith("sync")}
@@ -183,13 +183,9 @@ def test_sync_all_does_all_and_raises_the_first_failure(tmp_path: Path, threads:
     disk.sync_all([made[0], made[3]], [tmp_path], pool)
     for file in made:
         file.close()
-    if pool:
-        pool.shutdown()
 
 
-def test_a_failed_sync_is_raised_although_the_wait_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_sync_is_raised_although_the_wait_was_interrupted(tmp_path: Path) -> None:
     """Otherwise the next sync would succeed, and nobody would know of the bytes that were lost."""
     interrupted = threading.Event()
     done: list[str] = []
@@ -197,27 +193,22 @@ def test_a_failed_sync_is_raised_although_the_wait_was_interrupted(
     class Failing(Recorder):
         def gate(self, act: str, path: Path) -> None:
             if act == "sync":
+                if threading.current_thread() is threading.main_thread() and not interrupted.is_set():
+                    interrupted.set()
+                    raise KeyboardInterrupt
                 assert interrupted.wait(30)
                 done.append(path.name)
                 if path.name == "b":
                     raise StorageError("no sync of b")
 
-    def wait_interrupted(jobs: Sequence[object]) -> object:
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-        return wait(jobs)
-
-    monkeypatch.setattr(files, "wait", wait_interrupted)
     disk = Failing()
     made = [disk.open(tmp_path / name, create=True) for name in "abc"]
-    with ThreadPoolExecutor(3) as pool:
-        with pytest.raises(StorageError, match="no sync of b"):
-            disk.sync_all(made, [], pool)
-        assert sorted(done) == ["a", "b", "c"]
-        interrupted.clear()
-        with pytest.raises(KeyboardInterrupt):
-            disk.sync_all([made[0], made[2]], [], pool)
+    with pytest.raises(StorageError, match="no sync of b"):
+        disk.sync_all(made, [], Threads())
+    assert len(done) == 2
+    interrupted.clear()
+    with pytest.raises(KeyboardInterrupt):
+        disk.sync_all([made[0], made[2]], [], Threads())
     for file in made:
         file.close()
 
@@ -329,11 +320,10 @@ def test_a_failed_sync_of_many_files_says_which_and_why(tmp_path: Path, compiled
     if compiled:
         disk._load_kernel()
     made = [disk.open(tmp_path / f"f{number}", create=True) for number in range(9)]
-    with ThreadPoolExecutor(2) as pool:
-        disk.sync_all(made, [tmp_path], pool)
-        made[6].close()
-        with pytest.raises(StorageError, match=r"cannot sync .*f6: Bad file descriptor") as caught:
-            disk.sync_all(made, [tmp_path], pool)
+    disk.sync_all(made, [tmp_path], Threads())
+    made[6].close()
+    with pytest.raises(StorageError, match=r"cannot sync .*f6: Bad file descriptor") as caught:
+        disk.sync_all(made, [tmp_path], Threads())
     assert caught.value.errno == errno.EBADF
     assert caught.value.lost
     for file in made:
@@ -362,9 +352,8 @@ def disk(request: pytest.FixtureRequest) -> Disk:
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
+def pool() -> Threads:
+    return Threads(2)
 
 
 def make_files(folder: Path, names: Sequence[str], size: int = 9) -> None:
@@ -374,10 +363,10 @@ def make_files(folder: Path, names: Sequence[str], size: int = 9) -> None:
 
 
 @pytest.mark.parametrize("going", [False, True])
-def test_many_links_at_once(tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor, going: bool) -> None:
+def test_many_links_at_once(tmp_path: Path, disk: Disk, pool: Threads, going: bool) -> None:
     """What is missing or has another length is left out; threads may have ended with the interpreter."""
     if going:
-        pool.shutdown()
+        pool.refuse()
     a, b = [f"c.{number}" for number in range(7)], ["c.0.0", "ü", "short", "gone"]
     make_files(tmp_path / "a", a)
     make_files(tmp_path / "b", b[:3], 5)
@@ -400,7 +389,7 @@ def test_many_links_at_once(tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSPC])
 def test_links_that_cannot_be(
-    tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, disk: Disk, pool: Threads, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Where there are no links to be had files are copied; a full disk is an error."""
     make_files(tmp_path / "a", ["f", "g"])
@@ -430,7 +419,7 @@ def test_files_of_one_folder_are_read(tmp_path: Path) -> None:
     assert read_all(disk, tmp_path / "nowhere", ["f"], size=9) == [b""]
 
 
-def test_all_files_of_a_folder_go_at_once(tmp_path: Path, disk: Disk, pool: ThreadPoolExecutor) -> None:
+def test_all_files_of_a_folder_go_at_once(tmp_path: Path, disk: Disk, pool: Threads) -> None:
     make_files(tmp_path / "x", [f"{number}" for number in range(9)])
     make_files(tmp_path / "x" / "y", ["f"])
     (tmp_path / "x" / "empty").mkdir()
@@ -448,10 +437,11 @@ def test_syncs_are_counted_per_thread(tmp_path: Path, monkeypatch: pytest.Monkey
     if grouped:
         kernels = SimpleNamespace(sync_files=lambda numbers: (0, 0))
         monkeypatch.setattr(disk, "kernels", kernels)
-    with ThreadPoolExecutor(2) as pool:
-        disk.sync_all(made, [tmp_path], pool)
-        assert (disk.syncs, disk.syncs_of[me]) == (21, 21)
-        pool.submit(disk.sync_dir, tmp_path).result()
+    disk.sync_all(made, [tmp_path], Threads(2))
+    assert (disk.syncs, disk.syncs_of[me]) == (21, 21)
+    other = threading.Thread(target=disk.sync_dir, args=(tmp_path,))
+    other.start()
+    other.join()
     assert (disk.syncs, disk.syncs_of[me]) == (22, 21)
     made[0].sync()
     disk.sync_all(made[:1], [], None)

@@ -193,6 +193,11 @@ class PartialFile:
             if self.file is not None and number not in held:
                 self.file.release(number * self._stride, (number + 1) * self._stride)
 
+    def rest(self) -> None:
+        """Close the descriptor until the file is used again; no other thread may be using it."""
+        if self.file is not None:
+            self.file.rest()
+
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:

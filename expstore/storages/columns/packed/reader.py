@@ -65,6 +65,7 @@ class PackedReader(PackedRows, FollowedPart):
         again = {(source.shard, source.lap) for source in unnamed}
         named = [source for source in named if (source.shard, source.lap) not in again]
         self._sources = [*self._areas(), *named, *unnamed]
+        self._partial.close()
         self._at = max(((source.lap, source.shard) for source in self._sources), default=(0, 0))
         self._show_all(self._sources)
 
@@ -85,6 +86,7 @@ class PackedReader(PackedRows, FollowedPart):
         # The writer may have filled the shard since, and cut off the unused space after the chunks.
         found = Source(shard, lap, self._map(file, size, may_shrink=True), chunks)
         self._open[lap, shard] = file, found
+        file.rest()
         return found
 
     def _let_go(self, before: tuple[int, int]) -> None:
@@ -169,6 +171,7 @@ class PackedReader(PackedRows, FollowedPart):
             self._show_rest(0, self._new_rows()[:0])
             return True
         rows = self._partial.find(lap, chunk, inside)
+        self._partial.close()
         if rows is None:
             return False
         values = rows.reshape(-1).view(self.entry.numpy_dtype).reshape(inside, *self.entry.shape)
@@ -180,8 +183,14 @@ class PackedReader(PackedRows, FollowedPart):
         if (lap, shard) in self._open:
             file, source = self._open[lap, shard]
             table = self.packing.table_bytes
-            self._show_more(source, scan_chunks(file, self.packing.chunks, lap, source.chunks, table=table))
-            return source
+            try:
+                chunks = scan_chunks(file, self.packing.chunks, lap, source.chunks, table=table)
+            except StorageError:  # renamed, or written again: it was opened by a path that it no longer has
+                self._open.pop((lap, shard))[0].close()
+            else:
+                file.rest()
+                self._show_more(source, chunks)
+                return source
         # In this order: the file may be renamed in between.
         found = self._read_open(shard, lap) or self._read_shard(shard)
         if found is None or found.lap != lap:

@@ -522,6 +522,12 @@ class PackedColumn(PackedRows, WrittenPart):
         self._sources = [source for source in self._sources if not (source.named and source.shard == number)]
         self._sources.append(found)
 
+    def rest(self) -> None:
+        """Close the descriptors; see `WrittenPart`."""
+        self._partial.rest()
+        for filling in self._unnamed:
+            filling.file.rest()
+
     def close(self) -> None:
         """Close the files; a map is removed with the last array over it."""
         for filling in self._unnamed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from expstore.core.draw_state import DrawState
 from expstore.core.lock_order import LockOrder
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
+from expstore.disk.threads import Threads
 from expstore.errors import StateError, StorageError
 from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.health import Health
@@ -96,8 +96,7 @@ class Store:
         self.locks, self.draws, self.counters = Locks(), DrawState(), Counters()
         self.last = 0
         self.health = Health(Path("run.exp"))
-        pool = ThreadPoolExecutor(1)
-        self.checkpointer = Checkpointer(LockOrder(), self.health, self.disk, pool)  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer(LockOrder(), self.health, self.disk, Threads())  # type: ignore[arg-type]
 
     def append(self) -> None:
         self.journal.sequence += 1

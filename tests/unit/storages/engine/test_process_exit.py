@@ -143,7 +143,7 @@ gone, collected = threading.Event(), threading.Event()
 sync = Disk.sync_all
 
 def collecting(self, *given):
-    if threading.current_thread().name == "expstore-keeper":
+    if threading.current_thread().name == "expstore-sync":
         gone.wait(30)
         gc.collect()
         collected.set()

@@ -1,0 +1,241 @@
+"""What open stores take of their process: threads and descriptors, also while a sync hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import expstore
+from expstore.disk import files
+from expstore.maintenance.verify import verify
+from expstore.storages.engine import background_checkpoints
+
+LAYOUTS = ["flat", "packed", "arrow"]
+
+
+def rows(fields: int, start: int = 0, count: int = 16) -> dict[str, np.ndarray]:
+    values = np.arange(start, start + count, dtype=np.float32)[:, None] + np.zeros(4, np.float32)
+    return {f"f{number:02d}": values + number for number in range(fields)}
+
+
+def open_store(path: Path, **options: Any) -> Any:
+    return expstore.open(path, **options)
+
+
+def descriptors(path: Path) -> list[str]:
+    """Return the files below a folder that this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # the descriptor that lists the others
+            continue
+    return [name for name in found if name.startswith(str(path))]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def work_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("expstore-")]
+
+
+@pytest.fixture(autouse=True)
+def idle_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_checkpoints, "REST_SECONDS", 0.0)
+
+
+def test_thirty_stores_share_a_few_threads(tmp_path: Path) -> None:
+    with ExitStack() as stores:
+        opened = [
+            stores.enter_context(open_store(tmp_path / str(number), layout=LAYOUTS[number % 3]))
+            for number in range(30)
+        ]
+        most = 0
+        for lap in range(3):
+            for rb in opened:
+                rb.extend(rows(3, 16 * lap))
+                rb.flush()
+                most = max(most, threading.active_count())
+        assert most < 40
+        assert work_threads().count("expstore-keeper") == 1
+        wait_until(lambda: sum(name != "expstore-warm" for name in work_threads()) <= 2)
+    wait_until(lambda: "expstore-keeper" not in work_threads())
+
+
+@pytest.mark.parametrize("capacity", [None, 100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fields", [1, 30])
+def test_an_idle_store_has_few_descriptors(
+    layout: str, capacity: int | None, fields: int, store_path: Path
+) -> None:
+    with open_store(store_path, layout=layout, capacity=capacity, batch_size=4, seed=1) as rb:
+        for lap in range(3):
+            rb.extend(rows(fields, 40 * lap, 40))
+            rb.update_priority(np.arange(4), np.full(4, 2.0))
+            rb.flush()
+            wait_until(lambda: len(descriptors(store_path)) <= 12)
+            assert rb.sample()["f00"].shape == (4, 4)
+            assert len(descriptors(store_path)) <= 12
+        with expstore.open(store_path, mode="r", batch_size=4) as reader:
+            before = len(descriptors(store_path))
+            for lap in range(3, 6):
+                rb.extend(rows(fields, 40 * lap, 40))
+                reader.sample()
+                newest = 40 * lap + 39
+                wait_until(lambda: bool(reader[:]["f00"].max() == newest))  # noqa: B023
+            rb.flush()
+            wait_until(lambda: len(descriptors(store_path)) <= before)
+        expected = rb[:]["f00"].numpy()
+    assert verify(store_path) == []
+    with expstore.open(store_path) as rb:
+        assert (rb[:]["f00"].numpy() == expected).all()
+
+
+def rest(rb: Any) -> None:
+    """Close the descriptors of a store's columns now."""
+    rb.flush()
+    wait_until(rb.storage.engine.rest)
+
+
+def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store_path: Path) -> None:
+    rb = open_store(store_path)
+    rb.extend(rows(2))
+    rest(rb)
+    file = rb.storage.state.columns.flat[0].files[0]
+    file.path.rename(store_path / "other")
+    file.path.write_bytes((store_path / "other").read_bytes())
+    before = file.path.read_bytes()
+    with pytest.raises(expstore.StorageError, match="was deleted, moved or replaced"):
+        rb.extend(rows(2, count=300))
+    assert file.path.read_bytes() == before
+    rb.close()
+    (store_path / "other").rename(file.path)
+    with open_store(store_path) as rb:
+        assert (rb[:]["f01"][:, 0].numpy() == np.arange(16) + 1).all()
+    assert verify(store_path) == []
+
+
+def test_resting_files_that_others_have_linked_are_written_to_as_if_they_were_open(
+    store_path: Path, tmp_path: Path
+) -> None:
+    with open_store(store_path) as rb:
+        rb.extend(rows(2))
+        rest(rb)
+        file = rb.storage.state.columns.flat[0].files[0]
+        os.link(file.path, tmp_path / "linked")
+        rb.extend(rows(2, 16, 300))
+        assert file.path.samefile(tmp_path / "linked")  # the map has this file
+        assert rb[-1]["f00"][0] == 315
+
+
+def test_a_store_with_unsynced_rows_does_not_rest(store_path: Path) -> None:
+    with open_store(store_path) as rb:
+        rb.storage.engine.background.stop()
+        rb.extend(rows(2, count=300))
+        open_files = descriptors(store_path)
+        assert not rb.storage.engine.rest()
+        assert descriptors(store_path) == open_files
+        rb.flush()
+        assert rb.storage.engine.rest()
+        rb.update_priority([1], [3.0])
+        rb.storage.engine.write_values()
+        assert not rb.storage.engine.rest()
+
+
+def test_a_store_in_use_does_not_rest(store_path: Path) -> None:
+    with open_store(store_path) as rb:
+        rb.storage.engine.background.stop()
+        rb.extend(rows(2))
+        rb.flush()
+        engine = rb.storage.engine
+        for lock in (engine.locks.storage, engine.checkpointer.lock, engine.locks.sampled):
+            result: list[bool] = []
+            with lock:
+                other = threading.Thread(target=lambda: result.append(engine.rest()))  # noqa: B023
+                other.start()
+                other.join()
+            assert result == [False]
+        assert engine.rest()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let each fsync of files below `tmp_path / "hung"` wait for an event."""
+    go_on, sync = threading.Event(), files._sync_data
+
+    def sync_or_hang(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path / "hung")):
+            assert go_on.wait(120)
+        sync(fd)
+
+    monkeypatch.setattr(files, "_sync_data", sync_or_hang)
+    monkeypatch.setattr(files.Disk, "warm", lambda disk: None)  # the compiled loop does not hang
+    yield go_on
+    go_on.set()
+
+
+def test_a_sync_that_hangs_delays_no_other_store(
+    tmp_path: Path, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do its background checkpoints stop: rows are synced although nobody calls `flush`."""
+    hanging.set()
+    with ExitStack() as stores:
+        hung = [stores.enter_context(open_store(tmp_path / f"hung{number}")) for number in range(4)]
+        sound = stores.enter_context(open_store(tmp_path / "sound"))
+        for rb in (*hung, sound):
+            rb.extend(rows(20))
+            rb.flush()
+        hanging.clear()
+        flushes = []
+        for rb in hung:
+            rb.extend(rows(20, 16))
+            flushes.append(threading.Thread(target=rb.flush))
+            flushes[-1].start()
+        wait_until(lambda: all(rb.storage.engine.checkpointer.lock.locked() for rb in hung))
+        for lap in range(1, 4):
+            sound.extend(rows(20, 16 * lap))
+            sound.flush()
+            assert sound.stats()["unsynced_rows"] == 0
+        sound.extend(rows(20, 64, 300))
+        wait_until(lambda: sound.stats()["unsynced_rows"] == 0)
+        assert all(thread.is_alive() for thread in flushes)
+        assert all(rb.storage.engine.checkpointer.lock.locked() for rb in hung)
+        assert threading.active_count() < 40
+        hanging.set()
+        for thread in flushes:
+            thread.join()
+        assert [len(rb) for rb in (*hung, sound)] == [32, 32, 32, 32, 364]
+
+
+def test_a_forked_child_opens_stores_with_threads_of_its_own(tmp_path: Path) -> None:
+    with open_store(tmp_path / "a") as rb:
+        rb.extend(rows(3))
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                other = open_store(tmp_path / "b")
+                other.extend(rows(3, count=300))
+                wait_until(lambda: bool(other.stats()["unsynced_rows"] == 0))
+                other.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        rb.extend(rows(3, 16))
+        wait_until(lambda: bool(rb.stats()["unsynced_rows"] == 0))
+        assert len(rb) == 32
+    assert verify(tmp_path / "b") == []
