@@ -231,7 +231,7 @@ class Ingest(StorePart):
         with storage.locks.extend:
             if not put(0, row):
                 return -1
-            row_id = intake.appender.append(source, intake.runs.read(), linked=True)
+            row_id = intake.appender.append(source, intake.runs.read())
         capacity = storage.geometry.capacity
         return row_id - 1 if capacity is None or not row_id else (row_id - 1) % capacity
 
@@ -474,7 +474,6 @@ class Ingest(StorePart):
                     hint="transforms of steps of several lanes must keep their number, or drop all of them",
                 )
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
-        batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
         options = WriteOptions(source, info, takes_priorities=self._takes_priorities, return_ids=True)
         proxy = self._store.proxy
         if proxy is not None:
@@ -532,7 +531,7 @@ class Ingest(StorePart):
         with storage.lock:
             table = storage.episodes
             named = [] if source is None else table.sources_named(source, session=table.session)
-            if table.joins.awaiting.isdisjoint(named):
+            if table.waiting_heirs().isdisjoint(named):
                 end_stream(storage, source, session=table.session, lanes=lanes)
 
     def _prepare(self, storage: Storage, batch: Batch) -> _Readers:

@@ -252,7 +252,7 @@ class ReplayBuffer:
             source: Name of the stream of experience within the session. None: the session's unnamed stream.
                 Rows of two sessions never share an episode: after a restart the same source begins new
                 episodes, unless `episodes.resume` adopts the earlier ones. If writers alternate row by row
-                under one source, their rows cannot be told from n-step rows and share an episode.
+                under one source, their rows share an episode: single rows are not compared.
             return_ids: Whether to return ids, which are never reused, instead of indices.
             episode_info: Facts to attach to every episode that has a row in the batch, as by
                 `episodes.annotate`. They are committed with the rows.

@@ -1,7 +1,7 @@
 """Cut batches into pieces of one episode each, and read the ends and rewards of rows.
 
 Used by `expstore.episodes.table`, which numbers the pieces, and by code that reads steps from columns. It
-uses one batch alone, without sources and earlier rows.
+uses one batch alone, without sources; of earlier rows only the next observations, in `is_restart`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "cut_batch",
     "cut_lane",
     "find_ends",
+    "is_restart",
     "to_trajectory_ids",
 ]
 
@@ -61,7 +62,8 @@ class Steps:
         starts: Whether the row begins an episode, regardless of earlier rows.
         rewards: The values that are summed up to the return.
         session: The writing session; None: the session of the storage.
-        linked: Whether a row follows the previous one in its episode. False for rows that are single facts.
+        linked: Whether observations may show that a run begins another episode. False if the caller says
+            where episodes begin, and for rows that are single facts.
     """
 
     count: int
@@ -154,6 +156,44 @@ def cut_batch(steps: Steps) -> tuple[list[Piece], IntArray | None]:
         strict=True,
     )
     return list(pieces), order
+
+
+def is_restart(
+    columns: Sequence[Array],
+    pairs: Sequence[tuple[int, int]],
+    piece: Piece,
+    former: Sequence[Array],
+    *,
+    required: bool = False,
+) -> bool:
+    """Return whether observations show that a run does not continue an open episode.
+
+    They do if its first observation is not the episode's last next observation, although each row of the run
+    continues the row before it. A run of one row cannot show it, nor can rows of n steps, which do not chain.
+
+    Args:
+        columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
+        pairs: Positions of each observation and of its next observation, of fixed size.
+        piece: The run.
+        former: The last next observations of the episode, one for each pair. Shapes `row shape`.
+        required: Whether the run must continue the episode: only its first row is compared.
+    """
+    _, _, _, first, count, stride, _, _ = piece
+    # Values are compared as bytes, so that NaN equals NaN.
+    if all(
+        columns[before][first].tobytes() == value.tobytes()
+        for (before, _), value in zip(pairs, former, strict=True)
+    ):
+        return False
+    if required or count == 1:
+        return required
+    second, end = first + stride, first + count * stride
+    return all(  # the second row alone first: where rows do not chain, it shows so without a copy of all
+        columns[before][second:stop:stride].tobytes()
+        == columns[after][first : stop - stride : stride].tobytes()
+        for stop in (second + 1, end)
+        for before, after in pairs
+    )
 
 
 def find_ends(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from expstore.episodes.table import Episode
 
-__all__ = ["End", "NewSource", "Resume", "Session", "SessionKey"]
+__all__ = ["End", "Heir", "NewSource", "Resume", "Session", "SessionKey"]
 
 
 class SessionKey(NamedTuple):
@@ -52,6 +52,19 @@ class NewSource(NamedTuple):
     def key(self) -> SessionKey:
         """The key of its session."""
         return SessionKey(self.session, self.remote)
+
+
+@dataclass(slots=True)
+class Heir:
+    """A source that has adopted episodes, until rows have continued them. Only in RAM, for the writer.
+
+    Args:
+        unchecked: Adopted episodes whose next row must continue them.
+        has_written: Whether the source has written rows.
+    """
+
+    unchecked: set[int] = field(default_factory=set)
+    has_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -20,11 +20,10 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.id_set import IdSet
-from expstore.core.values import IntArray
+from expstore.core.values import Array, IntArray
 from expstore.episodes.annotations import merge_info
 from expstore.episodes.dirty import Touched
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
-from expstore.episodes.joins import BatchJoins, JoinMemory
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import (
     CUT,
@@ -39,9 +38,11 @@ from expstore.episodes.segmentation import (
     Steps,
     cut_batch,
     cut_lane,
+    is_restart,
 )
-from expstore.episodes.sessions import End, NewSource, Resume, Session, SessionKey
+from expstore.episodes.sessions import End, Heir, NewSource, Resume, Session, SessionKey
 from expstore.episodes.sources import lane_names, lane_of, stream_of
+from expstore.errors import SchemaError
 
 __all__ = [
     "HAS_TRAJECTORY",
@@ -53,6 +54,7 @@ __all__ = [
     "Assignment",
     "Episode",
     "EpisodeTable",
+    "Observations",
     "Run",
     "Segment",
     "Steps",
@@ -104,6 +106,21 @@ def pack_segments(segments: Iterable[Segment]) -> bytes:
 def unpack_segments(data: bytes) -> list[Segment]:
     """Parse the result of `pack_segments`."""
     return list(map(_MAKE, _SEGMENT.iter_unpack(data)))
+
+
+class Observations(NamedTuple):
+    """The observations of a batch, and how to read those of stored rows.
+
+    Args:
+        columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
+        pairs: Positions of each observation and of its next observation.
+        read: Function that returns the next observations of stored rows, by id, one array of shape `row
+            shape` for each pair; it leaves out rows that are no longer in the store.
+    """
+
+    columns: Sequence[Array]
+    pairs: Sequence[tuple[int, int]]
+    read: Callable[[list[int]], Mapping[int, Sequence[Array]]]
 
 
 @dataclass(slots=True)
@@ -297,8 +314,8 @@ class EpisodeTable:
     def __init__(self, *, generation: int = 0, session: str = "") -> None:
         self.generation = generation
         self.session = SessionKey(session)
-        #: What the next batch of each source is compared with; used only by a writer.
-        self.joins = JoinMemory()
+        #: Sources that have adopted episodes which rows have not continued yet, by number.
+        self.heirs: dict[int, Heir] = {}
         self.fragments = Fragments()
         self.next_episode = 1
         self.next_source = 1
@@ -321,7 +338,7 @@ class EpisodeTable:
         steps: Steps,
         *,
         source: str | None,
-        joins: BatchJoins | None = None,
+        observations: Observations | None = None,
         low: int = 0,
         first_id: int = 1,
         time: int = 0,
@@ -333,7 +350,8 @@ class EpisodeTable:
             first_id: Id of its first row.
             time: Time of all its rows, microseconds since 1970.
             source: The user's name for this stream; None for the session's unnamed stream.
-            joins: Compares the batch with the episodes that it continues; None to compare nothing.
+            observations: With them the batch is compared with the episodes that it continues; None: it is not
+                compared.
             low: The newest id that can no longer be read. A truncated episode is not continued if all of its
                 rows have ids up to `low`.
 
@@ -356,7 +374,10 @@ class EpisodeTable:
         next_episode = self.next_episode
         restarted: list[str] = []
         unrewarded = NO_REWARD if steps.rewards is None else 0
-        for piece in pieces:
+        restarts: Collection[int] = ()
+        if observations is not None:
+            restarts = self._find_restarts(pieces, numbers, names, observations, compares=steps.linked)
+        for place, piece in enumerate(pieces):
             lane, trajectory, starts, row, count, stride, status, ret = piece
             number = numbers[lane]
             key = (number, trajectory)
@@ -366,11 +387,9 @@ class EpisodeTable:
                 episode, known = self._open.find(number, trajectory), None
                 if episode is not None and (episode.status == OPEN or episode.last_id > low):
                     known = (episode.episode, episode.length, episode.status)
-                    if joins is not None and not starts:
-                        last_id = episode.last_id
-                        if not joins.follows(number, known[0], last_id, piece, pieces, name=names[lane]):
-                            restarted.append(names[lane])
-                            known = None
+                    if place in restarts:
+                        restarted.append(names[lane])
+                        known = None
             flags = (HAS_TRAJECTORY if trajectory is not None else 0) | unrewarded
             if known is None or starts:
                 known = (next_episode, 0, OPEN)
@@ -382,10 +401,78 @@ class EpisodeTable:
             )
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
             pending[key] = None if over else (name, step + count, status)
-        if joins is not None and self.joins.awaiting:
-            joins.check_adopted(segments, dict(zip(numbers, names, strict=True)))
+        if observations is not None and self.heirs:
+            self._check_heirs(segments, dict(zip(numbers, names, strict=True)))
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
+
+    def _find_restarts(
+        self,
+        pieces: Sequence[Piece],
+        numbers: Sequence[int],
+        names: Sequence[str],
+        observations: Observations,
+        *,
+        compares: bool,
+    ) -> set[int]:
+        """Return the places of the pieces that do not continue the open episode, as `is_restart` decides.
+
+        Args:
+            pieces: The batch.
+            numbers: Number of each lane's source.
+            names: Names of the sources.
+            observations: The observations of the batch.
+            compares: Whether a piece may begin another episode; False: only adopted episodes are checked.
+
+        Raises:
+            SchemaError: A row does not continue an adopted episode.
+        """
+        columns, pairs, read = observations
+        seen: set[tuple[int, int | None]] = set()
+        compared: list[tuple[int, Piece, Episode, bool]] = []
+        for place, piece in enumerate(pieces):
+            lane, trajectory, starts, _, count, _, _, _ = piece
+            key = (numbers[lane], trajectory)
+            if key in seen:
+                continue
+            seen.add(key)
+            episode = None if starts else self._open.find(*key)
+            if episode is not None:
+                heir = self.heirs.get(key[0])
+                is_required = heir is not None and episode.episode in heir.unchecked
+                if is_required or (compares and count > 1):
+                    compared.append((place, piece, episode, is_required))
+            if trajectory is None and len(seen) == len(numbers):
+                break  # all other pieces follow rows of the batch
+        restarts: set[int] = set()
+        stored = read([episode.last_id for _, _, episode, _ in compared]) if compared else {}
+        for place, piece, episode, is_required in compared:
+            former = stored.get(episode.last_id)
+            if former is not None and is_restart(columns, pairs, piece, former, required=is_required):
+                if is_required:
+                    raise _build_not_continued_error(names[piece[0]], episode.episode)
+                restarts.add(place)
+        return restarts
+
+    def _check_heirs(self, segments: Sequence[Segment], names: Mapping[int, str]) -> None:
+        """Check that first rows of sources which have adopted episodes continue one of them.
+
+        Args:
+            segments: The batch.
+            names: Names of its sources, by number.
+
+        Raises:
+            SchemaError: The rows of a source continue none of the episodes that it must continue.
+        """
+        continued = {segment.episode for segment in segments if not segment.flags & NEW}
+        for number in self.waiting_heirs().intersection(names):
+            unchecked = self.heirs[number].unchecked
+            if unchecked and continued.isdisjoint(unchecked):
+                raise _build_not_continued_error(names[number], min(unchecked))
+
+    def waiting_heirs(self) -> set[int]:
+        """Return the numbers of sources that have adopted episodes and have not written rows yet."""
+        return {number for number, heir in self.heirs.items() if not heir.has_written}
 
     def assign_runs(self, source: int, runs: Sequence[Run], flags: int, low: int) -> list[Segment] | None:
         """Assign episodes and steps to rows of a source, without changing the table.
@@ -492,14 +579,24 @@ class EpisodeTable:
             info: Facts to attach to its episodes, as JSON text.
         """
         entries = [self._add_source(source, time) for source in sources] if sources else []
-        if self.joins.awaiting or self.joins.required:
-            self.joins.note_rows(segments)
+        if self.heirs:
+            for segment in segments:
+                self._note_continued(segment.source, segment.episode, is_row=True)
         alone = merge_info("", info) if info else ""  # once: most of a batch's episodes have none yet
         for segment in segments:
             self._commit_segment(segment, first_id, time, sequence, (info, alone), entries)
         if self.fragments.crowded:
             self.evict(self._low)
         return entries
+
+    def _note_continued(self, source: int, episode: int, *, is_row: bool) -> None:
+        """Stop checking an episode that a source has adopted: a row has continued it, or it has ended."""
+        heir = self.heirs.get(source)
+        if heir is not None:
+            heir.has_written |= is_row
+            heir.unchecked.discard(episode)
+            if heir.has_written and not heir.unchecked:
+                del self.heirs[source]
 
     def annotate(self, entry: LogEntry, sequence: int) -> list[LogEntry]:
         """Set an episode's info; return its log entry, or none while it is open.
@@ -618,7 +715,7 @@ class EpisodeTable:
         entries: list[LogEntry] = []
         for episode in over:
             self._open.remove(episode)
-            self.joins.forget(episode.episode)
+            self._note_continued(episode.source, episode.episode, is_row=False)
             if episode.status == OPEN:
                 episode.status = CUT
                 entries.append(self._note(episode, sequence))
@@ -630,7 +727,8 @@ class EpisodeTable:
         for session in sessions:
             self._sessions[session.key] = self._sessions.pop(session.key)  # keep the order of their ends
             session.ended = max(1, end.time)
-            self.joins.forget_sources(session.numbers())
+            for number in session.numbers():
+                self.heirs.pop(number, None)
             entries += [self._note_source(source, session) for source in session.sources()]
         if sessions:
             self._forget_sessions()
@@ -716,7 +814,7 @@ class EpisodeTable:
                 if episode.status == OPEN:
                     episode.status = CUT  # a new episode begins although this one did not end: a manual reset
                     entries.append(self._note(episode, sequence))
-                self.joins.forget(episode.episode)
+                self._note_continued(source, episode.episode, is_row=True)
             episode = Episode(number, source, name, start=time, length=step)
             self.next_episode = max(self.next_episode, number + 1)
         facts, alone = info
@@ -739,9 +837,7 @@ class EpisodeTable:
         self.touched.note(episode.episode)
         if status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
-        if is_over:
-            self.joins.forget(episode.episode)
-        elif not is_known:
+        if not is_over and not is_known:
             self._open.put(episode)
 
     def _touch(self, episode: Episode) -> None:
@@ -768,7 +864,6 @@ class EpisodeTable:
         low = min(low, self._low)
         for episode in self._open.find_evicted(low):
             self._open.remove(episode)
-            self.joins.forget(episode.episode)
         for session in self._sessions.values() if low > self._swept else ():
             if session.cut:
                 session.cut = {key: one for key, one in session.cut.items() if one.last_id > low}
@@ -875,6 +970,14 @@ class EpisodeTable:
     def waiting(self) -> int:
         """Number of changed episodes that the index lacks."""
         return len(self._changed)
+
+
+def _build_not_continued_error(name: str, episode: int) -> SchemaError:
+    return SchemaError(
+        f"the first row of source {name!r} does not continue episode {episode}, which was adopted: its "
+        "observation is not the last next observation",
+        hint="continue the environment where it stopped, or resume(..., check=False)",
+    )
 
 
 def _spread(

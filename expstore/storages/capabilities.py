@@ -60,7 +60,7 @@ class RowAppending(Protocol):
     #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
     fields: Array
 
-    def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
+    def append(self, source: str | None, runs: Sequence[Run]) -> int:
         """Append the rows in `fields`; return the id of the first row, or 0 if they were not appended.
 
         If rows are not appended, nothing has changed; the caller then uses `Storage.write`.
@@ -68,8 +68,6 @@ class RowAppending(Protocol):
         Args:
             source: Name of the stream, in the storage's own session; None: the unnamed one.
             runs: The rows' episodes and steps, with rewards in the precision of their field.
-            linked: Whether the row's observation is compared with the next observation of the row before it
-                in its episode. Only for a single row.
 
         Raises:
             StateError: The storage cannot be written.

@@ -6,11 +6,12 @@ Used by every storage. On disk it comes from expstore.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Ranking
-from expstore.schema.field_roles import Keys, find_keys
+from expstore.schema.field_roles import Keys, find_keys, find_observations
 from expstore.schema.schema import Schema
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class Description:
             specs=manifest.specs,
             uuid=manifest.uuid,
         )
+
+    @cached_property
+    def observations(self) -> list[tuple[int, int]]:
+        """Positions of each observation field and of its next observation; see `find_observations`."""
+        return [] if self.schema is None else find_observations(self.schema, self.keys)
 
     def with_fields(self, schema: Schema, keys: Keys | None = None) -> Description:
         """Return a copy with other fields; without `keys`, the keys are found by their usual names."""

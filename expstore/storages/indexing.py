@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.episodes.joins import BatchJoins
 from expstore.errors import ArgumentError, NoRowError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.read_view import keys_for
-from expstore.storages.sessions import next_observations, observe, reopen_session, warn_of, warn_once
+from expstore.storages.sessions import observations_of, reopen_session, warn_of, warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -370,13 +368,10 @@ def append_rows(
     if steps.session is not None:
         reopen_session(storage, steps.session)
     window, table, time = storage.state.window, storage.state.episodes, now_us()
-    first, memory = window.last + 1, table.joins
-    if memory.schema is not storage.schema:
-        observe(storage)
-    joins = None
-    if memory.pairs and steps.linked:
-        joins = BatchJoins(memory, columns, partial(next_observations, storage))
-    assignment = table.assign(steps, source=source, joins=joins, low=window.low, first_id=first, time=time)
+    first, observations = window.last + 1, observations_of(storage, columns, steps)
+    assignment = table.assign(
+        steps, source=source, observations=observations, low=window.low, first_id=first, time=time
+    )
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     capacity = storage.geometry.capacity
@@ -387,8 +382,6 @@ def append_rows(
             f"{steps.count - capacity} rows are lost at once; use a larger capacity, or smaller batches",
             "long batch",
         )
-    if joins is not None:
-        joins.note(assignment.segments)
     if assignment.sources or assignment.restarted:
         warn_of(storage, assignment, source, steps.session)
     ids: IntArray = assignment.numbers[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -120,6 +120,8 @@ class ReadView(ABC):
         self.runs = Runs(self)
         #: Objects that are notified when the content is replaced.
         self.holders = Holders()
+        #: Names of the warnings that were logged; see `warn_once`.
+        self.warned: set[Hashable] = set()
         #: The link to the SQL index.
         self.index = IndexLink(index_path)
         self._closed = False

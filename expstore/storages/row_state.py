@@ -6,14 +6,14 @@ Used by every storage. It uses no files and takes no lock.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
 from expstore.core.draw_state import DrawState
 from expstore.core.idempotency import WriteKey, WriteKeys
-from expstore.core.values import Window
+from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
@@ -213,6 +213,18 @@ class RowState:
         self.commit(rows.last_id, rows.count, capacity, position)
         if rows.key is not None:
             self.note_key(rows, rows.key)
+
+    def take_recent(self, ids: IntArray, slots: IntArray, places: Sequence[int]) -> list[Array] | None:
+        """Copy a few rows in a shorter way than `ReadView.take`; None: there is none for these rows.
+
+        The caller holds the storage's lock.
+
+        Args:
+            ids: Ids of the rows, at least one. Shape `(n,)`.
+            slots: Their slots.
+            places: Positions of fields of fixed size.
+        """
+        return None
 
     def annotate(self, change: LogEntry | End | Resume, position: tuple[int, int]) -> None:
         """Apply a record about episodes. The caller holds the lock of the episodes.

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expstore.core.values import Array, IntArray, key_name
-from expstore.episodes.joins import BatchJoins
-from expstore.episodes.sessions import End, Resume, SessionKey
+from expstore.episodes.sessions import End, Heir, Resume, SessionKey
 from expstore.episodes.sources import lane_names
+from expstore.episodes.table import Observations
 from expstore.errors import SchemaError, StateError
-from expstore.schema.field_roles import find_observations
 from expstore.storages.batch import now_us
 
 if TYPE_CHECKING:
-    from expstore.episodes.table import Assignment, Episode
+    from expstore.episodes.table import Assignment, Episode, Steps
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
 
@@ -31,8 +30,7 @@ __all__ = [
     "end_sessions",
     "end_stream",
     "end_unnamed",
-    "next_observations",
-    "observe",
+    "observations_of",
     "reopen_session",
     "resume",
     "warn_of",
@@ -42,22 +40,29 @@ __all__ = [
 _logger = logging.getLogger("expstore")
 
 
-def observe(storage: ReadView) -> None:
-    """Determine the fields that show whether a row continues an episode."""
-    memory, schema = storage.episodes.joins, storage.schema
-    pairs = [] if schema is None else find_observations(schema, storage.keys)
-    names = tuple(schema.fields[place].key for place, _ in pairs) if schema is not None else ()
-    if memory.schema is not None and memory.names != names:
-        memory.forget_ends(storage.last)  # older rows have other fields, or values that were filled in
-    memory.schema, memory.pairs, memory.names = schema, pairs, names
+def observations_of(storage: ReadView, columns: Sequence[Array], steps: Steps) -> Observations | None:
+    """Return the observations by which a batch is compared with stored rows; None: it is not compared.
 
-
-def next_observations(storage: ReadView, row: int) -> list[Array] | None:
-    """Read the next observations of a row, by id; None if the row is no longer in the store."""
-    ids = np.array([row])
-    if not storage.window.holds(ids).all():
+    Args:
+        storage: The storage of the rows.
+        columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
+        steps: Its episode fields.
+    """
+    pairs = storage.description.observations
+    if not pairs or not (storage.state.episodes.heirs or (steps.linked and steps.count > 1)):
         return None
-    return storage.read(ids, [after for _, after in storage.episodes.joins.pairs])
+    return Observations(columns, pairs, partial(_read_next, storage))
+
+
+def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Array]]:
+    """Return the next observations of those rows that are still in the store, by id."""
+    ids = np.array(numbers)
+    ids = ids[storage.window.holds(ids)]
+    if not ids.size:
+        return {}
+    slots, places = storage.geometry.slot_of(ids), [after for _, after in storage.description.observations]
+    columns = storage.state.take_recent(ids, slots, places) or storage.take(slots, places)
+    return {row: [column[at] for column in columns] for at, row in enumerate(ids.tolist())}
 
 
 def warn_of(
@@ -71,21 +76,25 @@ def warn_of(
         source: Name of their stream.
         session: The session that has written them; None: the storage's own.
     """
-    for name in assignment.restarted:
+    if assignment.restarted:
+        stream = "rows without a source" if source is None else f"source {source}"
         if storage.keys.trajectory is None:
-            names = ", ".join(map(key_name, storage.episodes.joins.names))
+            names = ", ".join(
+                key_name(storage.require_schema().fields[place].key)
+                for place, _ in storage.description.observations
+            )
             text = (
-                f"source {name} began another episode: {names} of its newest row does not equal the next "
+                f"{stream} began another episode: {names} of its newest row does not equal the next "
                 "observation of the row before, and no row has ended the episode, which is cut; set "
                 "terminated or truncated in the last row of an episode, or call episodes.end() after it"
             )
         else:
             text = (
-                f"source {name} began another episode under the trajectory id of its open one, which is cut: "
+                f"{stream} began another episode under the trajectory id of its open one, which is cut: "
                 "two collectors write under one name, or one has restarted; give each its own source=, "
                 "or call episodes.end() when one restarts"
             )
-        warn_once(storage, text, name)
+        warn_once(storage, text, ("restart", source))
     if source is not None and assignment.sources:
         table = storage.episodes
         own = table.sources_named(source, session=session or storage.episodes.session)
@@ -94,7 +103,7 @@ def warn_of(
                 storage,
                 f"several sessions write to source {source} at the same time: each has episodes of its "
                 "own; give each its own source= to tell them apart",
-                (source,),
+                ("sessions", source),
             )
 
 
@@ -106,8 +115,8 @@ def warn_once(storage: ReadView, text: str, once: Hashable) -> None:
         text: The warning.
         once: Its name.
     """
-    if once not in storage.episodes.joins.warned:
-        storage.episodes.joins.warned.add(once)
+    if once not in storage.warned:
+        storage.warned.add(once)
         _logger.warning(text)
 
 
@@ -229,7 +238,7 @@ def resume(
         table = storage.episodes
         lane_names(source, "", 1)  # raises if it is not a valid name
         written = set(table.sources_named(source, session=to))
-        if written - table.joins.awaiting:
+        if written - table.waiting_heirs():
             raise StateError(
                 f"this session has already written rows of source {source!r}",
                 kind="resume",
@@ -241,32 +250,31 @@ def resume(
         if ended is None:
             return np.zeros(0, np.int64)
         change = table.resumption(ended, source, to=to, time=now_us())
-        adopted = {one.episode: one for one in ended.cut.values() if one.source in change.numbers}
-        ends = _ends_of(storage, adopted.values()) if check else {}
-        owners = dict(zip(change.numbers, (new.number for new in change.sources), strict=True))
-        required = {number: owners[one.source] for number, one in adopted.items()} if check else {}
+        adopted = [one for one in ended.cut.values() if one.source in change.numbers]
+        if check:
+            _require_checkable(storage, adopted)
+        heirs = {}
+        for number, new in zip(change.numbers, change.sources, strict=True):
+            episodes = {one.episode for one in adopted if check and one.source == number}
+            heirs[new.number] = Heir(unchecked=episodes)
+        numbers = np.sort(np.array([one.episode for one in adopted], np.int64))
         writer.annotate(change)
         # The table may have been replaced: after an interruption the journal is read again.
-        memory = storage.episodes.joins
-        memory.ends.update(ends)
-        memory.required.update(required)
-        memory.awaiting.update(owners.values())
-        return np.sort(np.array([*adopted], np.int64))
+        storage.episodes.heirs.update(heirs)
+        return numbers
 
 
-def _ends_of(storage: ReadView, episodes: Iterable[Episode]) -> dict[int, int]:
-    """Return the checksum of each episode's last next observation."""
-    found: dict[int, int] = {}
-    observe(storage)
-    memory = storage.episodes.joins
-    reader = BatchJoins(memory, (), partial(next_observations, storage))
-    for episode in episodes:
-        crc = reader.end_of(episode.last_id) if memory.pairs else None
-        if crc is None:
-            raise SchemaError(
-                f"cannot check which row continues episode {episode.episode}: "
-                + ("its last row is gone" if memory.pairs else "the rows have no observations to compare"),
-                hint="resume(..., check=False) adopts it without a check",
-            )
-        found[episode.episode] = crc
-    return found
+def _require_checkable(storage: ReadView, episodes: Sequence[Episode]) -> None:
+    """Raise SchemaError unless the next row of each episode can be compared with its last row."""
+    if not episodes:
+        return
+    last = np.array([episode.last_id for episode in episodes])
+    gone = ~storage.window.holds(last)
+    pairs = storage.description.observations
+    if gone.any() or not pairs:
+        episode = episodes[int(gone.argmax()) if pairs else 0].episode
+        raise SchemaError(
+            f"cannot check which row continues episode {episode}: "
+            + ("its last row is gone" if pairs else "the rows have no observations to compare"),
+            hint="resume(..., check=False) adopts it without a check",
+        )

@@ -74,6 +74,20 @@ class NextRows:
         self._told = place, found
         return found
 
+    def take(self, places: IntArray) -> Bytes | None:
+        """Copy the next values of rows; None: not all of them are in memory.
+
+        Args:
+            places: Places of the rows. Shape `(n,)`.
+
+        Returns:
+            Shape `(n, row_bytes)`.
+        """
+        at = places - self._first
+        if at.min() < 0 or at.max() >= self._held:
+            return None
+        return self._rows[at]
+
     def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
         """Reuse the last result if the same rows are passed again; return how many rows it covers."""
         first, before = self._told

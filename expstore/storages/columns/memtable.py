@@ -373,6 +373,39 @@ class Memtable(RowsOver, Generic[_Pin]):
             rows = [*rows, priorities]
             return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]
 
+    def take_recent(self, columns: ColumnSet, ids: IntArray, places: Sequence[int]) -> list[Array] | None:
+        """Copy a few recent rows out of their payloads; None: not all of the rows are recent.
+
+        Args:
+            columns: The columns.
+            ids: Ids of the rows. Shape `(n,)`.
+            places: Positions of columns of fixed size, without the priorities.
+        """
+        with self._lock:
+            first_id, count = self.span
+            numbers = ids - first_id
+            if numbers.min() < 0 or numbers.max() >= count:
+                return None
+            sizes = [column.row_bytes for column in columns.columns]
+            entries = [columns.columns[place].entry for place in places]
+            taken = [np.empty((ids.size, *entry.shape), entry.numpy_dtype) for entry in entries]
+            for at, number in enumerate(numbers.tolist()):
+                count, payload, row = self._find(number)
+                for rows, place in zip(taken, places, strict=True):
+                    start = count * sum(sizes[:place]) + row * sizes[place]
+                    values = np.frombuffer(payload, rows.dtype, rows[at].size, start)
+                    rows[at] = values.reshape(rows.shape[1:])
+            return taken
+
+    def _find(self, number: int) -> tuple[int, bytes, int]:
+        """Return number of rows and payload of a recent row's batch, and the row's number in the batch."""
+        first = self.span[1]
+        for count, payload in reversed(self._batches):
+            first -= count
+            if number >= first:
+                return count, payload, number - first
+        raise AssertionError("unreachable")
+
     def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
         """Return a run of rows of a column in pieces, when recent rows are drained; see `RowsOver`."""
         return self.replaced.views(columns, place, first_id, count)

@@ -223,6 +223,23 @@ class OpenStore(RowState):
         memtable, columns = self.memtable, self.columns
         return bool(memtable.count) and columns is not None and memtable.holds(columns, slots)
 
+    def take_recent(self, ids: IntArray, slots: IntArray, places: Sequence[int]) -> list[Array] | None:
+        """Copy a few rows without draining the memtable or unpacking chunks; see `RowState.take_recent`."""
+        columns, memtable = self.columns, self.memtable
+        if columns is None:
+            return None
+        if memtable.count:
+            return memtable.take_recent(columns, ids, places)
+        rows: dict[int, Array] = {}
+        for place in columns.packed.keys() & set(places):
+            recent = columns.take_recent(place, ids)  # nobody drains the memtable, which is empty
+            if recent is None:
+                return None
+            rows[place] = recent
+        flat = [place for place in places if place not in rows]
+        rows |= zip(flat, memtable.replaced.take(columns, slots, flat), strict=True)
+        return [rows[place] for place in places]
+
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids, none of which is in the memtable; see `ReadView.views`."""
         columns = self.columns

@@ -8,6 +8,7 @@ Used when a store is opened, when memory may lag behind the journal, and after a
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,8 @@ class Opening:
         counts: Whether to count how often rows are sampled.
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
         counted: Called after rows were counted as sampled.
-        former: The rows before the opening, from which the new ones take the session, the joins of its
-            episodes, the watchers of priorities, and the next draw of the same content.
+        former: The rows before the opening, from which the new ones take the session, the episodes that it
+            has adopted, the watchers of priorities, and the next draw of the same content.
         first: Whether this process has not returned rows of this content before.
     """
 
@@ -267,7 +268,7 @@ class Opening:
             generation = past.base["generation"] if past else self._manifest.generation
         table = EpisodeTable(generation=generation, session=former.session.id)
         if not first:
-            table.joins = former.joins.carry_over()
+            table.heirs = copy.deepcopy(former.heirs)
         return table
 
     def _open_columns(self) -> WritableColumns | None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import google_crc32c
 import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, cut_run
-from expstore.episodes.segmentation import HAS_TRAJECTORY, TERMINATED, TRUNCATED
-from expstore.episodes.table import NEW, NO_REWARD, Run, Segment
+from expstore.episodes.table import NO_REWARD, Run
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
@@ -25,14 +23,9 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.records import RowRecord
 
 if TYPE_CHECKING:
-    from expstore.episodes.joins import JoinMemory
     from expstore.storages.engine.store import Store
 
 __all__ = ["RowAppender"]
-
-#: How a row relates to the row before it in its episode: whether its observation is the next observation
-#: there. If not, the row may begin another episode (`_UNKNOWN`), which only `EpisodeTable.assign` decides.
-_UNKNOWN, _BEGINS, _JOINS, _MISSES = range(4)
 
 
 class RowAppender:
@@ -59,8 +52,6 @@ class RowAppender:
         self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows)
         #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
-        ends = np.cumsum([rows * entry.row_bytes for entry in schema.fields])
-        self._columns = np.split(self.fields, ends[:-1])
         # The state and the description for which `_adopt` set the attributes after them; the store may have
         # others by now.
         self._state: OpenStore | None = None
@@ -91,15 +82,13 @@ class RowAppender:
             and (rows == 1 or rows * (schema.row_bytes + ROW_BYTES) <= tuning.MEMTABLE_BATCH_BYTES)
         )
 
-    def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
+    def append(self, source: str | None, runs: Sequence[Run]) -> int:
         """Append the rows in `fields`; return the id of the first row, or 0 if they were not appended.
 
         Args:
             source: Name of the stream, in the session of the store; None: its unnamed stream.
             runs: The rows' episodes and steps, with rewards in the precision of their field; see
                 `EpisodeTable.assign_runs`.
-            linked: Whether the row's observation is compared with the next observation of the row before it
-                in its episode. Only for a single row.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.
@@ -117,18 +106,14 @@ class RowAppender:
             first_id = window.last + 1
             last_id = first_id + rows - 1
             table, memtable, journal, ring = state.episodes, state.memtable, state.journal, store.geometry
-            joins = table.joins
             segments = table.assign_runs(number, runs, self._flags, window.low) if number else None
             unsynced = last_id - engine.checkpointer.covered
-            relation = self._compare(joins, segments[0]) if linked and segments else _BEGINS
             if (
                 segments is None
-                or relation == _UNKNOWN
                 or store.snapshot_pin.first
                 or state.sampled is not None
                 or state.priorities.within
-                or joins.awaiting
-                or joins.required
+                or table.heirs
                 or last_id > engine.space.last_id
                 or unsynced > ring.spare
                 or not journal.fits(self._record.largest_size)
@@ -161,44 +146,10 @@ class RowAppender:
             except BaseException:
                 engine.health.note_interruption()
                 raise
-            if linked and joins.pairs:
-                self._note_join(joins, segments[0], relation)
             engine.shared.publish(last_id, sequence, drained=False)
             engine.background.note()
             store.counters.extends += 1
         return first_id
-
-    def _compare(self, joins: JoinMemory, segment: Segment) -> int:
-        """Return how a row relates to the row before it in its episode."""
-        if joins.schema is not self._schema:
-            return _UNKNOWN
-        if segment.flags & NEW or not joins.pairs:
-            return _BEGINS
-        end = joins.ends.get(segment.episode)
-        if end is None:
-            return _UNKNOWN
-        if end == self._sum(joins, 0):
-            return _JOINS
-        return _UNKNOWN if joins.is_restart(segment.source, segment.episode) else _MISSES
-
-    def _note_join(self, joins: JoinMemory, segment: Segment, relation: int) -> None:
-        """Record the row's observations, with which the next row is compared."""
-        status = segment.status
-        is_over = status == TERMINATED or (status == TRUNCATED and not segment.flags & HAS_TRAJECTORY)
-        joins.note_row(
-            segment.source,
-            segment.episode,
-            joined=self._sum(joins, 0) if relation == _JOINS else None,
-            missed=relation == _MISSES,
-            end=None if is_over else self._sum(joins, 1),
-        )
-
-    def _sum(self, joins: JoinMemory, side: int) -> int:
-        """Return the crc32c of the observations (`side` 0) or next observations (1) of the row."""
-        crc = 0
-        for pair in joins.pairs:
-            crc = google_crc32c.extend(crc, self._columns[pair[side]])
-        return crc
 
     def _adopt(self, state: OpenStore) -> bool:
         """Adapt to a store that was opened again, or whose content was replaced; return whether rows fit."""

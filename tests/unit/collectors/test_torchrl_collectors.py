@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from tests.support.counting_env import EPISODES, Make
+from tests.support.counting_env import EPISODES, Counting, Make
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
@@ -186,6 +186,84 @@ def test_torchrls_buffer_over_a_store_is_written_by_a_collector(
         assert len(rb) == kept.storage.write_count == TOTAL
         assert kept.write_count == TOTAL // lanes  # steps of time, as TorchRL counts
         assert {row for episode in stored(kept) for row in episode} == expected(make, frames_per_batch=15)
+
+
+# -- restarts without a flag ---------------------------------------------------------------------------------
+
+
+def endless() -> Any:
+    return Counting(0, 10**6)
+
+
+def lengths(rb: expstore.ReplayBuffer) -> list[tuple[int, str]]:
+    """Return length and status of each episode, whose rows must be the steps of one run."""
+    for (episode,) in rb.sql("SELECT episode_id FROM episodes").fetchall():
+        steps = rb.trajectory(episode)["observation"][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
+    return [
+        tuple(row) for row in rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+    ]
+
+
+def test_each_rollout_is_an_episode(store_path: Path) -> None:
+    """A rollout stops without an end flag, and the next one begins after a reset."""
+    env = endless()
+    with expstore.open(store_path) as rb:
+        for _ in range(3):
+            rb.extend(env.rollout(10))
+        assert lengths(rb) == [(10, "cut"), (10, "cut"), (10, "open")]
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["replay_buffer", "extend"])
+def test_a_restarted_collector_begins_other_episodes(
+    is_given: bool, store_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts its trajectories from 0 again."""
+    with expstore.open(store_path) as rb:
+        for _ in range(3):
+            keywords = {"replay_buffer": rb} if is_given else {}
+            collector = Collector(endless(), None, frames_per_batch=10, total_frames=20, **keywords)
+            for batch in collector:
+                if not is_given:
+                    rb.extend(batch)
+            collector.shutdown()
+        assert lengths(rb) == [(20, "cut"), (20, "cut"), (20, "open")]
+    assert caplog.text.count("began another episode under the trajectory id of its open one") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_restarted_collector_of_several_processes_begins_other_episodes(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        for _ in range(2):
+            collector = MultiSyncCollector(
+                [Make(0, 10**6), Make(1, 10**6)], None, frames_per_batch=20, total_frames=40, cat_results=0
+            )
+            for batch in collector:
+                rb.extend(batch)
+            collector.shutdown()
+        assert lengths(rb) == [(20, "cut")] * 2 + [(20, "open")] * 2
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_interleaved_collectors_are_warned_of_once(
+    has_ids: bool, store_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    collectors = [
+        iter(Collector(Counting(worker, 10**6), None, frames_per_batch=10, total_frames=40))
+        for worker in (0, 1)
+    ]
+    with expstore.open(store_path) as rb:
+        for _ in range(4):
+            for collector in collectors:
+                batch = next(collector)
+                rb.extend(batch if has_ids else batch.exclude("collector"))
+        statuses = rb.sql("SELECT status FROM episodes").fetchall()
+    assert statuses == [("cut",)] * 7 + [("open",)]
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "expstore")
+    assert warning.startswith("rows without a source began another episode")
+    assert ("trajectory id" in warning) == has_ids
+    assert "episodes.end()" in warning
 
 
 # -- several processes ---------------------------------------------------------------------------------------

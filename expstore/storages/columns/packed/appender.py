@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from expstore.core.id_set import IdSet
-from expstore.core.values import key_name
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import File
 from expstore.errors import SchemaError
@@ -98,6 +98,25 @@ class PackedAppender(Appender):
                     distances = finder.find(run.first_id + offset - 1, rows, following)
                 column.append(run.first_id + offset, rows, distances)
         return []
+
+    def take_recent(self, place: int, ids: IntArray) -> Array | None:
+        """Copy rows of a column in which another one stores rows, without unpacking chunks.
+
+        No row may be appended meanwhile.
+
+        Args:
+            place: Position of the column.
+            ids: Ids of the rows. Shape `(n,)`.
+
+        Returns:
+            Shape `(n, *row shape)`; None: not all of the rows are in memory.
+        """
+        for own, partner in self._partners.items():
+            if partner == place and own in self._finders:
+                rows = self._finders[own].take(ids - 1)
+                entry = dict(self._columns)[own].entry
+                return None if rows is None else rows.view(entry.numpy_dtype).reshape(-1, *entry.shape)
+        return None
 
     def write_again(self, run: Run, synced: int) -> None:
         """Append rows that are missing, when a store is opened."""
