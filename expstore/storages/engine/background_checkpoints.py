@@ -117,7 +117,9 @@ class Keeper:
                 self.due = now + BEAT_SECONDS
         elif self._hurried or now >= self._checkpoint_due:
             act, self.due = _checkpoint, now + BEAT_SECONDS
-            self._hurried, self._checkpoint_due, self._rest_due = False, None, now + REST_SECONDS
+            # What is noted from now on may be newer than the checkpoint.
+            self._noted = self._hurried = self._rests = False
+            self._checkpoint_due, self._rest_due = None, now + REST_SECONDS
         elif now >= self.due:
             act, self.due = _tend, now + tuning.PRIORITY_SECONDS
         if act is None:
@@ -140,8 +142,8 @@ class Keeper:
         with contextlib.suppress(ExpStoreError):
             act(engine)
         del owner  # the store may be garbage-collected here, where no lock is held
-        if self._noted:
-            self.due = 0.0
+        if self._hurried or (self._noted and self._checkpoint_due is None):
+            self.due = 0.0  # the scheduler does not look at a store while something is done for it
             _scheduler.wake()
 
 
