@@ -79,7 +79,7 @@ class Fragments:
         self._touched: set[int] | None = None
 
     def __len__(self) -> int:
-        """Return the number of fragments; with restarts between blocks, an upper bound."""
+        """Return the number of fragments; with gaps between blocks, an upper bound."""
         return min(self._tail - self._head, len(self._blocks) * _BLOCK)
 
     @property

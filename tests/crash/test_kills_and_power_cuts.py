@@ -66,7 +66,7 @@ def reports(harness: Callable[..., Reports]) -> Reports:
         "tokens",
         "keyed",
     ]
-    return harness([random, ["power", "--cuts", "180"]])
+    return harness([random, ["power", "--cuts", "220"]])
 
 
 @pytest.fixture(scope="module")
