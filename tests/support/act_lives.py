@@ -547,7 +547,7 @@ def arrow_ring(life: Life) -> None:
         ARROW_COMPRESSED_BATCH_BYTES=500, ARROW_WRITE_BYTES=3000, ARROW_COMPACTED_BYTES=1500,
         ARROW_COMPACTION_BATCHES=4,
     ):  # fmt: skip
-        rb = life.open(20, arrow=True, compression="lz4")
+        rb = life.open(20, arrow=True)
         for start in range(0, 48, 6):
             _extend(life, rb, rollouts(start, 6))
         life.close(rb)
