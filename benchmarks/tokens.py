@@ -44,7 +44,7 @@ BARS = {
     for name, bar in {
         "extend": Bar(50, "k rows/s", at_least=True),
         "sample": Bar(5, " ms"),
-        "size": Bar({None: 1.1, "lz4": 0.75, "zstd": 0.6}[kind], "x"),
+        "size": Bar({None: 1.1, "lz4": 0.8, "zstd": 0.6}[kind], "x"),
         "reopen": Bar(1, " s"),
     }.items()
     if name == "size" or kind is None

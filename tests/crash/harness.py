@@ -148,7 +148,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
 
 
 #: Number of operations of a phase that `quick` kills at; fewer for slow phases that repeat others.
-QUICK, QUICK_IF_SLOW = 2, 2
+QUICK, QUICK_IF_SLOW = 3, 2
 SLOW = (
     "commit to the index", "close with an index", "new shard", "end episodes", "resume episodes",
     "first packed rows", "long packed extend", "empty packed", "open few packed rows",
