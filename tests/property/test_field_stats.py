@@ -32,13 +32,11 @@ LANES = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_blocks() -> Iterator[None]:
-    """Blocks of 8 rows, of which there are few before pairs are merged, and pieces of some rows."""
+def small_pieces() -> Iterator[None]:
+    """Read 8 rows at a time, so that the moments of several pieces are merged."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(field_stats, "_BLOCK_ROWS", 8)
-        patch.setattr(field_stats, "_BLOCKS", 4)
-        patch.setattr(field_stats, "_FEWEST", 4)
-        patch.setattr(field_stats, "_VALUES", 20)
+        patch.setattr(field_stats, "_ROWS", 8)
+        patch.setattr(field_stats, "_VALUES", 8 * 20)
         set_spare_slots(patch, 12)
         yield
 

@@ -54,7 +54,7 @@ def test_a_store_works_under_any_name(
         rb.loads(name + "-versions")
         rb.extend(numbered_rows(1))
         assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(5,)]
-    assert sorted(os.listdir(tmp_path)) == sorted([name, name + "-old", name + "-versions"])
+    assert sorted(os.listdir(tmp_path)) == sorted([name, name + "-versions"])
 
 
 def test_an_index_from_another_name_is_left_alone(tmp_path: Path) -> None:
