@@ -28,8 +28,6 @@ from expstore.api.routes import events, health, query, read, sample, snapshots, 
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
-__all__ = ["create_app", "describe_reading", "reading_routes"]
-
 #: Routers with the prefixes of their paths: those of every server, and those of servers that write.
 _READING = (
     ("", health.router),

@@ -22,8 +22,6 @@ from expstore.api.openapi import Need, Routed
 from expstore.api.rate_limits import Rates
 from expstore.api.settings import Settings
 
-__all__ = ["Guard", "is_loopback"]
-
 #: A name or an address (IPv6 in brackets) and an optional port (RFC 9110, section 7.2).
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})

@@ -16,22 +16,6 @@ from fastapi.responses import JSONResponse, Response
 from expstore.api.errors import Refusal
 from expstore.wire.codec import plain_columns
 
-__all__ = [
-    "ARROW",
-    "JSON",
-    "NDJSON",
-    "ROWS",
-    "arrow_answer",
-    "choose_type",
-    "compression_of",
-    "content_type",
-    "json_answer",
-    "load_json",
-    "read_body",
-    "rows_to_json",
-    "to_json",
-]
-
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 #: One JSON document per line, for streams.

@@ -13,8 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from expstore.api.errors import Refusal, refuse
 from expstore.api.settings import Settings
 
-__all__ = ["JSON_BYTES", "Incoming"]
-
 #: Maximum size of a body that is parsed in the event loop, which blocks other requests for up to 0.1 s.
 JSON_BYTES = 16 << 20
 #: A Content-Length with more digits exceeds any limit; Python does not parse numbers of any length.

@@ -21,8 +21,6 @@ from expstore.api.docs_page import BROWSER_HEADERS
 from expstore.api.errors import body_of
 from expstore.api.settings import Settings
 
-__all__ = ["connections_of"]
-
 #: Seconds during which the rest of a body is read and dropped after the response. Closing the connection at
 #: once could lose the response, because unread bytes make the kernel reset the connection.
 _REST_SECONDS = 2.0

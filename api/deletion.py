@@ -16,8 +16,6 @@ from expstore.disk.writer_lock import WriterLock
 from expstore.errors import StorageError
 from expstore.storages.format.paths import LOCK
 
-__all__ = ["remove_folder", "remove_leftovers", "rename_for_deletion"]
-
 _log = logging.getLogger("expstore.api")
 #: Names of stores begin with a letter or a digit, so a folder with such a name is never served.
 _DELETED = re.compile(r"\.expstore-deleted-[0-9a-f]{32}")

@@ -20,25 +20,6 @@ from expstore.buffers.episodes import remote_session
 from expstore.core.nearest import suggest
 from expstore.errors import StateError
 
-__all__ = [
-    "BATCHES_ANSWER",
-    "EPISODE_ANSWER",
-    "ROWS_ANSWER",
-    "SQL_ANSWER",
-    "EpisodeCondition",
-    "EpisodeId",
-    "Known",
-    "Limits",
-    "Session",
-    "Store",
-    "StoreName",
-    "check_query",
-    "check_sql",
-    "problems",
-    "rows_body",
-    "table_answer",
-]
-
 
 def _stores(request: Request) -> Stores:
     stores: Stores = request.app.state.stores

@@ -16,8 +16,6 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
-__all__ = ["BROWSER_HEADERS", "CLOSED", "install"]
-
 CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 #: Headers of every response: it is data, not a page that may load, send or be framed.
 BROWSER_HEADERS: Mapping[str, str] = {

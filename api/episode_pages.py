@@ -15,16 +15,6 @@ from typing import Any
 
 from expstore.api.errors import Refusal
 
-__all__ = [
-    "COLUMNS",
-    "ORDER_PATTERN",
-    "EpisodePage",
-    "Filters",
-    "fact_expression",
-    "fact_number",
-    "fact_path",
-]
-
 #: Columns of the relation `episodes`, and the expression that orders by each.
 COLUMNS = {
     "episode_id": "episode_id",

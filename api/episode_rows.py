@@ -23,8 +23,6 @@ from expstore.storages.episode_lookup import steps_of_episode
 from expstore.storages.indexing import read_present, read_rows
 from expstore.storages.read_view import ReadView, read_stable
 
-__all__ = ["Frames", "Steps", "read_fields", "read_frames"]
-
 #: Bytes of frames that are read at a time, and most bytes of an answer with frames.
 _PIECE_BYTES, _ANSWER_BYTES = 16 << 20, 32 << 20
 

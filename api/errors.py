@@ -18,8 +18,6 @@ from starlette.exceptions import HTTPException
 from expstore import errors
 from expstore.api.request_models import explain_request
 
-__all__ = ["KINDS", "STATUS", "Refusal", "answer", "body_of", "install", "refuse", "status_of"]
-
 _log = logging.getLogger("expstore.api")
 
 #: The status of each class; subclasses that are not listed have their parent's.

@@ -14,8 +14,6 @@ from tensordict import TensorDict
 from expstore.wire.codec import Encoder
 from expstore.wire.stream import write_stream
 
-__all__ = ["ARROW_CODE", "BATCH", "EPISODES", "FIELDS", "ROWS", "arrow_examples"]
-
 #: Fields of the store `demo`.
 FIELDS: dict[str, Any] = {"observation": ["float32", [2]], "action": "int64", "next.reward": ["float32", [1]]}
 #: Two rows of that store, as JSON.

@@ -15,20 +15,6 @@ from expstore.core.values import Array, IntArray
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.read_view import ReadView, read_stable
 
-__all__ = [
-    "Ages",
-    "Histogram",
-    "ages_of",
-    "bins_of",
-    "choose_ids",
-    "count_in",
-    "episodes_of",
-    "priorities_of",
-    "priority_values",
-    "times_of",
-    "times_sampled",
-]
-
 _BINS = 64
 #: Number of rows that are counted; evenly spaced ones of a store with more rows.
 _ROWS = 65_536

@@ -17,8 +17,6 @@ from expstore.api.stores import Served
 from expstore.disk.files import Disk
 from expstore.errors import ExpStoreError
 
-__all__ = ["Metrics"]
-
 #: Upper bounds of the histogram, in seconds.
 _BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _AMOUNTS = {

@@ -14,8 +14,6 @@ from fastapi.routing import APIRoute
 from starlette._utils import get_route_path
 from starlette.types import Scope
 
-__all__ = ["ASKING", "SAFE", "TAGS", "Need", "RouteTable", "Routed", "add_security", "outline"]
-
 #: Methods that change nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Tags of routes that only read: the read token suffices, also for POST, which long queries use. Other routes

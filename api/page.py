@@ -17,8 +17,6 @@ from starlette.types import Scope
 
 from expstore.api.docs_page import CLOSED
 
-__all__ = ["PATH", "install"]
-
 #: Path of the page.
 PATH = "/ui"
 #: What the page may load: only files and data of this server, and frames that it has fetched itself.

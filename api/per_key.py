@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["PerKey"]
-
 _Object = TypeVar("_Object")
 
 

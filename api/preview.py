@@ -25,8 +25,6 @@ from expstore.api.samplers import Drawers
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
 
-__all__ = ["Preview", "preview"]
-
 _SOURCES = 50
 _WEIGHT = ("priority_weight",)
 #: Episodes of the drawn rows by source, and all rows that are stored.

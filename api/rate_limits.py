@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-__all__ = ["Rates"]
-
 #: Number of clients that are tracked; the least recent one is forgotten and starts again with a full bucket.
 _CLIENTS = 10_000
 

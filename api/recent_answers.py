@@ -11,8 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-__all__ = ["RecentAnswers"]
-
 #: An answer is kept for this many times the time that computing it took, and this many seconds at most.
 _TIMES, _SECONDS = 20.0, 5.0
 #: Number of answers that are kept.

@@ -16,8 +16,6 @@ from expstore.core.values import Key
 from expstore.schema.schema import Schema
 from expstore.sql.views import ROW_COLUMNS, call_tops
 
-__all__ = ["Relations", "describe_relations"]
-
 _Columns = tuple[tuple[str, str, str], ...]
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Words that are quoted, although DuckDB reads some of them without quotes.

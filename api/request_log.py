@@ -23,8 +23,6 @@ from expstore.api.errors import Refusal, answer, refuse
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import RouteTable
 
-__all__ = ["Watch"]
-
 _log = logging.getLogger("expstore.api")
 _access = logging.getLogger("expstore.access")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

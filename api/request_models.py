@@ -15,8 +15,6 @@ from pydantic_core import PydanticCustomError
 
 from expstore.core.nearest import suggest
 
-__all__ = ["Items", "RequestModel", "explain_request"]
-
 _Item = TypeVar("_Item")
 #: A long list in a body. Its first invalid item is reported, because errors take much more memory than items.
 Items = Annotated[list[_Item], FailFast(), Field(max_length=1_000_000)]

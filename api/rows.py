@@ -22,8 +22,6 @@ from expstore.schema.schema import Field
 from expstore.wire.codec import NOTE, Codec, Coded, Encoder, join_columns, meaning_of, wishes_of, write_note
 from expstore.wire.stream import StreamWriter, read_batches
 
-__all__ = ["answer_rows", "check_ids", "take_rows", "write_batch"]
-
 
 def take_rows(
     served: Served, kind: str, body: bytearray, *, rows: int

@@ -31,8 +31,6 @@ from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.names import make_sampler
 
-__all__ = ["AnySpec", "Drawers", "Drawn", "Spec"]
-
 Rows = Annotated[int, Field(ge=1, le=1_000_000)]
 
 

@@ -16,8 +16,6 @@ from expstore.api.episode_pages import Filters, fact_expression, fact_path
 from expstore.api.histograms import choose_ids, times_of
 from expstore.storages.read_view import ReadView
 
-__all__ = ["BY_PATTERN", "GROUPS", "Series", "build_query", "series_of", "throughput_of"]
-
 #: Number of groups, the last of which has all other values if there are more.
 GROUPS = 20
 #: Names of groups are cut to this many characters.

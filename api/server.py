@@ -30,8 +30,6 @@ from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import NotFoundError, StateError, StorageError
 
-__all__ = ["Listening", "ServerThread", "configure", "run", "serve"]
-
 _log = logging.getLogger("expstore.api")
 #: Lock of the server that writes to the stores of a folder, in this folder.
 _LOCK = ".expstore-server"

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-__all__ = ["Heard"]
-
 
 class Heard:
     """Record when each live session of a store last sent a request.

@@ -14,8 +14,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import StateError
 from expstore.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 
-__all__ = ["Settings"]
-
 MiB = 1 << 20
 
 

@@ -34,8 +34,6 @@ from expstore.cluster.members import Member, Members
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address
 
-__all__ = ["create_shards_app"]
-
 #: Routes that are asked by POST and change nothing.
 _QUESTIONS = frozenset({"sql", "sample/preview"})
 _NAME = re.compile(r"shard-([0-9]{1,9})")

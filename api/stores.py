@@ -37,8 +37,6 @@ from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
 
-__all__ = ["Pulse", "Served", "Stores"]
-
 _log = logging.getLogger("expstore.api")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".exp"

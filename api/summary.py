@@ -28,8 +28,6 @@ from expstore.schema.arrow_types import describe
 from expstore.schema.schema import Field as StoredField
 from expstore.storages.columns.column import FieldSize
 
-__all__ = ["Summarizer", "Summary"]
-
 #: Seconds for which a summary is kept.
 _SECONDS = 1.0
 #: Files are measured again after this time, and after this many times the time that it took.

@@ -13,8 +13,6 @@ from expstore.api.errors import Refusal
 from expstore.samplers.base import Sampler
 from expstore.sql.expressions import ConditionLimits, parse_expression
 
-__all__ = ["check_condition", "limit_condition"]
-
 _LENGTH = 1000
 #: Maximum nesting of brackets, and of nodes of the tree.
 _DEPTH = 50

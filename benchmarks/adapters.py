@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["SIDES", "Cpprb", "Missing", "Side", "columns_of", "disk_bytes", "redis"]
-
 BATCH = 256
 
 

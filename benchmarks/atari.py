@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["GAMES", "Play", "Rows", "keep", "made_up", "play", "prepared"]
-
 GAMES = ("Breakout", "Pong", "Seaquest", "MsPacman")
 LANES = 8
 SIZE = 84

@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks.runs import ratio
 from benchmarks.tables import HEADLINES, Told
 
-__all__ = ["draw"]
-
 ACTS = {
     "sample": "sample(256)",
     "slices": "8 slices of 32",

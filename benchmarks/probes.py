@@ -19,8 +19,6 @@ from typing import Any, NoReturn, Self
 import expstore
 from benchmarks.workloads import LOCOMOTION, Stream
 
-__all__ = ["Probes"]
-
 Say = Callable[[dict[str, Any]], None]
 
 

@@ -21,8 +21,6 @@ from typing import Any
 import expstore
 from benchmarks.timing import Series
 
-__all__ = ["Bar", "Report", "Result", "machine", "options", "slower", "span", "table_row"]
-
 
 @dataclass(frozen=True)
 class Bar:

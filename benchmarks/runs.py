@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.report import machine
 from benchmarks.suite import Outcome, Part
 
-__all__ = ["FORMAT", "Run", "broken", "load"]
-
 FORMAT = 1
 
 

@@ -17,8 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PARTS", "Outcome", "Part", "fork_part", "start_part"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

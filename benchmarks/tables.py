@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.runs import ratio
 
-__all__ = ["DOCUMENTS", "HEADLINES", "embed", "whole_table"]
-
 #: Comparisons with TorchRL in the documents: text, part, name.
 HEADLINES = (
     ("sample 256 rows", "core", "locomotion/sample"),

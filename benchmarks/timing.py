@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Case", "Series", "alternate", "busy_thread", "each_threads", "touch_memory"]
-
 
 @dataclass
 class Series:

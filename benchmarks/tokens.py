@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 from benchmarks.report import Bar, Report, Result, options  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
-from expstore.episodes.table import Steps  # noqa: E402
+from expstore.episodes.segmentation import Steps  # noqa: E402
 from expstore.kernels.loader import compiling  # noqa: E402
 from expstore.schema.arrow_types import ragged_text  # noqa: E402
 from expstore.schema.field_roles import find_keys  # noqa: E402

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["LOCOMOTION", "MIXED", "PIXELS", "WIDE", "Leaf", "Stream", "Workload"]
-
 TRAJECTORY = ("collector", "traj_ids")
 
 

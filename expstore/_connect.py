@@ -17,8 +17,6 @@ from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address, Connection, Retries
 
-__all__ = ["connect"]
-
 #: The end of text that is the path of a cluster file, and not an address.
 _CLUSTER_FILE = ".json"
 

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 
-__all__ = ["attach"]
-
 
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that import the names of its `__init__.pyi` lazily.

@@ -48,8 +48,6 @@ from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
 
-__all__ = ["check_options", "open"]
-
 _logger = logging.getLogger("expstore")
 #: The default settings of a new store.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from expstore.buffers.sample_units import SampleUnit
     from expstore.rate_limiters import RateLimiter
 
-__all__ = ["Batches", "Durability", "EpisodeKeys", "Layout"]
-
 FieldKey = str | tuple[str, ...]
 Kind = Literal["zarr", "arrow"]
 Value = TypeVar("Value")

@@ -17,17 +17,6 @@ from expstore.errors import ArgumentError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.storages.torchrl_options import check_device
 
-__all__ = [
-    "check_batch_size",
-    "check_drawing",
-    "check_generator",
-    "check_positional",
-    "check_predictable",
-    "check_sample",
-    "resolve_part",
-    "resolve_part_of",
-]
-
 _Part = TypeVar("_Part")
 
 

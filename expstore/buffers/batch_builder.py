@@ -25,8 +25,6 @@ from expstore.schema.row_selection import in_shape
 from expstore.storages.read_view import ReadView
 from expstore.transforms import Compose, StepView
 
-__all__ = ["BatchBuilder", "Finisher", "repeat_along_dims"]
-
 _Placed = TypeVar("_Placed")
 
 

@@ -36,8 +36,6 @@ from expstore.storages.read_view import ReadView, read_stable
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs
 
-__all__ = ["Columns"]
-
 #: Default of arguments for which None has a meaning.
 _NOTHING: Any = object()
 #: Largest number of bytes, and of rows, that a function gets at a time.

@@ -29,17 +29,6 @@ from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
 from expstore.storages.read_view import ReadView, keys_for
 
-__all__ = [
-    "NO_DOMAIN",
-    "Domain",
-    "asks_for_domain",
-    "check_domain",
-    "row_text",
-    "select_specs",
-    "set_types",
-    "specs_of",
-]
-
 #: The type of a NonTensor field without an example, if its first rows are None.
 _TEXT = arrow_dtype('"string"')
 _MAX_CHARACTERS = 200  # characters of a value in a message

@@ -8,8 +8,6 @@ from contextvars import ContextVar
 
 from expstore.core.values import Mass
 
-__all__ = ["MASSES", "record_masses"]
-
 #: The masses of the draws of this thread, the latest last; None: they are not recorded.
 MASSES: ContextVar[list[Mass | None] | None] = ContextVar("expstore_masses", default=None)
 

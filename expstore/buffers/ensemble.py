@@ -26,8 +26,8 @@ from expstore.buffers.ensemble_routing import Route
 from expstore.buffers.ingest import make_key
 from expstore.buffers.open_streams import Tails
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.buffers.rng import Draws
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, check_can_update, leaves_of
+from expstore.core.draws import Draws
 from expstore.core.fork_hooks import call_each
 from expstore.core.members import find_members
 from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
@@ -41,8 +41,6 @@ from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
 from expstore.transforms import Compose
 from expstore.writers.writers import WriterEnsemble
-
-__all__ = ["ReplayBufferEnsemble"]
 
 #: Second word of the random key that chooses members; no stream of a storage uses it.
 _CHOICE = 1 << 62

@@ -16,8 +16,6 @@ from expstore.core.values import Array, IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.errors import ArgumentError
 
-__all__ = ["columns_of", "cut", "describe_rows", "join", "pairs"]
-
 
 def cut(batch: Any, rows: slice) -> Any:
     """Return some rows of a batch."""

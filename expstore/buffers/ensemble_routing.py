@@ -14,8 +14,6 @@ from tensordict import TensorDictBase
 from expstore.core.values import IntArray, Key, key_name, to_key
 from expstore.errors import ArgumentError, StateError
 
-__all__ = ["Route", "check_members"]
-
 
 @dataclass(frozen=True)
 class Route:

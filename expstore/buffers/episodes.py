@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from expstore.sql.result import Result
     from expstore.storages.capabilities import GivenUp
 
-__all__ = ["Episodes", "remote_session"]
-
 _LONGEST = 128
 
 

@@ -17,8 +17,6 @@ from expstore.schema.schema import ARROW, OBJECT, Field, Schema
 from expstore.storages.indexing import read_present
 from expstore.storages.read_view import ReadView
 
-__all__ = ["FieldStats", "compute_stats"]
-
 #: Largest number of rows, and of values, that are read at a time.
 _ROWS, _VALUES = 1 << 16, 1 << 21
 #: Fields with more values per row are skipped unless they are named.

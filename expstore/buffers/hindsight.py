@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["HERReplayBuffer", "HindsightGoals", "HindsightStrategy", "relabel"]
-
 _DONE: Key = ("next", "done")
 
 

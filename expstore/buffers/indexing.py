@@ -30,8 +30,6 @@ from expstore.storages.read_view import ReadView, read_stable
 if TYPE_CHECKING:
     from expstore.buffers.ingest import Ingest
 
-__all__ = ["RowIndex", "StoredRows"]
-
 
 class RowIndex:
     """Translate indices of rows to ids and back.

@@ -46,8 +46,6 @@ from expstore.wire.codec import Codec
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table
 from expstore.writers.writers import RoundRobinWriter, Writer
 
-__all__ = ["Ingest", "WriteOptions", "make_key"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Readers:

@@ -16,8 +16,6 @@ from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.storages.read_view import ReadView
 from expstore.storages.sessions import end_unnamed
 
-__all__ = ["Tails"]
-
 
 class Tails:
     """Mark the newest rows of open episodes as ends, so that later rows begin new episodes.

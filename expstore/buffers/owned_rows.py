@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from expstore.buffers.writing_proxy import WritingProxy
 
-__all__ = ["OwnedOrigin", "OwnedRows", "describe_rows"]
-
 
 def describe_rows(storage: Storage) -> str:
     """Return what a copy must know about the rows, as JSON text."""

@@ -13,10 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from expstore.buffers.rng import DrawNumber
+from expstore.core.draws import DrawNumber
 from expstore.core.values import Selection
-
-__all__ = ["Batches", "Made", "Prefetcher", "Request"]
 
 
 class Request(NamedTuple):

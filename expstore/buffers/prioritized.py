@@ -18,8 +18,6 @@ from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.read_view import ReadView
 
-__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
-
 
 class PrioritizedReplayBuffer(ReplayBuffer):
     """Sample by priority; `sample(return_info=True)` also returns the rows' indices and weights.

@@ -18,8 +18,6 @@ from expstore.errors import QueryError
 from expstore.schema.schema import Schema
 from expstore.storages.read_view import ReadView
 
-__all__ = ["READ_LIMIT", "ReadLimit", "limit_reads"]
-
 #: Number of values per row besides the fields: `index` and `id`.
 _OWN_VALUES = 2
 _OWN_BYTES = 16

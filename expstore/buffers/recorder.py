@@ -35,8 +35,6 @@ from expstore.schema.row_selection import concatenate, pick
 from expstore.schema.schema import Field, Schema
 from expstore.storages.capabilities import RowAppending
 
-__all__ = ["Recorder", "RecorderTarget"]
-
 _NEXT = "next"
 #: How environments reset, by gymnasium's names.
 _MODES = ("NextStep", "SameStep", "Disabled")

@@ -70,9 +70,7 @@ from expstore.writers.writers import Writer
 
 if TYPE_CHECKING:
     from expstore.specs import Composite
-    from expstore.sql.index import Result
-
-__all__ = ["ReplayBuffer"]
+    from expstore.sql.result import Result
 
 
 class ReplayBuffer:

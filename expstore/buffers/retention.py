@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from expstore.samplers.filter import Filter
     from expstore.sql.sync import Catalog
 
-__all__ = ["PolicyRunner", "Retention", "load_policy", "make_runner"]
-
-
 _log = logging.getLogger("expstore")
 _FACTS = ("episode_id", "status", "end_time")
 

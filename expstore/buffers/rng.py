@@ -17,8 +17,6 @@ from expstore.errors import StateError
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
 
-__all__ = ["DrawNumber", "Draws", "GivenDraws", "set_state"]
-
 _MASK64 = (1 << 64) - 1
 #: Second word of the random key of a given generator; no stream of a storage uses it.
 _GIVEN = 1 << 63

@@ -17,8 +17,6 @@ from expstore.schema.schema import Schema
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer, default_writer
 
-__all__ = ["PlainRows", "RowStyle"]
-
 
 class RowStyle(ABC):
     """How a kind of buffer treats rows."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["SampleUnit", "Sequence", "Transition", "check_unit", "reduce_to_anchors"]
-
 _DONE: Key = ("next", "done")
 
 

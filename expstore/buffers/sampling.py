@@ -20,10 +20,11 @@ from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.draw_masses import MASSES
 from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.read_limits import READ_LIMIT
-from expstore.buffers.rng import DrawNumber, Draws, GivenDraws, set_state
+from expstore.buffers.rng import GivenDraws, set_state
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
+from expstore.core.draws import DrawNumber, Draws
 from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import ArgumentError, ExpStoreError, StateError
 from expstore.rate_limiters import RateLimiter
@@ -33,8 +34,6 @@ from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.indexing import OVERTAKEN, PATIENCE
 from expstore.storages.read_view import ReadView, build_closed_error, read_stable
 from expstore.transforms import StepView
-
-__all__ = ["Relabeling", "Sampling"]
 
 _LIMIT = 1000  # number of draws after which a follower fails, as it cannot make the writer wait
 _TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws of rows never reach it

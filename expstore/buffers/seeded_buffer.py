@@ -12,16 +12,14 @@ from typing import Any
 from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.prefetch import Request
-from expstore.buffers.rng import Draws
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.tensordict import TensorDictRows
+from expstore.core.draws import Draws
 from expstore.core.values import Selection
 from expstore.samplers.base import Sampler
 from expstore.storages.read_view import ReadView, read_stable
 from expstore.transforms import Compose
-
-__all__ = ["SeededReplayBuffer"]
 
 #: Number of the stream of draws for readers with their own seed; followers use it too.
 _READERS = 1

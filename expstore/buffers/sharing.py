@@ -30,8 +30,6 @@ from expstore.schema.schema import Schema
 from expstore.storages.sessions import end_episodes, end_sessions, end_stream, end_unnamed, resume
 from expstore.storages.torchrl_memmap import LazyMemmapStorage
 
-__all__ = ["Sharing"]
-
 
 class Sharing(StorePart):
     """Let other processes of this machine write through a buffer.

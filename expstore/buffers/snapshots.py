@@ -22,8 +22,6 @@ from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version, versions
 from expstore.storages.snapshots.create import dump
 
-__all__ = ["Snapshots", "pack_version", "unpack_version"]
-
 _Versions: TypeAlias = list[Version]  # in the class `list` is a method
 
 

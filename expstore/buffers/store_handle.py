@@ -24,8 +24,6 @@ from expstore.storages.follower import Origin
 from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.sessions import end_sessions
 
-__all__ = ["Life", "StoreHandle", "StorePart"]
-
 
 class Life(Enum):
     """State of a handle in this process."""

@@ -27,8 +27,6 @@ from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import TensorDictRoundRobinWriter, Writer, default_writer
 
-__all__ = ["TensorDictReplayBuffer", "TensorDictRows"]
-
 
 class TensorDictReplayBuffer(ReplayBuffer):
     """Store transitions and sample batches that include the rows' indices.

@@ -19,8 +19,6 @@ from expstore.core.values import IntArray
 from expstore.errors import ArgumentError, NoRowError, StateError
 from expstore.storages.indexing import OVERTAKEN
 
-__all__ = ["RowKind", "RowsDataset", "SlicesDataset", "make_dataset"]
-
 RowKind = Literal["tensordict", "dict"]
 
 #: Longest time to wait until a new row is visible to a follower; small batches take 0.1 s.

@@ -18,8 +18,6 @@ from expstore.errors import SnapshotError, StateError
 from expstore.storages.base import Storage
 from expstore.writers.writers import Writer
 
-__all__ = ["is_torchrl_dump", "load_torchrl_dump"]
-
 #: A file that every dump of a TorchRL buffer has.
 _MARK = "buffer_metadata.json"
 #: Bytes that are read and appended at a time.

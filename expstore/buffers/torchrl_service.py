@@ -9,8 +9,6 @@ from typing import Literal, Protocol, TypeVar
 
 from expstore.errors import ArgumentError, StateError
 
-__all__ = ["client", "service_backend", "share", "shutdown", "start", "synchronize"]
-
 
 class _Buffer(Protocol):
     @property

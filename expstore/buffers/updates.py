@@ -34,8 +34,6 @@ from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
-__all__ = ["ConditionalUpdateResult", "Patch", "RowUpdates", "check_can_update", "leaves_of"]
-
 Flags = NDArray[np.bool_]
 Patch: TypeAlias = Mapping[Any, Any] | TensorDictBase
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from expstore.core.idempotency import WriteKey
 from expstore.episodes.sessions import SessionKey
 
-__all__ = ["WriteOptions"]
-
 
 class WriteOptions(NamedTuple):
     """The options of a write.

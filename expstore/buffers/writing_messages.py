@@ -16,18 +16,6 @@ import google_crc32c
 from expstore import errors
 from expstore.schema.schema import Schema
 
-__all__ = [
-    "ANSWER",
-    "CALL",
-    "ERROR",
-    "NUMBERS",
-    "TEXT",
-    "error_of",
-    "pack_error",
-    "schema_version",
-    "to_text",
-]
-
 #: Number of the call, or 0: a descriptor of a new slot comes with the message; and its length in bytes.
 CALL = struct.Struct("<QQ")
 #: Number of the call, kind, whether the caller knows other fields than the store has, and how many numbers,

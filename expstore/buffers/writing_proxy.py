@@ -41,8 +41,6 @@ from expstore.wire.slots import (
     write_tail,
 )
 
-__all__ = ["Appended", "WritingProxy"]
-
 #: Bytes of the first slot. Its pages take memory once they are written to.
 _SLOT_BYTES = 4 << 20
 

@@ -33,8 +33,6 @@ from expstore.errors import StateError, StorageError
 from expstore.schema.schema import Schema
 from expstore.wire.slots import NO_KEY, BatchReader, Call, ColumnLayout, Slot, read_layouts
 
-__all__ = ["Owner", "WritingServer"]
-
 _log = logging.getLogger("expstore")
 #: Texts of calls that are remembered for each worker.
 _TEXTS = 64

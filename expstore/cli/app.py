@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from expstore.collectors.environments import AnyVectorEnv
     from expstore.storages.format.layout import LayoutName
 
-__all__ = ["main", "run"]
-
 STEPS_PER_LANE = 32
 TABLE_ROWS = 50
 #: The key of a store's meta that names the environment from which it was collected.

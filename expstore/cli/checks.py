@@ -18,8 +18,6 @@ from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
 from expstore.exchange.progress_bar import show_progress
 
-__all__ = ["repair", "verify"]
-
 Store = Annotated[
     Path,
     typer.Argument(

@@ -21,8 +21,6 @@ from expstore.errors import StorageError
 if TYPE_CHECKING:
     from expstore.cluster.members import ClusterFile
 
-__all__ = ["cluster"]
-
 cluster = typer.Typer(
     name="cluster",
     help="The shards of a cluster: served stores that clients use as one buffer, listed in a file. Clients "

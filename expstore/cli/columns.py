@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer
     from expstore.core.values import Key
 
-__all__ = ["add_column", "drop_column"]
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The field, such as next.reward.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -14,8 +14,6 @@ import typer
 
 from expstore.errors import ExpStoreError
 
-__all__ = ["complete_store", "complete_version"]
-
 
 def complete_store(incomplete: str) -> list[str]:
     """Return the stores and other folders whose path begins with a text; folders end with a slash.

@@ -15,13 +15,12 @@ import typer
 
 from expstore.cli.exit_codes import USAGE
 from expstore.cli.info import facts_of, show_facts
-from expstore.cli.output import print_json, print_table, size_text
+from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
+from expstore.core.tables import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["datasets"]
 
 datasets = typer.Typer(
     name="datasets",

@@ -22,8 +22,6 @@ from expstore.errors import NotFoundError
 if TYPE_CHECKING:
     from expstore.storages.follower import FollowerStorage
 
-__all__ = ["episode"]
-
 #: Number of rows listed at either end of the episode.
 _ENDS = 3
 #: Number of characters of the facts; `--json` prints all.

@@ -13,8 +13,9 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
-from expstore.cli.output import print_json, size_text
+from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
+from expstore.core.tables import size_text
 from expstore.exchange.base import no_progress
 from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, describe_losses
 from expstore.exchange.progress_bar import show_import, show_progress
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from expstore.exchange import Exported, Imported
-
-__all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 
 #: Paragraphs of the help.
 EXPORT_NOTES = "\n\n".join(

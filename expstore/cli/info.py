@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from expstore.cli.output import iso_text, local_text, print_table, size_text
+from expstore.cli.output import iso_text, local_text, print_table
+from expstore.core.tables import size_text
 
 if TYPE_CHECKING:
     from expstore.storages.columns.column import FieldSize
-
-__all__ = ["facts_of", "show_facts", "show_stores", "stores_in"]
 
 
 def stores_in(path: Path) -> list[Path]:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["end_at_once", "record_interrupts", "stoppable"]
-
 
 @contextmanager
 def stoppable(show: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:

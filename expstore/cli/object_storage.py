@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.completion import complete_store
-from expstore.cli.output import iso_text, print_json, print_versions, size_text
+from expstore.cli.output import iso_text, print_json, print_versions
 from expstore.cli.paths import to_local
+from expstore.core.tables import size_text
 
 if TYPE_CHECKING:
     from expstore.cold.version_list import RemoteVersion
-
-__all__ = ["PRUNE_NOTES", "PULL_NOTES", "PUSH_NOTES", "list_remote", "prune", "pull", "push"]
 
 _ENVIRONMENT = (
     "Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, and "

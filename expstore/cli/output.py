@@ -23,19 +23,6 @@ from expstore.errors import QueryError
 if TYPE_CHECKING:
     from expstore.sql.result import Result
 
-__all__ = [
-    "iso_text",
-    "local_text",
-    "print_csv",
-    "print_json",
-    "print_rows",
-    "print_table",
-    "print_versions",
-    "rows_of",
-    "show_notes",
-    "size_text",
-]
-
 CELL = 60
 LIST_ITEMS = 3
 BATCH_ROWS = 10_000

@@ -13,8 +13,6 @@ import typer
 from expstore.cli.completion import complete_store
 from expstore.disk.local_path import local_path
 
-__all__ = ["Store", "to_local"]
-
 
 def to_local(value: Path | list[Path] | None) -> Path | list[Path] | None:
     """Return a path, or paths, with `~` expanded.

@@ -17,12 +17,10 @@ import typer
 
 from expstore.disk.files import Disk
 from expstore.errors import QueryError
-from expstore.sql.index import Result
+from expstore.sql.result import Result
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.snapshots.catalog import store_meant
-
-__all__ = ["ask", "check_order"]
 
 #: Interval in seconds at which a Ctrl-C that another thread received is noticed.
 _LISTEN_SECONDS = 0.1

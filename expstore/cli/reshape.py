@@ -22,8 +22,6 @@ from expstore.exchange.progress_bar import show_progress
 if TYPE_CHECKING:
     from expstore.maintenance.resize import Resized
 
-__all__ = ["merge", "resize"]
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

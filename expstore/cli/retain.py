@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from expstore.cli.output import print_json, size_text
+from expstore.cli.output import print_json
 from expstore.cli.paths import Store
-
-__all__ = ["retain"]
+from expstore.core.tables import size_text
 
 
 def retain(

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from expstore.api.server import Listening
     from expstore.api.settings import Settings
 
-__all__ = ["SERVE_NOTES", "UI_NOTES", "serve", "ui"]
-
 SERVE_NOTES = (
     "Without a token the server answers only this machine. Ctrl-C or SIGTERM waits for running requests, "
     "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "

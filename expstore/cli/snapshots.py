@@ -14,9 +14,10 @@ import typer
 
 from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.object_storage import list_remote
-from expstore.cli.output import iso_text, print_json, print_versions, size_text
+from expstore.cli.output import iso_text, print_json, print_versions
 from expstore.cli.paths import Store, to_local
 from expstore.cli.tokens import read_token
+from expstore.core.tables import size_text
 from expstore.errors import LockedError
 from expstore.storages.format.paths import LOCK
 from expstore.storages.snapshots.catalog import OWN_FOLDER, version_name
@@ -24,8 +25,6 @@ from expstore.storages.snapshots.catalog import OWN_FOLDER, version_name
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.snapshots.catalog import Version
-
-__all__ = ["dumps", "loads", "versions"]
 
 KEEP = 5
 #: How long a server may take to make a snapshot, in seconds.

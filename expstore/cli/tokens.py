@@ -10,8 +10,6 @@ import typer
 
 from expstore.errors import ArgumentError, NotFoundError, StateError
 
-__all__ = ["TokenHosts", "read_token", "read_tokens"]
-
 TokenHosts = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,8 +12,6 @@ from expstore.cluster.macro_batches import Drawn
 from expstore.cluster.worker import Worker
 from expstore.remote.forks import copy_in_child
 
-__all__ = ["BatchQueue"]
-
 
 class BatchQueue:
     """Return batches one by one, and draw several at once when they run out, or in a thread before that.

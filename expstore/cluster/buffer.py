@@ -54,8 +54,6 @@ from expstore.sql.parts import join_parts, query_parts
 from expstore.sql.result import Result
 from expstore.sql.views import select_episodes
 
-__all__ = ["By", "Down", "ShardedReplayBuffer"]
-
 #: What a draw does if a shard does not answer, and how rows of a batch are divided among shards.
 Down = Literal["raise", "wait", "partial"]
 By = Literal["mass", "member"]

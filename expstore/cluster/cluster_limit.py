@@ -19,8 +19,6 @@ from expstore.errors import NotReadyError, StateError
 from expstore.rate_limiters import Counts, RateLimiter
 from expstore.remote.forks import copy_in_child
 
-__all__ = ["ClusterLimit"]
-
 #: A writer uses counts of a shard that are at most this old, in seconds, unless the shard does not answer.
 _STALE_SECONDS = 1.0
 #: First and longest pause between two looks at the counts.

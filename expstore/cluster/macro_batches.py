@@ -21,8 +21,6 @@ from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaErr
 from expstore.schema.schema import Field, Schema
 from expstore.wire.codec import Codec, join_columns
 
-__all__ = ["MISSING", "Drawn", "MacroBatches", "ShardDraw"]
-
 #: The entry of batches that names the shards that did not answer.
 MISSING = "shards_missing"
 #: The columns that are changed when rows of several shards are joined.

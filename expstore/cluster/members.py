@@ -18,8 +18,6 @@ from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, NotFoundError, StateError
 
-__all__ = ["ClusterFile", "FileMembers", "FixedMembers", "Member", "MemberList", "Members"]
-
 _FORMAT = 1
 
 

@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["Place", "choose_shard", "find_earlier_shards"]
-
 
 class Place(NamedTuple):
     """A shard to which sources may go.

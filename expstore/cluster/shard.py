@@ -31,8 +31,6 @@ from expstore.remote.transport import ARROW, Address, Answer, Connection, Retrie
 from expstore.wire.codec import Codec, Decoder, note_of
 from expstore.wire.stream import frames_in
 
-__all__ = ["Limits", "Part", "Shard", "does_not_answer"]
-
 _Found = TypeVar("_Found")
 #: The column that ends slices.
 _ENDS = "next.truncated"

@@ -24,8 +24,6 @@ from expstore.cluster.worker import run_together
 from expstore.errors import ArgumentError, NotFoundError, RemoteError, StateError
 from expstore.remote.forks import copy_in_child
 
-__all__ = ["ShardSet"]
-
 _Found = TypeVar("_Found")
 #: Seconds between two looks at the list.
 _LOOK_SECONDS = 1.0

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from expstore.core.draws import Draws
 from expstore.core.values import IntArray
 
-__all__ = ["ShardMass", "derive_seed", "draw_counts", "find_factors"]
-
 #: Second word of the random key that divides batches among shards; no stream of a storage uses it.
 _SHARES = (1 << 62) + 1
 

@@ -15,8 +15,6 @@ from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import SnapshotError
 
-__all__ = ["ClusterVersion", "read_version", "write_version"]
-
 _FILE, _FORMAT = "CLUSTER.json", 1
 
 

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from expstore.remote.forks import copy_in_child
 
-__all__ = ["Worker", "run_together"]
-
 _Found = TypeVar("_Found")
 _Task = tuple["Future[Any]", Callable[[], Any]]
 

@@ -20,8 +20,6 @@ except ModuleNotFoundError as exc:
         "object storage needs obstore, which is not installed: pip install 'expstore[s3]'", name=exc.name
     ) from exc
 
-__all__ = ["Bucket"]
-
 #: Object that `check_conditions` tries to create and to replace.
 PROBE = "probe"
 _WRONG_TAG = '"00000000000000000000000000000000"'

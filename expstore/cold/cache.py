@@ -24,8 +24,6 @@ from expstore.errors import LockedError, StateError, StorageError
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
-__all__ = ["Cache", "Lease"]
-
 _SCRAP, _USE = ".tmp", ".use"
 _WAIT_SECONDS = 0.05
 _DISK_BLOCK = 4096

@@ -22,8 +22,6 @@ from expstore.storages.format.manifest import Manifest as StoreManifest
 from expstore.storages.format.manifest import check_target
 from expstore.storages.snapshots.catalog import find_version
 
-__all__ = ["pull", "restore"]
-
 
 def pull(
     where: str | ObjectStorage | Any, store: str | Path, *, version: int | str | None = None

@@ -19,8 +19,6 @@ from expstore.errors import ArgumentError, RemoteError, StateError
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
-__all__ = ["ObjectStorage", "is_object_url"]
-
 _SCHEME = re.compile(r"s3://", re.IGNORECASE)
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#\s]+)*)/?", re.IGNORECASE)
 _RETRIES = 8

@@ -21,8 +21,6 @@ from expstore.errors import CorruptionError
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
-__all__ = ["LocalPart", "fetch_file", "fetch_tree", "make_pool", "read_part"]
-
 _BLOCK_BYTES = 1 << 16
 _ZEROS = bytes(_BLOCK_BYTES)
 _PIECE_BYTES = 8 << 20

@@ -12,8 +12,6 @@ from expstore.disk.files import Disk
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
 
-__all__ = ["CachedStorage", "open_cached"]
-
 
 class CachedStorage(FollowerStorage):
     """A version in the cache, which stays there until the storage is closed.

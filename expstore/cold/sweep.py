@@ -26,8 +26,6 @@ from expstore.errors import ArgumentError, CorruptionError, StateError
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
-__all__ = ["Pruned", "prune"]
-
 _ROUNDS = 100
 _DELETE_KEYS = 1000
 

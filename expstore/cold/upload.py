@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from expstore.buffers.replay_buffer import ReplayBuffer
     from expstore.cold.bucket import Bucket
 
-__all__ = ["push"]
-
 #: Versions without a tag that a push leaves in a store's folder: its own, and the one before, whose files the
 #: next push compares with.
 _KEEP = 2

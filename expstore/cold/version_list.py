@@ -36,20 +36,6 @@ from expstore.errors import CorruptionError, MigrationError, SnapshotError
 if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
-__all__ = [
-    "PARTS",
-    "Manifest",
-    "PartFile",
-    "RemoteVersion",
-    "VersionList",
-    "find_references",
-    "make_push_id",
-    "manifest_key",
-    "note_removal",
-    "part_key",
-    "versions",
-]
-
 LIST, PARTS, MANIFESTS = "versions.json", "parts", "manifests"
 _FORMAT = 1
 _DAMAGED = "pull another version, or push the version again to another address"

@@ -27,8 +27,6 @@ from expstore.episodes.annotations import pack_info
 from expstore.errors import ArgumentError, StateError
 from expstore.exchange.progress_bar import show_progress
 
-__all__ = ["Collector"]
-
 #: Shows how many steps were stored, and the mean return of recent episodes; None: none has ended.
 _Show = Callable[[int, float | None], None]
 

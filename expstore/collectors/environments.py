@@ -20,8 +20,6 @@ except ModuleNotFoundError as exc:
         "collecting needs gymnasium, which is not installed: pip install 'expstore[gym]'", name=exc.name
     ) from exc
 
-__all__ = ["AnyVectorEnv", "EnvMaker", "describe_origin", "is_environment", "make_lanes", "maker_of"]
-
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 EnvMaker = Callable[[], gym.Env[Any, Any]]
 _PACKAGES = ("expstore", "gymnasium", "numpy", "torch")

@@ -33,15 +33,6 @@ from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
 from expstore.specs import TensorSpec
 
-__all__ = [
-    "LaneCollector",
-    "Numbering",
-    "OnBlock",
-    "TransitionSink",
-    "check_steps",
-    "count_from",
-]
-
 BoolArray = NDArray[np.bool_]
 
 _MODES = ", ".join(repr(mode.value) for mode in AutoresetMode)

@@ -15,8 +15,6 @@ from expstore.collectors.policies import ModulePolicy, Policy
 from expstore.core.values import Key
 from expstore.specs import TensorSpec
 
-__all__ = ["Plan"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -17,8 +17,6 @@ from expstore.core.values import Array
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotFoundError
 
-__all__ = ["ModulePolicy", "check_policy", "load_policy", "weights_of"]
-
 Policy = Callable[[Any], Any]
 Weights = dict[str, Array]
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Progress"]
-
 #: Returns of how many episodes make the mean.
 _RECENT = 100
 

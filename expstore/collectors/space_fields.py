@@ -24,18 +24,6 @@ from expstore.schema.schema import ARROW, OBJECT, Field
 from expstore.specs import Categorical, MultiCategorical, TensorSpec, Unbounded
 from expstore.specs.gymnasium_spaces import WITHOUT_SPEC, from_space
 
-__all__ = [
-    "SpaceField",
-    "autoreset_mode_of",
-    "check_mode",
-    "check_spaces",
-    "describe_rows",
-    "fields_of",
-    "find_specs",
-    "put_final",
-    "read_values",
-]
-
 _FLAGS = ("done", "terminated", "truncated")
 
 

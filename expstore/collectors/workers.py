@@ -31,8 +31,6 @@ from expstore.collectors.progress import Progress
 from expstore.collectors.space_fields import describe_rows
 from expstore.errors import ExpStoreError, StateError
 
-__all__ = ["Workers"]
-
 _logger = logging.getLogger("expstore")
 #: How long a worker may take to end after it was asked to, seconds.
 _END_SECONDS = 10.0

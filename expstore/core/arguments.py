@@ -14,17 +14,6 @@ import numpy as np
 from expstore.core.nearest import nearest
 from expstore.errors import ArgumentError
 
-__all__ = [
-    "MOST_ROWS",
-    "check_capacity",
-    "check_numbers",
-    "check_params",
-    "check_whole",
-    "refuse_keywords",
-    "refuse_unknown",
-    "unknown_keyword",
-]
-
 #: The largest capacity of a store on disk, rows.
 MOST_ROWS = 1 << 40
 

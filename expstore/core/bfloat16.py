@@ -6,8 +6,6 @@ import numpy as np
 
 from expstore.core.values import Array
 
-__all__ = ["narrow_to_bfloat16", "widen_bfloat16"]
-
 
 def widen_bfloat16(bits: Array) -> Array:
     """Return bfloat16 numbers, stored as uint16 bits, as float32. Any shape.

@@ -13,8 +13,6 @@ import numpy as np
 
 from expstore.core.values import Array
 
-__all__ = ["LEAST_BYTES", "Recycled"]
-
 #: The allocator itself reuses the memory of smaller arrays.
 LEAST_BYTES = 1 << 20
 #: Larger arrays would be too much memory to keep.

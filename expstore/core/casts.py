@@ -12,8 +12,6 @@ import numpy as np
 
 from expstore.core.values import Array
 
-__all__ = ["cast_floats", "find_lost", "find_rounded"]
-
 #: Number of significant bits of each float type: integers of so many bits are exact.
 _BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "complex64": 24, "complex128": 53}
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from expstore.core.values import IntArray
 
-__all__ = ["ChangeLog", "Changes"]
-
 #: A change of more slots than the first number is recorded as "all slots"; the second number is how many
 #: changes are remembered.
 _ROWS, _KEPT = 4096, 256

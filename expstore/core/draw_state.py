@@ -14,16 +14,6 @@ from typing import Protocol
 
 from expstore.core.lock_order import LockOrder
 
-__all__ = [
-    "NO_PROGRESS",
-    "DrawSink",
-    "DrawState",
-    "Randomness",
-    "RandomnessSource",
-    "from_json",
-    "to_json",
-]
-
 #: The progress of a sampler that has none.
 NO_PROGRESS = (0, 0, 0, 0)
 #: The number of a draw, and the state of the generator before it.

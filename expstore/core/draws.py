@@ -13,8 +13,6 @@ import numpy as np
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
 
-__all__ = ["DrawNumber", "Draws", "next_numbers"]
-
 #: The two upper words of the counter, which identify a draw.
 DrawNumber = tuple[int, int]
 

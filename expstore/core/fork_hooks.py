@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-__all__ = ["call_each"]
-
 _log = logging.getLogger("expstore")
 _Owner = TypeVar("_Owner")
 

@@ -14,8 +14,6 @@ from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray, Window, cut_run
 from expstore.errors import ArgumentError, NoRowError, NotFoundError, SchemaError
 
-__all__ = ["UNBOUNDED", "RingGeometry", "check_ndim", "round_up"]
-
 #: The `max_size` of a storage without a capacity.
 UNBOUNDED = 2**63 - 1
 

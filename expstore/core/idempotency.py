@@ -16,8 +16,6 @@ import google_crc32c
 from expstore.core import tuning
 from expstore.errors import ArgumentError, StateError
 
-__all__ = ["ENTRY", "NO_KEY", "WriteKey", "WriteKeys", "Written", "key_reused", "pack_entry"]
-
 #: How long a key is remembered, in microseconds: 24 hours.
 KEPT_US = 24 * 3600 * 1_000_000
 

@@ -12,8 +12,6 @@ from typing import Any, TypeVar, cast
 
 from expstore.core import tuning
 
-__all__ = ["LOCK_ORDER", "LockOrder", "LockOrderError"]
-
 _Lock = TypeVar("_Lock")
 
 #: The names of the locks of a storage, in the order in which they are taken.

@@ -14,8 +14,6 @@ import numpy as np
 from expstore.core.torchrl_members import find_member
 from expstore.errors import ArgumentError
 
-__all__ = ["Members", "find_members"]
-
 
 def find_members(index: Any, count: int, owner: str) -> int | list[int]:
     """Return the numbers of the members that an index selects: one number, or several.

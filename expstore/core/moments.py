@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array
 
-__all__ = ["Moments"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:

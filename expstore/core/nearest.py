@@ -8,8 +8,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-__all__ = ["list_nearest_first", "nearest", "suggest"]
-
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to a name; None if none is similar.

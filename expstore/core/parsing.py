@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from expstore.errors import CorruptionError, ExpStoreError, StorageError
 
-__all__ = ["INVALID", "MOST_IDS", "check_number", "parsing", "reading"]
-
 #: The largest id and the largest count in a file: more than a disk has bytes.
 MOST_IDS = 1 << 60
 

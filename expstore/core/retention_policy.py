@@ -14,8 +14,6 @@ from typing import Any
 
 from expstore.errors import ArgumentError
 
-__all__ = ["Retain", "parse_age", "parse_bytes"]
-
 _BYTES = {"": 1, "b": 1} | {
     f"{letter}{kind}": base**power
     for power, letter in enumerate("kmgt", 1)

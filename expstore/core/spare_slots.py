@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from expstore.core import tuning
 
-__all__ = ["spare_slots"]
-
 #: Bytes of rows that may wait for a checkpoint in a store without a capacity.
 UNBOUNDED_SPARE_BYTES = 256 << 20
 

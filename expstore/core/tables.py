@@ -11,19 +11,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-__all__ = [
-    "ITEMS",
-    "PREVIEW_ROWS",
-    "ListHead",
-    "Table",
-    "build_table",
-    "cell_text",
-    "elide",
-    "printable",
-    "render_card",
-    "size_text",
-]
-
 #: Number of rows of a preview.
 PREVIEW_ROWS = 10
 #: Number of items of a list in a cell.

@@ -15,24 +15,6 @@ from typing import Any
 from expstore.core.arguments import check_whole, unknown_keyword
 from expstore.errors import ArgumentError
 
-__all__ = [
-    "BUFFER",
-    "ENSEMBLE",
-    "MEMMAP_STORAGE",
-    "OBJECT_STORAGE",
-    "PRIORITIZED",
-    "PRIORITIZED_SLICES",
-    "SLICES",
-    "SLICES_WITHOUT_REPLACEMENT",
-    "STREAMING_SLICES",
-    "TENSOR_STORAGE",
-    "VOID",
-    "WRITER",
-    "VoidAttribute",
-    "VoidKeyword",
-    "check_keywords",
-]
-
 
 @dataclass(frozen=True)
 class VoidKeyword:

@@ -9,8 +9,6 @@ from typing import NoReturn
 
 from expstore.errors import MissingMemberError
 
-__all__ = ["REASONS", "SPECS", "find_member"]
-
 _STORAGES = (
     *("Storage", "ListStorage", "LazyStackStorage", "TensorStorage", "LazyTensorStorage"),
     *("LazyMemmapStorage", "StorageEnsemble"),

@@ -15,23 +15,6 @@ from numpy.typing import NDArray
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.errors import ArgumentError
 
-__all__ = [
-    "Array",
-    "IntArray",
-    "Key",
-    "Mark",
-    "Mass",
-    "Ranking",
-    "Runs",
-    "Selection",
-    "Window",
-    "check_key",
-    "cut_run",
-    "key_name",
-    "merge_runs",
-    "to_key",
-]
-
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
 

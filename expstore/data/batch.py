@@ -29,25 +29,10 @@ from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.to_arrays import to_ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
-from expstore.episodes.segmentation import RowFacts, to_trajectory_ids
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import RowFacts, Steps, to_trajectory_ids
 from expstore.errors import SchemaError, StackError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import ARROW, Schema
-
-__all__ = [
-    "Batch",
-    "Builder",
-    "Intake",
-    "StepReader",
-    "batch_of",
-    "check_dims",
-    "flatten",
-    "is_plain",
-    "note_inner",
-    "tensordict_of",
-    "to_non_tensor",
-]
 
 
 @dataclass(slots=True)

@@ -42,8 +42,6 @@ from expstore.errors import ArgumentError, NoRowError, SchemaError, StackError
 from expstore.schema.row_traits import DATA, RowTraits
 from expstore.schema.schema import Schema, is_name
 
-__all__ = ["Form", "Layout", "check_form", "form_of", "is_tree", "stack", "stack_index", "take"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -17,8 +17,6 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array
 from expstore.schema.schema import Field
 
-__all__ = ["ImageLayout", "encode_png", "find_image", "shrink_rows", "to_pixels"]
-
 #: Both sides of an image have at least this many pixels.
 _LEAST_SIDE = 8
 #: Pixels per side of a cell that are averaged when an image is reduced by a larger factor.

@@ -17,16 +17,6 @@ from expstore.core.values import Array, Key, key_name
 from expstore.data.nested_tensors import NAMES
 from expstore.errors import SchemaError
 
-__all__ = [
-    "as_tensor",
-    "check_alike",
-    "check_unmasked",
-    "leaves_of",
-    "to_columns",
-    "to_numpy",
-    "to_objects",
-]
-
 
 def leaves_of(
     data: TensorDictBase, path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]

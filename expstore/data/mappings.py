@@ -22,8 +22,6 @@ from expstore.data.variable_rows import column_of_rows
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, Schema
 
-__all__ = ["take_mapping", "take_mappings"]
-
 #: Dtypes of Python numbers if no field has another dtype; `torch.as_tensor` chooses the same.
 _PLAIN = {"b": "bool", "i": "int64", "f": "float32"}
 #: Kinds of fields that accept Python numbers, by the kind of the number.

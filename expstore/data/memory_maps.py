@@ -21,8 +21,6 @@ from expstore.core.values import Array, Key, key_name
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError, StorageError
 
-__all__ = ["MemoryMapFolder", "is_tensordict_folder"]
-
 _META, _STORAGE = "meta.json", "storage"
 #: TorchRL's own fields that a store keeps itself.
 _OWN: tuple[Key, ...] = (("index",), ("_weight",), ("priority_weight",))

@@ -19,8 +19,6 @@ from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.nested_tensors import is_packed, make_jagged, make_strided, stack_values
 from expstore.errors import SchemaError
 
-__all__ = ["join_rows", "split_rows", "take_rows"]
-
 _Batch = TypeVar("_Batch", bound=TensorDictBase)
 
 

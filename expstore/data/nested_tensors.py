@@ -20,19 +20,6 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of
 from expstore.schema.variable_tensors import join, part, shape_of
 
-__all__ = [
-    "NAMES",
-    "from_nested",
-    "from_tensors",
-    "is_packed",
-    "make_jagged",
-    "make_strided",
-    "stack_values",
-    "to_entry",
-    "to_tensor",
-    "to_values",
-]
-
 #: Dtypes of tensors by name.
 _DTYPES = {name: getattr(torch, name) for name in (
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",

@@ -13,8 +13,6 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 
-__all__ = ["Cells", "compile_function", "compile_put", "nest"]
-
 #: Python types that fields of a kind store without conversion; integers may be too large.
 _OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 

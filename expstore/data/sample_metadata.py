@@ -15,8 +15,6 @@ import torch
 from expstore.data.leaves import as_tensor, check_unmasked
 from expstore.errors import ArgumentError
 
-__all__ = ["SAMPLE_METADATA", "decode_metadata", "encode_metadata"]
-
 #: The key of `meta` that has the metadata.
 SAMPLE_METADATA = "sample_metadata"
 _DTYPE, _SHAPE = "__tensor__", "shape"

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from expstore.core.values import Array, Key
 from expstore.data.row_cells import Cells, compile_function, nest
 
-__all__ = ["compile_put_tensordict"]
-
 
 def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any], bool]:
     """Return a function `put(row, data)` that copies the values of a TensorDict without batch dims.

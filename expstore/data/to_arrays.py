@@ -17,8 +17,6 @@ from expstore.core.values import Array, Key
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_values
 
-__all__ = ["put_entry", "to_array", "to_arrays", "to_ragged_rows"]
-
 
 def to_array(values: Any) -> Array:
     """Return values as an array, also those of a tensor on another device; bfloat16 becomes float32."""

@@ -31,8 +31,6 @@ from expstore.schema.arrow_values import column_of
 from expstore.schema.casting import fit_arrow
 from expstore.schema.schema import OBJECT, Field, arrow_dtype
 
-__all__ = ["UNKNOWN", "column_of_rows", "columns_of", "has_lazy", "is_loose", "leaves_of_rows", "single_rows"]
-
 #: Dtype of a column whose values do not determine a type: nothing but None, or empty lists.
 UNKNOWN = arrow_dtype("")
 

@@ -31,8 +31,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 
-__all__ = ["CHECKPOINT_FILES", "AtariDQNReader", "as_ranges", "run_name", "torchrl_checkpoints"]
-
 _COLUMNS = ("observation", "action", "reward", "terminal")
 #: The files of a checkpoint, without `_ckpt.N.gz`.
 CHECKPOINT_FILES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "invalid_range")

@@ -22,8 +22,6 @@ from expstore.errors import SchemaError
 from expstore.exchange.foreign_rows import rows_differ
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 
-__all__ = ["D4RLReader"]
-
 Flag = Literal["terminals", "timeouts"]
 
 _NAMES = ("observations", "actions", "rewards", "terminals")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from functools import cache
 
-__all__ = ["D4RL_ADDRESS", "d4rl_files", "score_bounds"]
-
 D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 
 #: Files by folder, without their suffix.

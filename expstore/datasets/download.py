@@ -19,8 +19,6 @@ from expstore.disk.files import Disk, File
 from expstore.errors import NotFoundError, RemoteError, StorageError
 from expstore.exchange.base import Progress, no_progress, open_to_read
 
-__all__ = ["HUGGING_FACE", "RemoteFile", "fetch_files", "list_hugging_face"]
-
 HUGGING_FACE = "https://huggingface.co"
 
 _ATTEMPTS = 5

@@ -16,8 +16,6 @@ import numpy as np
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import SchemaError
 
-__all__ = ["End", "Episode", "Part", "Reader", "Rows"]
-
 #: How an episode ends. "cut": the recording stops, but not the environment. "open": the next `Episode` from
 #: the reader continues this one.
 End = Literal["terminated", "truncated", "cut", "open"]

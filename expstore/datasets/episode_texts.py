@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["text_fact"]
-
 
 def text_fact(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     """Return the text of all steps, or a list of the steps at which the text changes.

@@ -17,8 +17,6 @@ from expstore.datasets.recognition import ARCHIVES, archive_format, folder_forma
 from expstore.disk.files import ReadingDisk
 from expstore.disk.source_links import check_links
 
-__all__ = ["DATASETS", "WITH_CAPACITY", "data_set_format", "make_reader"]
-
 _READERS = {
     "atari-dqn": "AtariDQNReader",
     "d4rl": "D4RLReader",

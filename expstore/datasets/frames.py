@@ -16,8 +16,6 @@ from expstore.core.values import Array
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library
 
-__all__ = ["VideoFrames", "decode_image", "decode_images"]
-
 #: Frames further ahead than this many seconds are reached by a seek, nearer ones by decoding.
 _SEEK_SECONDS = 20.0
 

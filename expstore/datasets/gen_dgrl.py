@@ -23,8 +23,6 @@ from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageEr
 from expstore.exchange.base import open_to_read
 from expstore.exchange.numpy_unpickler import load_object_npy
 
-__all__ = ["GenDGRLReader"]
-
 _NAMES = ("observations", "actions", "rewards", "dones")
 _PIECE_BYTES = 16 << 20
 

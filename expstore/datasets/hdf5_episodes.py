@@ -24,8 +24,6 @@ from expstore.exchange.field_names import SYNONYMS
 from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5
 
-__all__ = ["Hdf5EpisodesReader", "RobomimicReader"]
-
 _SLAB_BYTES = 16 << 20
 
 #: Names of the arrays of an episode, by meaning. The first name that an episode has is used.

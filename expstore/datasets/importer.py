@@ -32,8 +32,6 @@ from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
 from expstore.exchange.import_summary import STATUSES, summarize_import
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
-__all__ = ["import_dataset"]
-
 #: Approximate size in bytes of a batch that is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 16_384

@@ -30,8 +30,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError
 from expstore.exchange.base import import_library, open_to_read
 
-__all__ = ["LEROBOT_KEYS", "LeRobotReader", "lerobot_key", "map_option"]
-
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _IMAGE_PREFIX = "observation.images."

@@ -12,8 +12,6 @@ from expstore.core.values import Key
 from expstore.datasets.lerobot import LEROBOT_KEYS, lerobot_key
 from expstore.errors import ArgumentError
 
-__all__ = ["lerobot_columns_to_tensordict"]
-
 
 def lerobot_columns_to_tensordict(
     columns: Mapping[str, Any], *, key_map: Mapping[str, str | Key] | None = None

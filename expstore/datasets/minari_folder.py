@@ -42,8 +42,6 @@ from expstore.exchange.minari_export import (
 )
 from expstore.schema.schema import Field, Schema
 
-__all__ = ["MinariReader"]
-
 _EPISODE = re.compile(r"episode_(\d+)")
 _TUPLE_PART = re.compile(r"_index_(\d+)")
 _NUMBER = re.compile(r"\d+")

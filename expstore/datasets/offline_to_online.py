@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.values import key_name, to_key
 from expstore.data.to_arrays import to_arrays
 from expstore.datasets.registry import load_dataset
@@ -25,8 +25,6 @@ from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.storages.read_view import ReadView
 from expstore.storages.torchrl_tensors import LazyTensorStorage
 from expstore.transforms import Compose
-
-__all__ = ["OfflineToOnlineReplayBuffer", "prefill_replay_buffer"]
 
 _TRANSFORMS = (1 << 62) + 1  # a stream that neither readers nor ensembles use
 

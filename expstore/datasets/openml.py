@@ -20,8 +20,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library, open_to_read
 
-__all__ = ["OpenMLName", "OpenMLReader"]
-
 OpenMLName = Literal[
     "adult_num", "adult_onehot", "mushroom_num", "mushroom_onehot", "covertype", "shuttle", "magic"
 ]

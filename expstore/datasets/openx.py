@@ -29,8 +29,6 @@ from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageEr
 from expstore.exchange.base import open_to_read
 from expstore.exchange.numpy_unpickler import load_arrays
 
-__all__ = ["OpenXReader"]
-
 LastStep = Literal["observation", "transition"]
 Kind = Literal["numbers", "image", "text", "left out"]
 

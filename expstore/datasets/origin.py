@@ -24,8 +24,6 @@ from expstore.errors import ArgumentError, LockedError, NotFoundError, StateErro
 from expstore.exchange.progress_bar import ShowProgress, show_import, show_nothing
 from expstore.storages.format.manifest import MANIFEST
 
-__all__ = ["Download", "Origin", "data_folder", "prepare_dataset", "remove_dataset"]
-
 #: `True`: fetch the data set if it is missing; `"force"`: fetch it again.
 Download = bool | Literal["force"]
 

@@ -23,8 +23,6 @@ from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 from expstore.exchange.npz_members import check_archive, read_header
 
-__all__ = ["ARCHIVES", "archive_format", "arrays_format", "episodes_format", "folder_format"]
-
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _ARRAY_FILES = (".npz", ".hdf5", ".h5")
 #: The names that every D4RL file has; a genuine file also has at least one of the names in the next table.

@@ -12,8 +12,6 @@ from typing import Any
 from expstore.core.nearest import nearest, suggest
 from expstore.errors import ArgumentError, NotFoundError
 
-__all__ = ["dataset_class", "load_dataset", "prefixes", "register_dataset"]
-
 Factory = Callable[..., Any]
 
 _BUFFERS = "expstore.datasets.buffers"

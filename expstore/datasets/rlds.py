@@ -32,8 +32,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import import_library
 
-__all__ = ["RLDSReader", "Shard", "list_shards"]
-
 LastStep = Literal["observation", "transition"]
 
 _PIECE_BYTES = 16 << 20

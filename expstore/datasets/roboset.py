@@ -21,8 +21,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
 
-__all__ = ["RobosetReader"]
-
 _TRIAL = re.compile(r"^Trial(\d+)$")
 _NAMES = ("observations", "actions", "rewards", "done")
 

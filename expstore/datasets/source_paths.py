@@ -15,8 +15,6 @@ from expstore.disk.files import ReadingDisk
 from expstore.disk.source_links import check_links
 from expstore.errors import ExpStoreError, NotFoundError, StorageError
 
-__all__ = ["UNREADABLE", "check_exists", "check_file", "check_folder", "parses_source"]
-
 _Init = TypeVar("_Init", bound=Callable[..., None])
 #: What libraries raise for files that are damaged, or made to be.
 UNREADABLE = (OSError, RuntimeError, *INVALID)

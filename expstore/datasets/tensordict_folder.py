@@ -20,8 +20,6 @@ from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
 from expstore.exchange.foreign_rows import rows_differ
 
-__all__ = ["TensorDictReader"]
-
 _PIECE_BYTES = 16 << 20
 _TRAJECTORY: Key = ("collector", "traj_ids")
 #: Fields whose next values show whether the next row continues an episode.

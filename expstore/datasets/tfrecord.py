@@ -20,8 +20,6 @@ from expstore.disk.files import ReadingDisk
 from expstore.errors import StorageError
 from expstore.exchange.base import open_to_read
 
-__all__ = ["Example", "Values", "parse_example", "read_records"]
-
 #: Values of a feature: byte strings, float32 or int64 numbers, or nothing.
 Values = list[bytes] | Array | None
 

@@ -25,8 +25,6 @@ from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.hdf5 import members, reading_hdf5
 from expstore.exchange.npz_members import read_npz
 
-__all__ = ["VD4RLReader"]
-
 _SUFFIXES = (".npz", ".hdf5", ".h5")
 _PIECE_BYTES = 16 << 20
 #: Values of dm_control's `step_type`.

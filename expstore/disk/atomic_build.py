@@ -14,8 +14,6 @@ from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError, StorageError
 
-__all__ = ["LOCK", "build_atomically"]
-
 #: Suffix of the temporary folder's name.
 SCRAP = ".tmp"
 #: The lock file in the temporary folder, which is not part of the result.

@@ -20,8 +20,6 @@ from expstore.disk.files import Disk, File, link_error, link_if
 from expstore.disk.threads import Threads, finish
 from expstore.errors import StorageError
 
-__all__ = ["Links", "read_all", "remove_files", "start_links", "sync_paths"]
-
 #: Number of closed files that are opened together to be synced.
 _TOGETHER = 256
 

@@ -14,8 +14,6 @@ from typing import TypeVar
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.disk.files import File
 
-__all__ = ["Checkpoint", "Checkpointed", "Dirty", "take_all"]
-
 _Thing = TypeVar("_Thing")
 
 

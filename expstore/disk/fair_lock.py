@@ -11,8 +11,6 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FairLock"]
-
 _ReentrantLock: Any = type(threading.RLock())  # the name itself is a function in some versions
 _acquire, _release = _ReentrantLock.acquire, _ReentrantLock.release
 

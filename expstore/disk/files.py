@@ -33,17 +33,6 @@ from expstore.disk.threads import Job, Threads, finish
 from expstore.errors import StorageError
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = [
-    "Disk",
-    "File",
-    "ReadingDisk",
-    "ReopenedFile",
-    "address_of",
-    "build_deleted_error",
-    "link_error",
-    "link_if",
-]
-
 _Ints = NDArray[np.int64]
 
 #: A write of more bytes releases the GIL: its copy takes longer than a thread switch.

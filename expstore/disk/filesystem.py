@@ -11,8 +11,6 @@ from pathlib import Path
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
 
-__all__ = ["file_system", "fills_holes", "probe"]
-
 #: File systems on which locks or maps of two machines, or of two processes, do not work, even if a trial
 #: does.
 _UNSAFE = {

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
-__all__ = ["InterruptibleCalls"]
-
 _Answer = TypeVar("_Answer")
 #: Interval at which `stop` is called again, because a call that has not really begun cannot be stopped.
 _AGAIN_SECONDS = 0.02

@@ -12,8 +12,6 @@ from pathlib import Path
 from expstore.disk.files import ReadingDisk
 from expstore.errors import StateError
 
-__all__ = ["hide_credentials", "local_path"]
-
 #: A URL, also one from which `Path` removed a slash. A drive, as in c:/x, has one letter.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|([A-Za-z][A-Za-z0-9+.-]+):/(?=.)")
 

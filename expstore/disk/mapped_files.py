@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from expstore.disk.files import File
 from expstore.errors import StorageError
 
-__all__ = ["PAGE_BYTES", "AddressRange"]
-
 #: Size of a page of memory, bytes.
 PAGE_BYTES = resource.getpagesize()
 

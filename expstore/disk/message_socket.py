@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from expstore.errors import RemoteError, StateError
 
-__all__ = ["Listener", "MessageSocket", "Waiter", "close_descriptor", "connect"]
-
 #: Bytes of every message.
 MESSAGE_BYTES = 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group

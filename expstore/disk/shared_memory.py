@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from expstore.errors import StorageError
 
-__all__ = ["SharedMemory"]
-
 
 class SharedMemory:
     """A mapping of anonymous memory that a descriptor passes to another process.

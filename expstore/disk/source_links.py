@@ -13,8 +13,6 @@ from pathlib import Path
 from expstore.disk.files import ReadingDisk
 from expstore.errors import StorageError
 
-__all__ = ["check_links"]
-
 #: A repository in the cache of Hugging Face: files of `snapshots/REVISION` are links to its `blobs`.
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 

@@ -15,8 +15,6 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-__all__ = ["Job", "Threads", "finish"]
-
 #: The pool has at most this many threads, besides those that `Threads.grow` starts.
 MOST_THREADS = 16
 #: A thread without work ends after this time: longer than the interval between two checkpoints.

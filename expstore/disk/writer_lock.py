@@ -20,8 +20,6 @@ from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk, File
 from expstore.errors import LockedError, StorageError
 
-__all__ = ["Owner", "WriterLock", "is_locked", "read_owner"]
-
 _LOOKS, _LOOK_SECONDS = 4, 0.005
 #: Size of the text in LOCK, which always overwrites the former text.
 _TEXT_BYTES = 256

@@ -12,8 +12,6 @@ from typing import Any
 
 from expstore.errors import SchemaError
 
-__all__ = ["merge_info", "pack_info"]
-
 
 def pack_info(info: Mapping[str, Any] | None) -> str:
     """Return facts as JSON text; "" for no facts.

@@ -12,8 +12,6 @@ import numpy as np
 
 from expstore.core.values import IntArray
 
-__all__ = ["Touched"]
-
 
 class Touched:
     """The ids of recently changed episodes, in the order of the changes.

@@ -14,18 +14,6 @@ from numpy.typing import NDArray
 from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray
 
-__all__ = [
-    "CapturedFragments",
-    "Fragments",
-    "all_ids",
-    "clip",
-    "count_live",
-    "cut_out",
-    "cut_uneven",
-    "find_fragments",
-    "last_ids",
-]
-
 #: With more changed fragments, `take_touched` returns None: the caller reads all fragments instead.
 _MANY_TOUCHED = 65_536
 #: Number of fragments in a block.

@@ -21,18 +21,6 @@ from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 
-__all__ = [
-    "EpisodeLog",
-    "LogColumns",
-    "LogEntry",
-    "fill_up",
-    "read_bytes",
-    "read_log",
-    "salvage",
-    "unpack_entries",
-    "unpack_entry",
-]
-
 # length, crc32c, kind, status, flags, source | episode, trajectory, start, end | return, rows, last id,
 # sequence | generation, bytes of text; 8 bytes zero.
 _ENTRY = struct.Struct("<IIBBHiqqqqdqqqiI8x")

@@ -22,23 +22,6 @@ from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Schema
 
-__all__ = [
-    "CUT",
-    "OPEN",
-    "TERMINATED",
-    "TRUNCATED",
-    "Piece",
-    "RowFacts",
-    "Run",
-    "RunReader",
-    "Steps",
-    "cut_batch",
-    "cut_lane",
-    "find_ends",
-    "is_restart",
-    "to_trajectory_ids",
-]
-
 #: Status of an episode after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from expstore.episodes.table import Episode
 
-__all__ = ["End", "Heir", "NewSource", "Resume", "Session", "SessionKey"]
-
 
 class SessionKey(NamedTuple):
     """The key of a session.

@@ -9,8 +9,6 @@ import re
 
 from expstore.errors import SchemaError
 
-__all__ = ["lane_names", "lane_of", "stream_of"]
-
 _LANE = re.compile(r".+//\d+")
 
 

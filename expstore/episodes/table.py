@@ -44,22 +44,6 @@ from expstore.episodes.sessions import End, Heir, NewSource, Resume, Session, Se
 from expstore.episodes.sources import lane_names, lane_of, stream_of
 from expstore.errors import SchemaError
 
-__all__ = [
-    "HAS_TRAJECTORY",
-    "NEW",
-    "NO_REWARD",
-    "SEGMENT_BYTES",
-    "SEGMENT_FORMAT",
-    "STATUS",
-    "Assignment",
-    "Episode",
-    "EpisodeTable",
-    "Observations",
-    "Run",
-    "Segment",
-    "Steps",
-]
-
 #: Status number -> word in SQL.
 STATUS = ("open", "terminated", "truncated", "cut")
 

@@ -24,8 +24,6 @@ from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 
-__all__ = ["export_arrow"]
-
 
 def export_arrow(
     source: Exchanged,

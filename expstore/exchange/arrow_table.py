@@ -16,8 +16,6 @@ from expstore.exchange.rows import Exchanged, Rows, open_source
 from expstore.exchange.tables import check_names, rows_schema, to_batch
 from expstore.sql.sync import Catalog
 
-__all__ = ["find_episode_ranges", "read_table"]
-
 
 def find_episode_ranges(source: Exchanged, rows: int) -> list[tuple[int, int]]:
     """Split the episodes of a store into ranges of about this many rows.

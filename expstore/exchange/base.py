@@ -21,21 +21,6 @@ from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk, File, ReadingDisk
 from expstore.errors import NotFoundError
 
-__all__ = [
-    "DiskFile",
-    "Exported",
-    "Imported",
-    "Progress",
-    "Tell",
-    "ignore_notes",
-    "import_library",
-    "names_of",
-    "no_progress",
-    "open_to_read",
-    "piece_rows",
-    "sync_tree",
-]
-
 #: Called with the amount done so far and the total amount.
 Progress = Callable[[int, int], None]
 #: Called with descriptions of what is left out or changed, before any row is written.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from expstore.errors import StorageError
 
-__all__ = ["LARGEST_RATIO", "check_size"]
-
 #: The most bytes that one byte of a file becomes: deflate reaches 1032, with headers a little less.
 LARGEST_RATIO = 1100
 #: Up to this size nothing is compared: arrays of nothing but one value take no space in some formats.

@@ -19,8 +19,6 @@ from expstore.exchange.row_pieces import Piece, mean_bytes
 from expstore.exchange.rows import Episodes, Exchanged, Rows, open_source
 from expstore.storages.format.manifest import check_target
 
-__all__ = ["Export", "Tally", "open_export"]
-
 #: Names of the formats in messages.
 _TITLES = {
     "arrow": "Arrow",

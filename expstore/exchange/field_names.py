@@ -11,18 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 
-__all__ = [
-    "EPISODE",
-    "FLAGS",
-    "SCALARS",
-    "SYNONYMS",
-    "TIMES",
-    "check_keys",
-    "name_fields",
-    "split_name",
-    "their_path",
-]
-
 #: The field with the ids of episodes. A store takes it for the trajectory ids of its rows.
 EPISODE: Key = ("episode",)
 #: Each field, or group of fields, and its names in files, in lower case. Exports write the first name, which

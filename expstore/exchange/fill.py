@@ -20,10 +20,18 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
-from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED, RowFacts
+from expstore.episodes.segmentation import (
+    HAS_TRAJECTORY,
+    NEW,
+    NO_REWARD,
+    OPEN,
+    TERMINATED,
+    TRUNCATED,
+    RowFacts,
+)
 from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
-from expstore.episodes.table import HAS_TRAJECTORY, NEW, NO_REWARD, Assignment, Segment
+from expstore.episodes.table import Assignment, Segment
 from expstore.errors import ExpStoreError
 from expstore.exchange.base import Imported
 from expstore.exchange.import_summary import STATUSES, summarize_import
@@ -36,8 +44,6 @@ from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import check_target
 from expstore.storages.read_view import keys_for
-
-__all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ from expstore.exchange.row_pieces import Piece
 from expstore.exchange.rows import Rows
 from expstore.schema.schema import Field, Schema
 
-__all__ = ["ABOUT", "FlatReader", "FlatWriter", "fill_flat", "plan_columns", "to_stored", "write_flat"]
-
 #: Name under which an export stores a description of its fields.
 ABOUT = "expstore"
 _EPISODE = ("_episode",)

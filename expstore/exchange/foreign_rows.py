@@ -27,17 +27,6 @@ from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import ARROW, DTYPES, Field, Schema
 
-__all__ = [
-    "Column",
-    "ForeignRows",
-    "RowPlan",
-    "from_stored",
-    "is_text",
-    "plan_rows",
-    "rows_differ",
-    "to_field",
-]
-
 _EXPORTED_EPISODE: Key = ("_episode",)
 _TRAJECTORY: Key = ("collector", "traj_ids")
 _MASK: Key = ("collector", "mask")

@@ -3,8 +3,6 @@
 Used by the formats, which report it with every export, and by the command's help. It imports nothing.
 """
 
-__all__ = ["LOSSES", "LOST_BY_ALL", "describe_losses"]
-
 #: What no format stores, and what each format does not store in addition.
 LOST_BY_ALL = "row ids, how often rows were sampled, the number of the next draw, layouts, versions"
 _VARIABLE = "fields of variable length, which it refuses"

@@ -14,8 +14,6 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.exchange.base import Exported, Imported, open_to_read
 from expstore.storages.format.manifest import MANIFEST
 
-__all__ = ["ARRAYS", "EXPORTS", "IMPORTS", "TABLES", "exporter", "format_of", "importer"]
-
 #: The formats that can be exported, and those that can be imported.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
 IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet", "sb3")

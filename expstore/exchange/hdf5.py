@@ -37,8 +37,6 @@ from expstore.exchange.hdf5_checks import check_contents
 from expstore.exchange.ring_buffers import Lanes, describe_lanes, find_lanes, tianshou_lanes
 from expstore.exchange.rows import Episodes, Exchanged
 
-__all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "members", "reading_hdf5"]
-
 #: Approximate size of a packed chunk in bytes.
 CHUNK_BYTES = 256 << 10
 #: Name of the group with facts about the file in files of other programs; it contains no rows.

@@ -16,8 +16,6 @@ from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import import_library
 from expstore.exchange.claimed_sizes import check_size
 
-__all__ = ["check_contents"]
-
 
 def check_contents(file: Any, path: Path) -> None:
     """Check all links and datasets of a file; links to other files are not followed.

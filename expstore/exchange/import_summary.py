@@ -13,8 +13,6 @@ from expstore.exchange.base import Imported, names_of
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Schema
 
-__all__ = ["STATUSES", "summarize_import"]
-
 #: Counts the episodes by status; an open episode is cut when the store is closed.
 STATUSES = (
     "SELECT replace(status, 'open', 'cut') AS how, count(*) FROM episodes WHERE live_rows > 0 "

@@ -34,16 +34,6 @@ from expstore.exchange.space_json import nest_spaces, space_of
 from expstore.schema.schema import Field
 from expstore.storages.stats import meta_of
 
-__all__ = [
-    "DATA",
-    "INFO_ATTRIBUTE",
-    "MAIN",
-    "METADATA",
-    "STATUS_ATTRIBUTE",
-    "export_minari",
-    "find_stored_type",
-]
-
 DATA, MAIN, METADATA = "data", "main_data.hdf5", "metadata.json"
 #: Attributes of an episode that Minari ignores and keeps: its info as JSON, and its status.
 INFO_ATTRIBUTE, STATUS_ATTRIBUTE = "expstore_info", "expstore_status"

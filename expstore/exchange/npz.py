@@ -43,8 +43,6 @@ from expstore.exchange.ring_buffers import (
 )
 from expstore.exchange.rows import Episodes, Exchanged
 
-__all__ = ["export_npz", "import_npz"]
-
 #: Number of bytes that are copied at a time.
 _COPIED = 1 << 20
 

@@ -18,8 +18,6 @@ from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.claimed_sizes import check_size
 
-__all__ = ["check_archive", "read_header", "read_npz", "reading_npz"]
-
 #: Other compressions have no bound on what a byte becomes; NumPy writes these.
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 

@@ -21,8 +21,6 @@ import numpy as np
 from expstore.core.values import Array
 from expstore.errors import SchemaError, StorageError
 
-__all__ = ["PickledObject", "load_arrays", "load_object", "load_object_npy"]
-
 _KINDS = "biufcSU"
 #: Maximum nesting of containers; Python's hash of deeper tuples overflows the C stack.
 _DEEPEST = 100

@@ -30,8 +30,6 @@ from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
 from expstore.schema.schema import Field
 
-__all__ = ["export_parquet"]
-
 #: Approximate size of a file's rows in bytes, before compression.
 FILE_BYTES = 1 << 30
 #: Memory factor while a row group is encoded: small numbers take 32 bits each, and list levels come on top.

@@ -14,8 +14,6 @@ from typing import Literal
 from expstore.exchange.base import Progress as Tell
 from expstore.exchange.base import no_progress
 
-__all__ = ["ShowProgress", "show_import", "show_nothing", "show_progress"]
-
 Unit = Literal["bytes", "rows"]
 
 #: Shows progress under a title, in a unit; yields a function to call with the amount done and the total.

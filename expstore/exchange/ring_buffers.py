@@ -18,15 +18,6 @@ from expstore.core.values import Array
 from expstore.errors import SchemaError
 from expstore.exchange.foreign_rows import Column
 
-__all__ = [
-    "Lanes",
-    "SplitEnvironments",
-    "describe_lanes",
-    "find_lanes",
-    "has_environments",
-    "tianshou_lanes",
-]
-
 #: Ranges of filled rows (first, one after the last) in the order of time, for each environment.
 Lanes = list[list[tuple[int, int]]]
 #: Names of the next row to write, and of the number of filled rows.

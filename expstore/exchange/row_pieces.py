@@ -18,8 +18,6 @@ from expstore.errors import SchemaError
 from expstore.exchange.rows import Rows
 from expstore.storages.snapshots.restore import join_parts
 
-__all__ = ["Piece", "mean_bytes", "read_pieces"]
-
 #: Number of variable-length rows that are read first; later pieces grow to `tuning.EXCHANGE_VARIABLE_ROWS`.
 FIRST_ROWS = 16
 #: Number of rows that are read to estimate the mean row length, and how many are read at a time.

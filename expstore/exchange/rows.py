@@ -31,8 +31,6 @@ from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import find_version, store_meant
 from expstore.storages.stats import meta_of
 
-__all__ = ["Episodes", "Exchanged", "Rows", "open_source", "parse_episodes"]
-
 #: The source of an export: a buffer, its storage, or the path of a store.
 Exchanged = Any
 #: A selection of episodes: ids, or an SQL condition over the relation `episodes`.

@@ -36,8 +36,6 @@ from expstore.exchange.numpy_unpickler import PickledObject, load_object
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import check_target
 
-__all__ = ["import_sb3", "import_sb3_object"]
-
 #: Packages that the pickles of buffers call: of spaces, their random generators, devices and paths.
 _PACKAGES = ("gym", "gymnasium", "numpy", "pathlib", "sb3_contrib", "stable_baselines3", "torch")
 #: Attributes that every replay buffer has.

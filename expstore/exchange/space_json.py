@@ -14,8 +14,6 @@ from expstore.core.values import Key
 from expstore.schema.schema import Field
 from expstore.storages.read_view import ReadView
 
-__all__ = ["nest_spaces", "space_of"]
-
 
 def space_of(storage: ReadView, entry: Field) -> dict[str, Any]:
     """Return the space of a field: that of its spec, or else all values of its dtype."""

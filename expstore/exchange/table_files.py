@@ -22,8 +22,6 @@ from expstore.core.parsing import reading
 from expstore.errors import SchemaError
 from expstore.exchange.base import DiskFile, open_to_read
 
-__all__ = ["ArrowPart", "CsvPart", "ParquetPart", "Part", "reading_arrow"]
-
 #: Metadata key under which pandas describes a frame.
 _PANDAS = b"pandas"
 

@@ -47,8 +47,6 @@ from expstore.schema.row_selection import pick
 from expstore.schema.schema import Field, Schema
 from expstore.storages.snapshots.restore import join_parts
 
-__all__ = ["import_arrow", "import_csv", "import_parquet"]
-
 #: Maximum number of rows that are read at a time if their lengths are unknown.
 LOOSE_ROWS = 1024
 Kind = Literal["zarr", "arrow"]

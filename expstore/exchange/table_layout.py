@@ -25,8 +25,6 @@ from expstore.exchange.variable_rows import from_file, suits, text_of
 from expstore.schema.arrow_types import ragged_text
 from expstore.schema.schema import ARROW, Field, Schema
 
-__all__ = ["Layout", "Table", "needs_survey", "read_layout"]
-
 #: Names that pandas gives to an index without a name, in Parquet and CSV files.
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: \d+|")
 _NAMES = {kind: name for name, kind in VALUES.items() if name not in ("bfloat16", "complex64")}

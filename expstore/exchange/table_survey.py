@@ -15,8 +15,6 @@ import pyarrow.compute as pc
 from expstore.core.values import Key
 from expstore.exchange.variable_rows import plain_array
 
-__all__ = ["Seen", "Survey"]
-
 
 @dataclass(slots=True)
 class Seen:

@@ -21,18 +21,6 @@ from expstore.errors import SchemaError
 from expstore.exchange.variable_rows import file_type, to_file
 from expstore.schema.schema import DTYPES, Field
 
-__all__ = [
-    "ABOUT",
-    "FORMAT",
-    "OWN",
-    "VALUES",
-    "arrow_type",
-    "check_names",
-    "row_values",
-    "rows_schema",
-    "to_batch",
-]
-
 #: The store's own columns, in the order of `ROW_FIELDS`.
 OWN: dict[str, Any] = {
     "_id": pa.int64(),

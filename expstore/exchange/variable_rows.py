@@ -19,8 +19,6 @@ from expstore.schema.casting import fit_arrow
 from expstore.schema.schema import Field
 from expstore.schema.widening import fits
 
-__all__ = ["file_type", "from_file", "plain_array", "plain_type", "suits", "text_of", "to_file"]
-
 
 def file_type(entry: Field) -> Any:
     """Return the Arrow type that a variable-length field has in files."""

@@ -22,8 +22,6 @@ from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.schema.schema import Field
 
-__all__ = ["export_zarr"]
-
 #: Size of a packed chunk in bytes. A piece of rows is one shard of each array.
 CHUNK_BYTES = 128 * 1024
 

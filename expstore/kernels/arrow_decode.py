@@ -19,8 +19,6 @@ from expstore.kernels import native
 from expstore.kernels.file_loops import compiled, compiled_for_c
 from expstore.kernels.native import copy_bytes, crc32c, fetch_add, join_helpers, start_helpers
 
-__all__ = ["find_damaged", "find_lengths", "unpack_buffers"]
-
 Ints = NDArray[np.int64]
 
 _INT, _SIZE, _ADDRESS = types.int32, types.uintp, types.intp

@@ -27,8 +27,6 @@ from expstore.kernels.native import (
     unpack_lz4,
 )
 
-__all__ = ["take_distances", "take_rows"]
-
 Ints = NDArray[np.int64]
 
 #: Flags of a blosc frame whose blocks are LZ4 (also written by lz4hc), neither shuffled nor split.

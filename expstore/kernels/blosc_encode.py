@@ -17,8 +17,6 @@ from expstore.kernels import native
 from expstore.kernels.file_loops import compiled, compiled_for_c
 from expstore.kernels.native import copy_bytes, crc32c, fetch_add, join_helpers, pack_blosc, start_helpers
 
-__all__ = ["pack_chunks"]
-
 #: Bytes that a frame may be longer than its rows, and bytes of the crc32c after it.
 _MORE, _CRC = 16, 4
 #: The task that threads share, as one array: number of chunks, number of chunks claimed by a thread, address

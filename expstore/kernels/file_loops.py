@@ -14,17 +14,6 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-__all__ = [
-    "compiled",
-    "compiled_for_c",
-    "find_runs",
-    "link_files",
-    "spread_runs",
-    "sync_files",
-    "unlink_files",
-    "write_pieces",
-]
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

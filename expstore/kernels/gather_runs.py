@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from expstore.kernels.file_loops import compiled
 from expstore.kernels.native import copy_bytes
 
-__all__ = ["copy_bits", "copy_runs", "follow_lists"]
-
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 

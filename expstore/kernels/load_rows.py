@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["load_rows"]
-
 Ints = NDArray[Any]
 
 _madvise: Any = types.ExternalFunction("madvise", types.int32(types.intp, types.intp, types.int32))

@@ -18,8 +18,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["compiling", "load_in_background"]
-
 #: Hold this lock while importing a module of compiled loops.
 compiling = threading.Lock()
 os.register_at_fork(

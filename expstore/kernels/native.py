@@ -20,19 +20,6 @@ from numpy.typing import NDArray
 
 from expstore.kernels.file_loops import compiled
 
-__all__ = [
-    "MOST_THREADS",
-    "THREADS",
-    "copy_bytes",
-    "crc32c",
-    "fetch_add",
-    "join_helpers",
-    "pack_blosc",
-    "start_helpers",
-    "unpack_blosc",
-    "unpack_lz4",
-]
-
 # The libraries that Python calls too: their functions are found by name when a loop is linked.
 llvmlite.binding.load_library_permanently(numcodecs.blosc.__file__)
 llvmlite.binding.load_library_permanently(importlib.import_module("google_crc32c._crc32c").__file__)

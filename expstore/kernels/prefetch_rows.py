@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["prefetch_line", "prefetch_rows"]
-
 Ints = NDArray[Any]
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from expstore.core.values import IntArray
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["RankTree"]
-
 Floats = NDArray[np.float64]
 
 #: Children of a node. Eight float64 are one cache line.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from expstore.core.values import IntArray
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["RunTable"]
-
 # Rows of the table of runs; the fragments of a run are consecutive in the pool, with room to grow.
 _EPISODE, _FIRST, _STOP, _START, _COUNT, _ROOM, _HEAD = range(7)
 # Rows of the pool of fragments.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["count_steps", "sum_from_each", "sum_steps"]
-
 Floats = NDArray[np.float64]
 
 

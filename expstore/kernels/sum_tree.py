@@ -17,8 +17,6 @@ from expstore.core.values import IntArray
 from expstore.kernels.file_loops import compiled
 from expstore.kernels.prefetch_rows import prefetch_line
 
-__all__ = ["SumTree", "raise_priorities"]
-
 Floats = NDArray[np.float64]
 
 #: Children of a node. Eight float64 are one cache line.

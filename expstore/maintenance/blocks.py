@@ -35,8 +35,6 @@ from expstore.storages.format.paths import CHECKSUMS, VERSION
 from expstore.storages.format.pending_swap import sums_path
 from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
 
-__all__ = ["check_blocks", "check_metadata", "metadata_of", "read_column", "rows_of_file"]
-
 _PIECE_BYTES = 4 << 20
 
 

@@ -15,8 +15,6 @@ from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS
 
-__all__ = ["StoreSize", "store_size"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:

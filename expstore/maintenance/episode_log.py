@@ -15,8 +15,6 @@ from expstore.maintenance.rows import ends_of, read_fragments
 from expstore.storages.format.paths import LOG
 from expstore.storages.recovery.recover import rebuild_episodes
 
-__all__ = ["Restored", "restore_log"]
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:

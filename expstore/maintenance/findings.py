@@ -20,8 +20,6 @@ from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.recovery.recover import Past
 
-__all__ = ["Finding", "Inspection", "Progress", "runs_of"]
-
 #: Called with the number of bytes checked so far, and the number of bytes to check.
 Progress = Callable[[int, int], None]
 

@@ -16,8 +16,6 @@ from expstore.episodes.table import STATUS
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.manifest import Manifest
 
-__all__ = ["Survey", "Writer", "find_writer", "survey"]
-
 _TRIES = 3
 
 

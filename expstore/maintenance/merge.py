@@ -28,7 +28,7 @@ from expstore.errors import ArgumentError, LockedError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
-from expstore.storages.base import now_us
+from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BlockCheck, read_entries
 from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.engine.open_settings import Settings
@@ -42,8 +42,6 @@ from expstore.storages.indexing import read_present
 from expstore.storages.snapshots.catalog import store_meant
 from expstore.storages.snapshots.resize import Progress
 from expstore.storages.snapshots.restore import join_parts
-
-__all__ = ["Merged", "MergedRun", "merge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,6 @@ from expstore.storages.format.chunk_file import (
     sum_chunk,
 )
 
-__all__ = ["Fault", "PackedFiles"]
-
 
 class Fault(NamedTuple):
     """A problem with a file of a packed column.

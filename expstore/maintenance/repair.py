@@ -33,8 +33,6 @@ from expstore.storages.format.paths import JOURNAL, LOCK, LOG, REPAIR, SEGMENTS,
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.format.zarr_metadata import shard_footer
 
-__all__ = ["Outcome", "repair"]
-
 _INDEX = ("index.duckdb", "index.duckdb.wal")
 #: Kinds of findings whose repair drops rows.
 _COSTLY = {"payload", "ids", "missing", "length"}

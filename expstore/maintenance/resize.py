@@ -18,8 +18,6 @@ from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.resize import Progress, capacity_for, surplus
 
-__all__ = ["Resized", "open_for_resize", "resize"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:

@@ -26,8 +26,6 @@ from expstore.storages.format.paths import INDEX, LOG, index_path
 from expstore.storages.format.records import Publish
 from expstore.storages.recovery.recover import Past, rebuild_episodes
 
-__all__ = ["check_ids", "check_index", "check_log", "check_rows", "ends_of", "read_fragments"]
-
 _NAMES = [entry.key[1] for entry in ROW_FIELDS]
 
 

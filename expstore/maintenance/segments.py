@@ -18,8 +18,6 @@ from expstore.storages.columns.arrow.ipc import read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["check_segments", "mend_segments"]
-
 
 def check_segments(inspection: Inspection) -> None:
     """Record damaged and missing variable-length rows, among the rows that a checkpoint covers."""

@@ -48,8 +48,6 @@ from expstore.storages.recovery.recover import Past, explain_lost_records, find_
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
-__all__ = ["inspect", "verify"]
-
 #: How many files a message lists.
 _LISTED = 4
 

@@ -9,8 +9,6 @@ from expstore.core import tuning
 from expstore.maintenance.findings import Finding, Inspection
 from expstore.storages.format.write_key_file import KEYS, read_keys
 
-__all__ = ["check_keys"]
-
 
 def check_keys(inspection: Inspection) -> None:
     """Check the idempotency keys against their checksums, and their number against the journal."""

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from expstore.api.server import ServerThread
     from expstore.api.stores import Served
 
-__all__ = [
-    "ClusterSpec", "Found", "Registry", "Restored", "Running", "ShardActor", "ShardSpec", "find_store",
-    "load_file", "port_of", "read_shard", "split_shard",
-]  # fmt: skip
-
 #: Seconds that an actor waits for the lock of its store, which a process that ends may still hold.
 _LOCK_SECONDS = 60.0
 _LOCK_PAUSE_SECONDS = 0.2

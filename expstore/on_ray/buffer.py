@@ -7,8 +7,6 @@ from typing import Self
 
 from expstore.cluster.buffer import ShardedReplayBuffer
 
-__all__ = ["RayShardedReplayBuffer"]
-
 
 class RayShardedReplayBuffer(ShardedReplayBuffer):
     """The buffer over the shards of a cluster on Ray; TorchRL's RayCollector accepts it.

@@ -21,11 +21,6 @@ except ModuleNotFoundError as exc:
         "clusters on Ray need ray, which is not installed: pip install 'expstore[ray]'", name=exc.name
     ) from exc
 
-__all__ = [
-    "NAMESPACE", "RayMembers", "check_initialized", "find_registry",
-    "name_registry", "ray", "wait_for",
-]  # fmt: skip
-
 #: Most of its functions have no types.
 ray: Any = _ray
 #: The namespace of Ray in which our actors have their names.

@@ -44,8 +44,6 @@ from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
-__all__ = ["RemoteReplayBuffer", "send_priorities"]
-
 _logger = logging.getLogger("expstore")
 
 

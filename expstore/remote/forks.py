@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from expstore.core.fork_hooks import call_each
 
-__all__ = ["copy_in_child"]
-
 
 class _Copyable(Protocol):
     """Has the state of a copy, as for pickle: without locks, threads and work that is under way."""

@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 from expstore.errors import RemoteError
 
-__all__ = ["LocalEpisodes", "LocalOnly"]
-
 
 def _refuse(name: str, hint: str) -> Callable[..., NoReturn]:
     """Return a method that raises RemoteError with a hint what to do instead."""

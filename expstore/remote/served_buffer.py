@@ -26,8 +26,6 @@ from expstore.remote.local_only import LocalOnly
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.torchrl_options import check_device
 
-__all__ = ["ServedBuffer"]
-
 
 class ServedBuffer(LocalOnly):
     """The parts of a replay buffer that do not depend on how many served stores it is over.

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from expstore.errors import RemoteError
 from expstore.storages.snapshots.catalog import Version
 
-__all__ = ["RemoteSnapshots"]
-
 _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
 
 

@@ -19,8 +19,6 @@ from expstore.remote.transport import Connection, Download
 from expstore.wire.frames import Frame
 from expstore.wire.stream import read_each
 
-__all__ = ["Feed"]
-
 #: Seconds that `close` waits for the thread, which may be connecting to a host that does not answer.
 _PATIENCE = 1.0
 

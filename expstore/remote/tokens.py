@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 from expstore.errors import ArgumentError, StateError
 from expstore.remote.transport import Address
 
-__all__ = ["Token", "Tokens"]
-
 #: What users pass as `token=`: the token, or the token of each host.
 Token = str | Mapping[str, str] | None
 

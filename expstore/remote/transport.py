@@ -33,8 +33,6 @@ from expstore import errors
 from expstore.core import tuning
 from expstore.errors import ArgumentError, ExpStoreError, RemoteError, StateError
 
-__all__ = ["ARROW", "JSON", "Address", "Answer", "Connection", "Download", "Retries"]
-
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 _Found = TypeVar("_Found")

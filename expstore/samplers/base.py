@@ -33,8 +33,6 @@ from expstore.samplers.filter import Filter, Where, split_where
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Sampler", "readable", "refuse_weight"]
-
 #: The file of `dumps`; TorchRL's name.
 _FILE = "sampler_metadata.json"
 

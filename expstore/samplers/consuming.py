@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from expstore.storages.columns.sample_counts import Sampled
     from expstore.storages.read_view import ReadView
 
-__all__ = ["ConsumingSampler", "consume_after"]
-
 _MOST = (1 << 32) - 1  # the column of counts is uint32
 _NONE = np.empty(0, np.int64)
 

@@ -15,8 +15,6 @@ from expstore.storages.columns.priorities import check_priorities
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["EarlyPriorities"]
-
 
 class EarlyPriorities:
     """Keep the priorities of rows by index until there is a storage.

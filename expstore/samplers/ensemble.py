@@ -16,8 +16,6 @@ from expstore.core.values import Array, IntArray
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotReadyError
 
-__all__ = ["SamplerEnsemble"]
-
 
 class SamplerEnsemble(Members):
     """Hold the samplers of an ensemble of buffers, and choose the members of each batch.

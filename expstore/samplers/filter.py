@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from expstore.sql.expressions import ConditionLimits, Needs
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Filter", "Where", "split_where"]
-
 Floats = NDArray[np.float64]
 _NONE = np.empty(0, np.int64)
 

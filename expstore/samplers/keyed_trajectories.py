@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from expstore.schema.schema import Schema
     from expstore.storages.read_view import ReadView
 
-__all__ = ["KeyedRuns", "Trajectories"]
-
 _log = logging.getLogger("expstore")
 _CHUNK = 1 << 18
 _TRIES = 3

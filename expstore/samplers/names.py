@@ -17,8 +17,6 @@ from expstore.samplers.slices_without_replacement import SliceSamplerWithoutRepl
 from expstore.samplers.streaming_slices import StreamingSliceSampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
-__all__ = ["SAMPLERS", "SamplerName", "make_sampler"]
-
 SamplerName = Literal[
     "uniform",
     "prioritized",

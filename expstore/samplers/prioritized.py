@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
     from expstore.storages.read_view import ReadView
 
-__all__ = ["PrioritizedSampler", "Reduction"]
-
 Reduction = Literal["max", "min", "mean", "median"]
 _REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "mean": np.mean, "median": np.median}
 _WEIGHTS = {torch.float32: np.float32, torch.float64: np.float64}

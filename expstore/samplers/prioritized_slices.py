@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["PrioritizedSliceSampler"]
-
 _TRIES = 3
 
 

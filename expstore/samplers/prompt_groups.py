@@ -22,8 +22,6 @@ from expstore.storages.indexing import read_present
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["PromptGroupSampler"]
-
 #: How the rows of a group are chosen.
 Strategy = Literal["random", "recency", "reward", "variance"]
 _STRATEGIES = ("random", "recency", "reward", "variance")

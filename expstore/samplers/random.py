@@ -20,8 +20,6 @@ from expstore.samplers.without_replacement import SamplerWithoutReplacement
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["RandomSampler"]
-
 
 class RandomSampler(Sampler):
     """Draw every readable row with the same probability, with replacement.

@@ -22,8 +22,6 @@ from expstore.samplers.window_sum_tree import WindowTree, warm
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["RecencySampler"]
-
 _LN2 = math.log(2.0)
 #: The id that weighs 1 changes every 100 half-lives, so that no weight, and no sum of weights, overflows.
 _SCALED = 100

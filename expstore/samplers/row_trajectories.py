@@ -18,8 +18,6 @@ from expstore.storages.indexing import find
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["RowTrajectories"]
-
 _CHUNK = 1 << 18
 
 

@@ -18,8 +18,6 @@ from expstore.samplers.filter import Filter
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["RowMasses"]
-
 Floats = NDArray[np.float64]
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from expstore.samplers.keyed_trajectories import Trajectories
     from expstore.storages.run_index import Runs
 
-__all__ = ["NestedKey", "Slicing", "SlicingNames", "Span", "build_too_short_error", "trajectory_fields"]
-
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
 

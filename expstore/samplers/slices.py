@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["SliceSampler", "Weighting"]
-
 #: What has the same probability: every trajectory, or every position at which a slice can begin.
 Weighting = Literal["trajectory", "start"]
 

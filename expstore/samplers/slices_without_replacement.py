@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["SliceSamplerWithoutReplacement"]
-
 
 class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
     """Draw one slice of every trajectory per pass, at a random position, in a new order in each pass.

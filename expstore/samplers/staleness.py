@@ -26,8 +26,6 @@ from expstore.samplers.row_weights import RowMasses
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["StalenessAwareSampler"]
-
 Floats = NDArray[np.float64]
 
 #: First number of its progress, which identifies the class of sampler.

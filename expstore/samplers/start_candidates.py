@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["Candidates"]
-
 Floats = NDArray[np.float64]
 
 

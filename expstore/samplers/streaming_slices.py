@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["StreamingSliceSampler"]
-
 
 class StreamingSliceSampler(SliceSampler):
     """Draw every new slice once, in the order of completion; fill batches up like `SliceSampler`.

@@ -24,8 +24,6 @@ from expstore.samplers.names import make_sampler
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["AdaptedSampler", "adapt", "to_selection", "unwrap"]
-
 
 def adapt(sampler: Any) -> Sampler:
     """Return a buffer's sampler: the given one, a new one by its name, or an adapter of the given object.

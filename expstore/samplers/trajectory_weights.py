@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
     from expstore.storages.run_index import Runs
 
-__all__ = ["RunWeights"]
-
 
 class RunWeights:
     """Keep the weights of runs, which depend on their numbers of steps.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
     from expstore.storages.read_view import ReadView
 
-__all__ = ["WindowTree", "new_sum_tree", "warm"]
-
 Weigh = Callable[[IntArray], Array]
 
 

@@ -21,8 +21,6 @@ from expstore.samplers.filter import Where
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["SamplerWithoutReplacement", "Step"]
-
 #: Up to this many rows a permutation is computed as a whole; for more rows, place by place.
 _LISTED = 1 << 14
 _ROUNDS = 8

@@ -11,8 +11,6 @@ import numpy as np
 
 from expstore.core.values import IntArray
 
-__all__ = ["row_sizes"]
-
 
 def row_sizes(column: Any) -> IntArray:
     """Return the size of each row of a pyarrow Array in bytes, offsets included. Shape `(n,)`, int64."""

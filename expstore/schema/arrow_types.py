@@ -18,18 +18,6 @@ from expstore.errors import SchemaError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "MOST_DIMS",
-    "Ragged",
-    "check_text",
-    "describe",
-    "ragged_of",
-    "ragged_text",
-    "ragged_type",
-    "to_type",
-    "type_text",
-]
-
 #: Most dims of a row: NumPy's limit, without the dim of the batch.
 MOST_DIMS = 63
 #: Names of types without parameters: the names of pyarrow's functions.

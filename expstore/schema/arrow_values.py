@@ -20,8 +20,6 @@ from expstore.errors import SchemaError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["column_of"]
-
 #: Names of the types in which pyarrow mixes values of different kinds.
 _MIXED = ("binary", "date", "time")
 #: Deepest nesting of lists and dicts that is accepted.

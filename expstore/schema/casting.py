@@ -21,8 +21,6 @@ from expstore.schema.widening import fits
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["fit_arrow"]
-
 _ARROW = "arrow:"
 
 

@@ -13,8 +13,6 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
 
-__all__ = ["schema_of"]
-
 _PLAIN = {str: '"string"', bytes: '"binary"', bool: "bool", int: "int64", float: "float64"}
 _HINT = (
     "give a dtype ('float32', torch.float32), a dtype and a row's shape ('int32', (None, 3)) with None where "

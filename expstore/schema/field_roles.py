@@ -13,8 +13,6 @@ from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import OBJECT, Schema
 
-__all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys", "find_observations"]
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:

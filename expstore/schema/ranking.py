@@ -11,8 +11,6 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array
 from expstore.schema.schema import Field
 
-__all__ = ["rank_rows", "reduce_values"]
-
 
 def rank_rows(entry: Field, column: Array, reduction: str) -> Array:
     """Return the rank of each row as a number; -inf for NaN.

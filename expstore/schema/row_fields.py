@@ -8,8 +8,6 @@ from expstore.core.values import Key
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field, Schema
 
-__all__ = ["ROW_BYTES", "ROW_FIELDS", "SAMPLE_ENTRIES", "check_no_sample_entry", "priority_place"]
-
 #: In the order of the columns after the user's; `priority` comes last and is not part of a checksum.
 ROW_FIELDS = (
     Field(("_row", "id"), "int64", ()),

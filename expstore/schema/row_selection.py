@@ -14,8 +14,6 @@ from expstore.core.values import Array
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 
-__all__ = ["concatenate", "in_shape", "no_rows", "pick"]
-
 
 def pick(column: Any, rows: Array) -> Any:
     """Return some rows of a column.

@@ -11,8 +11,6 @@ from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 
-__all__ = ["DATA", "RowTraits"]
-
 #: The field of rows that consist of one tensor or one object.
 DATA: Key = ("_data",)
 

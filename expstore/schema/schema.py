@@ -24,8 +24,6 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.arrow_types import MOST_DIMS, check_text, describe
 from expstore.schema.casting import fit_arrow
 
-__all__ = ["ARROW", "DTYPES", "OBJECT", "Field", "Schema", "arrow_dtype", "is_name"]
-
 #: Dtype of a variable-length field: a string, a list, a tensor whose shape differs between rows, or a
 #: nullable value. The Arrow type says which. Its columns are pyarrow Arrays of n rows, not chunked.
 ARROW = "arrow"

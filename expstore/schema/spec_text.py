@@ -17,8 +17,6 @@ from expstore.errors import CorruptionError, MigrationError, SchemaError
 from expstore.schema.arrow_types import ragged_of
 from expstore.schema.schema import OBJECT, Schema
 
-__all__ = ["VERSION", "check_specs", "describe", "leaves_of", "pack_specs", "same_specs", "unpack_specs"]
-
 #: Version of the text that `pack_specs` writes; `unpack_specs` refuses newer ones.
 VERSION = 1
 

@@ -18,8 +18,6 @@ from expstore.schema.arrow_types import Ragged
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["convert", "join", "part", "shape_of"]
-
 
 def shape_of(shapes: IntArray, *, jagged: bool = False) -> tuple[int | None, ...]:
     """Return the common shape of tensors: a size, or None for dims that differ or are 0.

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["fits"]
-
 
 def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Return whether values of one type can be converted to another one, judging by the types.

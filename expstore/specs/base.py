@@ -34,8 +34,6 @@ from expstore.specs.shapes import (
 )
 from expstore.specs.torchrl_classes import register_with_torchrl
 
-__all__ = ["LeafSpec", "TensorSpec", "as_device", "describe_spec", "implements", "stack_equal"]
-
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 #: Functions of torch that accept specs. Filled while these modules are imported, and then constant.

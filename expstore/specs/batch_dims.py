@@ -26,8 +26,6 @@ from expstore.specs.shapes import (
     sizes_of,
 )
 
-__all__ = ["BatchDims", "Entries"]
-
 #: The entries of a composite: a spec, or None, for each name.
 Entries = dict[str, TensorSpec | None]
 

@@ -14,8 +14,6 @@ from expstore.specs.categorical import Categorical
 from expstore.specs.masks import same_mask
 from expstore.specs.shapes import Move, as_size, indexing
 
-__all__ = ["Binary"]
-
 
 class Binary(Categorical):
     """Spec whose elements are zero or one.

@@ -15,8 +15,6 @@ from expstore.specs.boxes import ContinuousBox
 from expstore.specs.integers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturate
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
-__all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
-
 _SHAPE = (
     "Bounded requires the shape to be explicitly (via the shape argument) or implicitly defined (via either "
     "the minimum or the maximum or both). If the maximum and/or the minimum have a non-singleton shape, they "

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BinaryBox", "Box", "BoxList", "CategoricalBox", "ContinuousBox"]
-
 
 class Box:
     """Base class of sets of values. Boxes are immutable; threads can share them.

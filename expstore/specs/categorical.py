@@ -15,8 +15,6 @@ from expstore.specs.integers import as_count, saturate
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
-__all__ = ["Categorical", "OneHot"]
-
 
 class Categorical(LeafSpec):
     """Spec whose elements are integers from 0 to n - 1.

@@ -21,8 +21,6 @@ from expstore.specs.locking import Lockable
 from expstore.specs.shapes import as_size, safe
 from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView
 
-__all__ = ["Composite"]
-
 #: Names that are properties of the spec itself.
 _RESERVED = {"shape", "device", "dtype", "space"}
 _MISSING: Any = object()

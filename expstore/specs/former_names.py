@@ -9,18 +9,6 @@ from expstore.specs.composite import Composite
 from expstore.specs.multi import MultiCategorical, MultiOneHot
 from expstore.specs.unbounded import UnboundedContinuous, UnboundedDiscrete
 
-__all__ = [
-    "BinaryDiscreteTensorSpec",
-    "BoundedTensorSpec",
-    "CompositeSpec",
-    "DiscreteTensorSpec",
-    "MultiDiscreteTensorSpec",
-    "MultiOneHotDiscreteTensorSpec",
-    "OneHotDiscreteTensorSpec",
-    "UnboundedContinuousTensorSpec",
-    "UnboundedDiscreteTensorSpec",
-]
-
 BinaryDiscreteTensorSpec = Binary
 BoundedTensorSpec = Bounded
 CompositeSpec = Composite

@@ -15,8 +15,6 @@ import torch
 from expstore import specs
 from expstore.specs.base import TensorSpec
 
-__all__ = ["WITHOUT_SPEC", "from_space", "to_space"]
-
 #: Kinds of spaces whose values have no fixed shape, with the reason.
 WITHOUT_SPEC = {
     "Text": "its values are text of any length, not tensors",

@@ -11,18 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "UNSIGNED",
-    "as_count",
-    "as_ordered",
-    "as_tensor",
-    "check_bound",
-    "draw_integers",
-    "from_ordered",
-    "in_order",
-    "saturate",
-]
-
 #: torch can store these dtypes, but neither compare nor draw them.
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _SMALLEST = torch.iinfo(torch.int64).min

@@ -23,8 +23,6 @@ from expstore.schema.spec_text import pack_specs, unpack_specs
 from expstore.specs.base import TensorSpec
 from expstore.specs.spec_tree import Tree, build, take_apart
 
-__all__ = ["from_text", "read_stored", "to_text"]
-
 _DEFAULTS = [("step_mdp_static", False), ("remove_singleton", True)]
 _TENSORS = ("low", "high", "mask")
 

@@ -10,8 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-__all__ = ["Lockable"]
-
 
 class Lockable:
     """Lock a tree of specs as TensorDicts are locked.

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_mask", "draw_allowed", "list_allowed", "same_mask"]
-
 
 def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
     """Return a mask with a shape; raise RuntimeError if it does not expand to that shape."""

@@ -18,8 +18,6 @@ from expstore.specs.integers import as_count
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
 from expstore.specs.shapes import Move, as_size, indexing, safe, split_last
 
-__all__ = ["MultiCategorical", "MultiOneHot"]
-
 
 class MultiCategorical(Categorical):
     """Spec whose elements are choices, each among its own number of options.

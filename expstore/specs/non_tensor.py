@@ -22,8 +22,6 @@ from expstore.specs.base import LeafSpec, TensorSpec, describe_spec
 from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import Move, as_size, safe
 
-__all__ = ["Choice", "NonTensor"]
-
 
 class NonTensor(LeafSpec):
     """Spec of a field that holds objects.

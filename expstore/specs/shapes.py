@@ -13,24 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "Move",
-    "as_size",
-    "broadcast",
-    "indexing",
-    "plan_expand",
-    "plan_flatten",
-    "plan_index_select",
-    "plan_reshape",
-    "plan_squeeze",
-    "plan_unbind",
-    "plan_unflatten",
-    "plan_unsqueeze",
-    "safe",
-    "sizes_of",
-    "split_last",
-]
-
 
 def as_size(sizes: int | Iterable[int]) -> torch.Size:
     """Return sizes as a torch.Size of plain ints."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Tree", "build", "take_apart"]
-
 #: `kind` is a class's name; the other items are its arguments by name.
 Tree = dict[str, Any]
 

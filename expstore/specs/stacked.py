@@ -22,8 +22,6 @@ from expstore.specs.composite import Composite
 from expstore.specs.shapes import as_size, sizes_of
 from expstore.specs.views import NestedKey
 
-__all__ = ["Stacked", "StackedComposite"]
-
 _Part = TypeVar("_Part", bound=TensorSpec)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["register_with_torchrl"]
-
 _NAMES = (
     "TensorSpec",
     "Composite",

@@ -12,8 +12,6 @@ from expstore import specs
 from expstore.specs.base import TensorSpec
 from expstore.specs.spec_tree import build, take_apart
 
-__all__ = ["from_env", "from_torchrl", "to_torchrl"]
-
 
 def from_torchrl(spec: Any) -> Any:
     """Convert a spec of TorchRL to a spec of expstore; tensors are copied.

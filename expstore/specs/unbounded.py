@@ -16,8 +16,6 @@ from expstore.specs.boxes import ContinuousBox
 from expstore.specs.integers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturate
 from expstore.specs.shapes import Move, safe
 
-__all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
-
 
 class Unbounded(LeafSpec):
     """Spec whose elements are any numbers of a dtype.

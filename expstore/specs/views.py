@@ -12,8 +12,6 @@ from expstore.core.values import to_key
 from expstore.specs.base import TensorSpec
 from expstore.specs.batch_dims import BatchDims
 
-__all__ = ["ItemsView", "KeysView", "NestedKey", "ValuesView"]
-
 NestedKey = str | tuple[str, ...]
 _Item = TypeVar("_Item")
 

@@ -22,8 +22,6 @@ from expstore.errors import CorruptionError, ExpStoreError, QueryError
 if TYPE_CHECKING:
     from expstore.sql.views import Packed
 
-__all__ = ["ViewDataset"]
-
 _NUMBER = "__number"
 _NO_ROWS = np.empty(0, np.int64)
 

@@ -13,8 +13,6 @@ import pyarrow as pa
 
 from expstore.schema.arrow_types import ragged_of, to_type
 
-__all__ = ["SqlValues"]
-
 
 class SqlValues:
     """Convert columns of one type to a type that DuckDB supports.

@@ -16,19 +16,6 @@ import pyarrow as pa
 from expstore.core.values import Array, IntArray
 from expstore.episodes.log import LogEntry
 
-__all__ = [
-    "Delta",
-    "Position",
-    "apply",
-    "fill",
-    "find_episode",
-    "last_position",
-    "read_meta",
-    "replace_meta",
-    "replace_priorities",
-    "rollback",
-]
-
 #: (generation, sequence) of a record in the journal.
 Position = tuple[int, int]
 

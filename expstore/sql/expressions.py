@@ -31,16 +31,6 @@ from expstore.schema.schema import Schema
 from expstore.sql.index import CONFIG
 from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops
 
-__all__ = [
-    "FACTS",
-    "ConditionLimits",
-    "Conditions",
-    "Formula",
-    "Needs",
-    "parse_expression",
-    "table_of_facts",
-]
-
 #: Columns of the relation `episodes` that an expression may use.
 FACTS = (
     "episode_id",

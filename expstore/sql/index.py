@@ -37,9 +37,7 @@ from expstore.sql.delta import Delta, Position
 from expstore.sql.messages import explain_refusal
 from expstore.sql.migrate import create, migrate
 from expstore.sql.result import Result, widen_unsigned
-from expstore.sql.views import Column, Relations
-
-__all__ = ["COMPARED", "CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
+from expstore.sql.views import Relations
 
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
     # Files that DuckDB 1.5 can open too.

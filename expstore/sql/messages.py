@@ -16,8 +16,6 @@ import duckdb
 from expstore.core.nearest import list_nearest_first, nearest
 from expstore.errors import QueryError
 
-__all__ = ["explain_refusal"]
-
 _MISSING_COLUMN = (
     re.compile(r'Referenced column "(?P<name>.+?)" not found'),
     re.compile(r'Could not find key "(?P<name>.+?)" in struct'),

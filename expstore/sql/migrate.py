@@ -18,8 +18,6 @@ import duckdb
 from expstore.disk.files import Disk
 from expstore.errors import MigrationError
 
-__all__ = ["Migration", "check", "create", "migrate", "migrations", "read_applied"]
-
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 _RECORDS = "schema_migrations"
 

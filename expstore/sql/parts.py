@@ -14,8 +14,6 @@ from expstore.errors import QueryError
 from expstore.sql.index import CONFIG
 from expstore.sql.result import Result, widen_unsigned
 
-__all__ = ["SHARD", "join_parts", "query_parts"]
-
 #: The column that names the store of a row.
 SHARD = "_shard"
 

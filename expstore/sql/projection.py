@@ -14,8 +14,6 @@ import duckdb
 
 from expstore.core.values import Key
 
-__all__ = ["find_members"]
-
 #: The relation that has rows.
 _TABLE = "transitions"
 #: FROM items whose only columns are those that they name themselves.

@@ -20,8 +20,6 @@ from expstore.core.tables import ITEMS, PREVIEW_ROWS, ListHead, Table, build_tab
 from expstore.disk.local_path import local_path
 from expstore.errors import StorageError
 
-__all__ = ["Result", "table_stream", "widen_unsigned"]
-
 
 class Result:
     """The rows of one query.

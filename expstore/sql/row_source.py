@@ -19,9 +19,7 @@ from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
-    from expstore.sql.index import Relations
-
-__all__ = ["readable", "relations_of"]
+    from expstore.sql.views import Relations
 
 #: Rows that are read at a time to assemble a column for a query.
 _PIECE_ROWS = 65_536
@@ -33,7 +31,7 @@ _NARROW_BYTES = 256
 
 def relations_of(storage: ReadView, window: Window) -> Relations:
     """Return all columns of the rows in a window."""
-    from expstore.sql.index import Column, Relations
+    from expstore.sql.views import Column, Relations
 
     schema = storage.schema
     if schema is None:

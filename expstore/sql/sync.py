@@ -32,9 +32,9 @@ from expstore.storages.read_view import ReadView, read_stable
 from expstore.storages.stats import meta_relation
 
 if TYPE_CHECKING:
-    from expstore.sql.index import Delta, Index, Result
-
-__all__ = ["Catalog"]
+    from expstore.sql.delta import Delta
+    from expstore.sql.index import Index
+    from expstore.sql.result import Result
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
@@ -223,7 +223,7 @@ class Catalog:
 
     def _facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         from expstore.sql.expressions import table_of_facts
-        from expstore.sql.index import Relations
+        from expstore.sql.views import Relations
 
         select = "SELECT " + ", ".join(f'"{name}"' for name in names) + " FROM episodes WHERE "
         if episodes is None:
@@ -316,7 +316,7 @@ class Catalog:
 
 def _build_delta(content: tuple[int, int], window: Window, changes: Changes, log: LogColumns | None) -> Delta:
     """Build a delta; with `log`, the log of the store, it contains the whole store."""
-    from expstore.sql.index import Delta
+    from expstore.sql.delta import Delta
 
     sources, episodes = changes.sources, _columns_of(changes.episodes)
     if log is not None:

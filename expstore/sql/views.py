@@ -23,8 +23,6 @@ from expstore.schema.schema import OBJECT
 from expstore.sql.arrow_values import SqlValues
 from expstore.sql.projection import find_members
 
-__all__ = ["ROW_COLUMNS", "Column", "Relations", "call_tops", "select_episodes"]
-
 #: The row columns of `transitions`, in their order, with their Arrow types.
 ROW_COLUMNS: dict[str, pa.DataType] = {
     "_id": pa.int64(),

@@ -17,8 +17,6 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.format.layout import LayoutName, ask_layout
 
-__all__ = ["ArrowStorage"]
-
 Compression = Literal["lz4", "zstd"]
 
 

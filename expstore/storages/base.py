@@ -25,7 +25,7 @@ from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ArgumentError, NotFoundError, StateError
-from expstore.schema.field_roles import REWARD, Keys, find_keys
+from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
@@ -37,8 +37,6 @@ from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.row_settings import RowSettings
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshot_pin import SnapshotPin
-
-__all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us"]
 
 #: Takes rows to save or to load, and returns the rows to use instead.
 Hook = Callable[[Any], Any]

@@ -13,8 +13,6 @@ from expstore.core.idempotency import WriteKey
 from expstore.core.values import Array, IntArray
 from expstore.episodes.table import Assignment
 
-__all__ = ["Payload", "Rows", "now_us"]
-
 
 @dataclass(slots=True)
 class Rows:

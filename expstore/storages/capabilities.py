@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Key
-from expstore.episodes.table import Run
+from expstore.episodes.segmentation import Run
 from expstore.storages.new_field import NewField
-
-__all__ = ["FieldChanges", "GivenUp", "Retention", "RowAppending"]
 
 
 class FieldChanges(Protocol):

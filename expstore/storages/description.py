@@ -17,8 +17,6 @@ from expstore.schema.schema import Schema
 if TYPE_CHECKING:
     from expstore.storages.format.manifest import Manifest
 
-__all__ = ["Description"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Description:

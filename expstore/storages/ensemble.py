@@ -12,8 +12,6 @@ from expstore.core.members import Members
 from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.errors import ArgumentError
 
-__all__ = ["StorageEnsemble"]
-
 
 class StorageEnsemble(Members):
     """The storages of an ensemble of buffers.

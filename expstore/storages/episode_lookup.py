@@ -14,8 +14,6 @@ from expstore.episodes.fragments import all_ids
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.storages.read_view import ReadView
 
-__all__ = ["check_episode", "rows_of_episode", "steps_of_episode", "unknown_episode"]
-
 
 def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
     """Return the ids of an episode's readable rows, in the order of its steps. Shape `(n,)`, n > 0.

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Epochs", "ViewVersion"]
-
 
 class ViewVersion(NamedTuple):
     """A version of a storage's rows and fields: equal versions have the same rows and fields.

@@ -14,8 +14,6 @@ from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.zarr import ZarrStorage
 
-__all__ = ["open_storage"]
-
 
 def open_storage(
     path: Path, capacity: int | None = None, *, settings: Settings | None = None, disk: Disk | None = None

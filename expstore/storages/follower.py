@@ -42,8 +42,6 @@ from expstore.storages.row_settings import ReadSettings
 from expstore.storages.row_state import EpisodeList
 from expstore.storages.snapshots.restore import refuse_half_loaded
 
-__all__ = ["FollowerStorage", "Origin"]
-
 #: Maximum number of attempts to read files that a writer may remove meanwhile; pauses in between double.
 _LOOKS, _PAUSE_SECONDS = 7, 0.002
 _Found = TypeVar("_Found")

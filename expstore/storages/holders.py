@@ -8,8 +8,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-__all__ = ["Holder", "Holders"]
-
 
 class Holder(Protocol):
     """An object that uses a storage and caches data about its rows."""

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from expstore.core.values import IntArray
 
-__all__ = ["CatalogLike", "IndexLink"]
-
 
 class CatalogLike(Protocol):
     """The interface of a storage's SQL index."""

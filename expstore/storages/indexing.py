@@ -27,28 +27,9 @@ if TYPE_CHECKING:
     from expstore.core.idempotency import WriteKey
     from expstore.data.batch import Batch
     from expstore.data.containers import Layout
-    from expstore.episodes.table import Steps
+    from expstore.episodes.segmentation import Steps
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
-
-__all__ = [
-    "OVERTAKEN",
-    "PATIENCE",
-    "add_new_fields",
-    "append",
-    "append_rows",
-    "contains",
-    "find",
-    "get",
-    "layout_of",
-    "prepare",
-    "put",
-    "read_present",
-    "read_rows",
-    "replace_rows",
-    "rows_along",
-    "rows_of",
-]
 
 PATIENCE = 3  # reads that may find overwritten rows before the writer is blocked
 OVERTAKEN = "the writer overwrites rows faster than they can be read"

@@ -11,8 +11,6 @@ import threading
 from expstore.core.lock_order import LockOrder
 from expstore.disk.fair_lock import FairLock
 
-__all__ = ["Locks"]
-
 
 class Locks:
     """The locks that more than one object takes.

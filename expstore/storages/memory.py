@@ -18,10 +18,11 @@ from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
+from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import Keys, Rows
+from expstore.storages.batch import Rows
 from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
@@ -35,8 +36,6 @@ from expstore.storages.snapshots.restore import Arrival, ContentLike
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells
-
-__all__ = ["MemoryStorage"]
 
 
 class MemoryStorage(PortableStorage):

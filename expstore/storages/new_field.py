@@ -18,8 +18,6 @@ from expstore.storages.read_view import keys_for
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Compute", "NewField", "Progress", "check_new_field", "inner_dims"]
-
 #: Gets ids of rows; returns the ids of those that still exist, ascending, and their values. Shapes `(n,)` and
 #: `(n, *row shape)`.
 Compute = Callable[[IntArray], tuple[IntArray, Array]]

@@ -19,8 +19,6 @@ from expstore.schema.schema import OBJECT, Field
 from expstore.storages.indexing import read_present
 from expstore.storages.read_view import ReadView, read_stable
 
-__all__ = ["preview_rows", "render_view"]
-
 _ROWS = 5
 #: Fields with more bytes per row are not read; a cell has their dtype and shape.
 _WIDE = 256

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
-__all__ = ["ReadView", "build_closed_error", "keys_for", "read_stable"]
-
 _Found = TypeVar("_Found")
 
 #: Number of rows whose sizes are found by one read.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
 
-__all__ = ["ReadSettings", "RowSettings"]
-
 
 class ReadSettings:
     """Read the settings of rows. Threads and processes: as the storage.

@@ -21,8 +21,6 @@ from expstore.storages.batch import Rows
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import Sampled
 
-__all__ = ["EpisodeList", "RowState"]
-
 
 class Recovered(Protocol):
     """The parts of a recovered journal that `RowState` needs."""

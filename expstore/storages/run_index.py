@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from expstore.kernels.step_runs import RunTable
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Runs", "Taken", "as_names"]
-
 #: Number of updates for which `changed_since` knows the changed runs.
 _REMEMBERED = 64
 #: Attempts of a follower to find readable rows whose episodes are known.

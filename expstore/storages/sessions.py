@@ -21,21 +21,10 @@ from expstore.errors import SchemaError, StateError
 from expstore.storages.batch import now_us
 
 if TYPE_CHECKING:
-    from expstore.episodes.table import Assignment, Episode, Steps
+    from expstore.episodes.segmentation import Steps
+    from expstore.episodes.table import Assignment, Episode
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
-
-__all__ = [
-    "end_episodes",
-    "end_sessions",
-    "end_stream",
-    "end_unnamed",
-    "observations_of",
-    "reopen_session",
-    "resume",
-    "warn_of",
-    "warn_once",
-]
 
 _logger = logging.getLogger("expstore")
 

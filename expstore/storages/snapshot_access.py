@@ -16,8 +16,6 @@ from expstore.storages.columns.capture import Capture
 if TYPE_CHECKING:
     from expstore.storages.base import Storage
 
-__all__ = ["SnapshotAccess"]
-
 
 class SnapshotAccess:
     """Read the content of a storage whose columns can all be viewed; refuse to replace it.

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from expstore.core.lock_order import LockOrder
 from expstore.storages.stats import Counters
 
-__all__ = ["SnapshotPin"]
-
 
 class SnapshotPin:
     """Keep rows unchanged until they are copied.

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Counters", "describe", "meta_of", "meta_relation"]
-
 
 @dataclass(slots=True)
 class Counters:

@@ -28,8 +28,6 @@ from expstore.storages.zarr import ZarrStorage
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LazyMemmapStorage"]
-
 #: Maximum number of attempts to remove a folder in which another thread may be creating files.
 _TRIES = 100
 

@@ -17,8 +17,6 @@ from expstore.storages.torchrl_options import find_device, find_seed
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LazyStackStorage", "ListStorage"]
-
 
 class ListStorage(MemoryStorage):
     """Store objects of any kind in RAM, one per row.

@@ -13,8 +13,6 @@ from expstore.errors import StateError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_device", "find_device", "find_seed"]
-
 
 def find_device(device: torch.device | str | int | None) -> torch.device | None:
     """Return the device on which rows are returned; "auto" is the CPU, because rows are in host memory.

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from expstore.schema.schema import Schema
-    from expstore.storages.base import Rows
-
-__all__ = ["LazyTensorStorage", "TensorStorage"]
+    from expstore.storages.batch import Rows
 
 
 class TensorStorage(MemoryStorage):

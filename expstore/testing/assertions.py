@@ -14,8 +14,6 @@ import torch
 
 from expstore.errors import ExpStoreError
 
-__all__ = ["expect", "raises", "same"]
-
 
 def expect(held: object, what: str) -> None:
     """Raise AssertionError unless `held` is true.

@@ -23,8 +23,6 @@ from expstore.testing.assertions import expect, raises, same
 from expstore.testing.model import Cell, Model, Row
 from expstore.testing.model_rows import check_rows, make_batch, patch_of
 
-__all__ = ["Life", "Maker"]
-
 _SQL_ROWS = "SELECT _id, number, _episode, _step FROM transitions ORDER BY _id"
 _SQL_EPISODES = (
     "SELECT episode_id, CASE WHEN source NOT LIKE '@%' THEN source END, length, status, live_rows "

@@ -15,8 +15,6 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.read_view import ReadView
 from expstore.testing.buffer_and_model import Life
 
-__all__ = ["Declared"]
-
 
 class Declared:
     """Declare what a storage can do. It must refuse everything else with an error of expstore.

@@ -18,8 +18,6 @@ from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
 from expstore.testing.model_rows import check_rows
 
-__all__ = ["EpisodeSuite"]
-
 #: Two interleaved trajectories, then a third one.
 _CELLS = [Cell(1), Cell(2), Cell(1), Cell(2, "t"), Cell(1), Cell(1, "T"), Cell(3), Cell(3)]
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["OPEN", "TERMINATED", "TRUNCATED", "Cell", "Episode", "Model", "Row"]
-
 OPEN, TERMINATED, TRUNCATED, CUT = "open", "terminated", "truncated", "cut"
 _STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
 

@@ -17,8 +17,6 @@ from expstore.core.values import Array
 from expstore.testing.assertions import same
 from expstore.testing.model import Row
 
-__all__ = ["CHANGEABLE", "check_rows", "columns_of", "make_batch", "patch_of"]
-
 #: The fields that a patch changes.
 CHANGEABLE = ("value", "pixels")
 _WIDTH = 48

@@ -22,8 +22,6 @@ from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
 from expstore.testing.model_rows import check_rows, make_batch
 
-__all__ = ["OutlivingSuite"]
-
 
 class OutlivingSuite(Declared):
     """Test what a storage keeps after closing, a kill, `dumps` and copying."""

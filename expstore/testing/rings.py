@@ -21,8 +21,6 @@ from expstore.testing.buffer_and_model import Life
 from expstore.testing.declaration import Declared
 from expstore.testing.model_rows import check_rows
 
-__all__ = ["RingSuite"]
-
 _ROUNDS = 150
 
 

@@ -19,8 +19,6 @@ from expstore.testing.assertions import expect, raises, same
 from expstore.testing.buffer_and_model import Life
 from expstore.testing.declaration import Declared
 
-__all__ = ["DrawingSuite"]
-
 _DRAWS = 20_000
 
 

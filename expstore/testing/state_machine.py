@@ -15,8 +15,6 @@ from expstore.testing.model import Cell
 if TYPE_CHECKING:
     from hypothesis.stateful import RuleBasedStateMachine
 
-__all__ = ["LifeSuite", "machine_of"]
-
 _STEPS = 14
 
 

@@ -13,8 +13,6 @@ from expstore.testing.state_machine import LifeSuite
 from expstore.testing.updates import ChangeSuite
 from expstore.testing.variable_length import AnyLengthSuite
 
-__all__ = ["StorageSuite"]
-
 
 class StorageSuite(
     RingSuite, DrawingSuite, EpisodeSuite, ChangeSuite, OutlivingSuite, AnyLengthSuite, LifeSuite

@@ -20,8 +20,6 @@ from expstore.testing.model import Cell
 from expstore.testing.model_rows import make_batch, patch_of
 from expstore.writers.writers import TensorDictMaxValueWriter
 
-__all__ = ["ChangeSuite"]
-
 
 class ChangeSuite(Declared):
     """Test changes of a storage's rows and fields."""

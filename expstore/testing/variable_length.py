@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.values import Array, IntArray
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import SchemaError, SnapshotError, StateError
 from expstore.schema.arrow_types import ragged_text, to_type, type_text
 from expstore.schema.field_roles import find_keys
@@ -24,8 +24,6 @@ from expstore.storages.read_view import ReadView
 from expstore.testing.assertions import raises, same
 from expstore.testing.declaration import Declared
 from expstore.writers.writers import RoundRobinWriter
-
-__all__ = ["AnyLengthSuite"]
 
 _TYPES = {
     "text": type_text(pa.string()),

@@ -16,8 +16,6 @@ from expstore.core.values import Key, key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.trajectories.splitting import DEFAULT_DONE_KEYS
 
-__all__ = ["DensifyReward", "MultiStep"]
-
 
 class MultiStep(nn.Module):
     """Sum rewards over the next steps, and replace the next observation by the one after these steps.

@@ -17,18 +17,6 @@ from tensordict import TensorClass, TensorDictBase, is_non_tensor
 from expstore.core.values import IntArray, Key, to_key
 from expstore.errors import ArgumentError, NotFoundError
 
-__all__ = [
-    "Condition",
-    "Trajectory",
-    "TrajectoryPredicate",
-    "check_predicate",
-    "filter_trajectories",
-    "find_entry",
-    "iter_trajectories",
-    "split",
-    "traj",
-]
-
 #: The fields that identify trajectories, and the flags that end them, by default.
 NAMES: tuple[Key, ...] = (("collector", "traj_ids"), ("traj_ids",), ("episode",))
 _ENDS = ("done", "terminated", "truncated")

@@ -13,8 +13,6 @@ import torch
 
 from expstore.core.values import Array, IntArray
 
-__all__ = ["reduce_runs"]
-
 #: Up to this many values torch sums in one thread. It sums more of them in parts, which rounds differently.
 _ONE_THREAD = 1 << 15
 

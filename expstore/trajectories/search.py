@@ -29,8 +29,6 @@ from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check
 from expstore.trajectories.reductions import reduce_runs
 from expstore.transforms import Compose
 
-__all__ = ["find_trajectories"]
-
 #: About how many rows are read at once.
 _CHUNK = 1 << 16
 #: Trajectories in a result share blocks of memory up to this size. A block is freed with the last of them.

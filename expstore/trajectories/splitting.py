@@ -16,8 +16,6 @@ from expstore.core.values import Key, check_key, key_name, to_key
 from expstore.data.nested_tensors import make_strided
 from expstore.errors import ArgumentError, SchemaError
 
-__all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
-
 #: Signed dtypes of the same size as dtypes for which torch lacks functions.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 #: The last names of the flags that end an episode; any one of them does.

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from expstore.storages.run_index import Runs
 
 
-__all__ = [
-    "Overtaken",
-    "StepTransform",
-    "StepView",
-    "below_next",
-    "check_discount",
-    "check_fill",
-    "check_keys",
-    "convert_fill",
-    "keys_of",
-    "refuse_given",
-]
-
 NestedKey = str | tuple[str, ...]
 
 _DONE: Key = ("next", "done")

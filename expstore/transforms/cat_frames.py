@@ -24,8 +24,6 @@ from expstore.transforms.base import (
 )
 from expstore.transforms.torchrl_twin import TwinTransform
 
-__all__ = ["CatFrames"]
-
 NestedKey = str | tuple[str, ...]
 
 

@@ -22,8 +22,6 @@ from expstore.transforms.base import StepTransform, StepView
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Compose", "Inverted"]
-
 
 class Compose:
     """Chain transforms: apply them to sampled batches, and their inverses in reverse order to written data.

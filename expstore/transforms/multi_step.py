@@ -27,8 +27,6 @@ from expstore.transforms.torchrl_twin import TwinTransform
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["MultiStepTransform"]
-
 NestedKey = str | tuple[str, ...]
 
 #: The fields below "next" that keep the row's own value by default, where rows have them.

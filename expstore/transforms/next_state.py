@@ -27,8 +27,6 @@ from expstore.transforms.base import (
 )
 from expstore.transforms.torchrl_twin import TwinTransform
 
-__all__ = ["NextStateReconstructor"]
-
 NestedKey = str | tuple[str, ...]
 
 

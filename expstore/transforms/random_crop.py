@@ -16,8 +16,6 @@ from torch import nn
 from expstore.core.values import key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 
-__all__ = ["RandomCropTensorDict"]
-
 
 class RandomCropTensorDict(nn.Module):
     """Crop a sub-sequence of consecutive steps from every trajectory; each start has the same probability.

@@ -22,8 +22,6 @@ from expstore.transforms.torchrl_twin import TwinTransform
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Reward2GoTransform"]
-
 NestedKey = str | tuple[str, ...]
 
 

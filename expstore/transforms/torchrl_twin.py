@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 from expstore.errors import MissingMemberError, StateError
 from expstore.transforms.base import StepTransform
 
-__all__ = ["TwinTransform"]
-
 _MODULE = "torchrl.envs.transforms"
 
 

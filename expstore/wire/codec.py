@@ -33,23 +33,6 @@ from expstore.schema.arrow_types import to_type, type_text
 from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
 from expstore.wire.frames import HEAD_BYTES, Frame, FrameForm, frame_of, message_of
 
-__all__ = [
-    "NOTE",
-    "Codec",
-    "Coded",
-    "Decoder",
-    "Encoder",
-    "Message",
-    "columns_of",
-    "join_columns",
-    "meaning_of",
-    "note_of",
-    "plain_columns",
-    "wishes_of",
-    "with_wishes",
-    "write_note",
-]
-
 _ABOUT = b"expstore"
 _WISHES = b"expstore.wishes"
 #: The key of a note in the metadata of a message, and its length: longer than most.

@@ -16,8 +16,6 @@ import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
 
-__all__ = ["HEAD_BYTES", "Frame", "FrameForm", "frame_of", "is_packed", "message_of", "size_of_body"]
-
 #: Bytes before a message's metadata: a marker, and the length of the metadata.
 HEAD_BYTES = 8
 #: Bytes of the end mark of a stream.

@@ -11,8 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["json_bytes"]
-
 #: Most bytes of one byte of a text (`\\u0000`), or of a number, a time or an interval, with its comma.
 _BYTE = 6
 #: Most bytes of the quotes, brackets and commas around a value; also of null.

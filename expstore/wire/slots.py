@@ -31,20 +31,6 @@ from expstore.data.batch import Batch
 from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import OBJECT, Schema
 
-__all__ = [
-    "NO_KEY",
-    "BatchReader",
-    "Call",
-    "ColumnLayout",
-    "Slot",
-    "columns_of",
-    "describe_batch",
-    "describe_layouts",
-    "layouts_of",
-    "read_layouts",
-    "write_tail",
-]
-
 _MAGIC = b"expslot1"
 #: Magic, checksum of the rest and the text, bytes of the text, number of the call, all bytes, rows, bytes of
 #: the tail, key.

@@ -19,17 +19,6 @@ import pyarrow as pa
 from expstore.errors import SchemaError
 from expstore.wire.frames import HEAD_BYTES, Frame, frame_of, is_packed, message_of, size_of_body
 
-__all__ = [
-    "END",
-    "StreamWriter",
-    "batches_of",
-    "frames_in",
-    "read_batches",
-    "read_each",
-    "read_table",
-    "write_stream",
-]
-
 #: The end mark of a stream.
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 #: Largest metadata of a schema, and of a batch: deeply nested types would overflow the stack of Arrow's

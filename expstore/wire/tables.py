@@ -14,8 +14,6 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
 
-__all__ = ["describe_left_out", "find_names", "is_table", "take_table", "to_table"]
-
 
 def is_table(data: Any) -> bool:
     """Return whether `data` is a pyarrow Table, RecordBatch or RecordBatchReader."""

@@ -23,7 +23,7 @@ from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
 from expstore.data.batch import StepReader
 from expstore.data.containers import stack_index, take
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
@@ -35,16 +35,6 @@ from expstore.storages.read_view import ReadView
 if TYPE_CHECKING:
     from expstore.core.idempotency import WriteKey
     from expstore.kernels.rank_tree import RankTree
-
-__all__ = [
-    "ImmutableDatasetWriter",
-    "RoundRobinWriter",
-    "TensorDictMaxValueWriter",
-    "TensorDictRoundRobinWriter",
-    "Writer",
-    "WriterEnsemble",
-    "default_writer",
-]
 
 #: Root keys that TorchRL's buffers add to written data and to samples.
 _BESIDE = frozenset({"index", "index_generation"})

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from expstore.testing.model import Cell, Row
 
-__all__ = ["CUT", "KEEP", "OPEN", "Episode", "Truth"]
-
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
 #: Number of snapshots that are kept.

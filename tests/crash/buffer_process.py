@@ -38,8 +38,6 @@ from expstore.testing.model_rows import columns_of, make_batch, patch_of
 from tests.crash.killing_disks import KillingDisk
 from tests.support.stores import NoKeeper
 
-__all__ = ["KINDS", "SAMPLERS", "SEED", "SPARE", "Dead", "Hand", "Host", "fields_of"]
-
 SEED, BATCH = 7, 6
 #: Longer than any extend; longer extends are covered by other crash tests.
 SPARE = 40

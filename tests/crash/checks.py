@@ -30,21 +30,6 @@ from expstore.storages.snapshots.catalog import list_versions
 from tests.crash import ledger as facts
 from tests.crash.ledger import Ledger, Op
 
-__all__ = [
-    "Wrong",
-    "check_episodes",
-    "check_info",
-    "check_keys",
-    "check_rows",
-    "check_sample",
-    "check_sampled",
-    "check_sql",
-    "check_sums",
-    "check_versions",
-    "expect",
-    "key_of",
-]
-
 
 class Wrong(AssertionError):
     """A promise is broken."""

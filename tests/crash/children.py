@@ -66,31 +66,6 @@ from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import SEED, Ledger, Op, Spec
 from tests.support.stores import NoIndex
 
-__all__ = [
-    "CONSTANTS",
-    "Look",
-    "Report",
-    "Wrong",
-    "ask_child",
-    "candidates",
-    "check",
-    "check_one",
-    "fit_constants",
-    "in_child",
-    "look_at",
-    "matching",
-    "new_ledger",
-    "open_store",
-    "outcome",
-    "perform",
-    "place_of",
-    "read_lines",
-    "saying",
-    "snapshots",
-    "write_life",
-]
-
-
 # Loads what torch loads with the first nested tensor, which takes a second, for the children.
 torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged).unbind()
 

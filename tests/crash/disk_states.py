@@ -19,8 +19,6 @@ from pathlib import Path
 
 from tests.crash.recording_disk import Event
 
-__all__ = ["Platter", "Tree", "write_tree"]
-
 PAGE, SECTOR = 4096, 512
 _ZEROS = bytes(PAGE)
 

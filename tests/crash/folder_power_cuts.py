@@ -15,8 +15,6 @@ from typing import Any
 from tests.crash.disk_states import Inode, Platter, Tree, write_tree
 from tests.crash.recording_disk import RecordingDisk
 
-__all__ = ["disks_after"]
-
 
 def _tree_of(folder: Path) -> Tree:
     """Return all files of a folder in their durable state."""

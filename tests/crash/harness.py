@@ -25,10 +25,10 @@ import numpy as np
 
 from expstore.disk.files import Disk
 from tests.crash import ledger as facts
+from tests.crash.checks import Wrong
 from tests.crash.children import (
     Look,
     Report,
-    Wrong,
     candidates,
     check_one,
     fit_constants,
@@ -43,8 +43,6 @@ from tests.crash.killing_disks import KillingDisk, PlainDisk
 from tests.crash.ledger import Spec
 from tests.crash.mutants import BREAKS, break_protocol
 from tests.crash.power_cuts import POWER_SPECS, power_cuts
-
-__all__ = ["SPECS", "TEETH", "main", "random_kills"]
 
 SPECS = {
     spec.name: spec

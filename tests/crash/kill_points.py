@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from expstore.storages.engine import engine
+from tests.crash.checks import Wrong
 from tests.crash.children import (
     Look,
     Report,
-    Wrong,
     candidates,
     check,
     fit_constants,
@@ -38,8 +38,6 @@ from tests.crash.children import (
 from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import Ledger, Op, Spec
 from tests.support.stores import NoKeeper
-
-__all__ = ["PHASES", "Phase", "enumerate_kill_points"]
 
 LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)

@@ -14,8 +14,6 @@ from typing import Any
 
 from expstore.disk.files import Disk, File
 
-__all__ = ["KillingDisk", "PlainDisk", "machine"]
-
 
 class _Machine:
     """The number of the machine's start; a power cut begins a new one."""

@@ -17,20 +17,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
-from expstore.buffers.rng import Draws
-
-__all__ = [
-    "LATE",
-    "Ledger",
-    "Op",
-    "Spec",
-    "batch",
-    "extends",
-    "late_values",
-    "plan",
-    "ragged_values",
-    "values",
-]
+from expstore.core.draws import Draws
 
 Ints = NDArray[np.int64]
 

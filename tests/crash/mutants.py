@@ -16,8 +16,7 @@ from expstore.core.id_set import IdSet
 from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.storages.base import Rows
-from expstore.storages.batch import Payload
+from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns import dedup_finder
 from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -36,8 +35,6 @@ from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Publish
 from expstore.storages.snapshots import create, restore
-
-__all__ = ["BREAKS", "break_protocol"]
 
 
 def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None:

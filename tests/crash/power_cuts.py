@@ -31,11 +31,10 @@ from expstore.core import tuning
 from expstore.storages.columns import column_set_writer
 from expstore.storages.engine import engine
 from tests.crash import ledger as facts
-from tests.crash.checks import check_info, check_rows, check_versions
+from tests.crash.checks import Wrong, check_info, check_rows, check_versions
 from tests.crash.children import (
     Look,
     Report,
-    Wrong,
     ask_child,
     candidates,
     fit_constants,
@@ -52,8 +51,6 @@ from tests.crash.killing_disks import machine
 from tests.crash.ledger import Ledger, Op, Spec
 from tests.crash.recording_disk import Event, RecordingDisk
 from tests.support.stores import NoKeeper
-
-__all__ = ["POWER_SPECS", "power_cuts"]
 
 POWER_SPECS = {
     spec.name: spec

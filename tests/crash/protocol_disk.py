@@ -11,29 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Annotate",
-    "Base",
-    "Column",
-    "Delete",
-    "Directory",
-    "Disk",
-    "Empty",
-    "Facts",
-    "Ledger",
-    "Mark",
-    "PagedFile",
-    "Poisoned",
-    "Publish",
-    "Record",
-    "Redo",
-    "Refused",
-    "Retire",
-    "Segment",
-    "Snapshot",
-    "Steps",
-]
-
 Steps = Iterator[None]  # every yield is a point at which the machine may stop
 
 

@@ -16,8 +16,6 @@ from tests.crash.protocol_disk import Disk, Ledger, Poisoned, Refused, Steps
 from tests.crash.protocol_recovery import Rules
 from tests.crash.protocol_writer import Writer
 
-__all__ = ["Outcome", "Rules", "run"]
-
 CALLS = ("extend", "add", "long extend", "redo", "delete", "empty", "annotate", "flush", "index commit")
 MIXES = (
     (50, 5, 6, 12, 4, 4, 5, 8, 5),

@@ -24,8 +24,6 @@ from tests.crash.protocol_disk import (
     Segment,
 )
 
-__all__ = ["Rules", "recover"]
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -28,8 +28,6 @@ from tests.crash.protocol_disk import (
 )
 from tests.crash.protocol_recovery import Rules, recover
 
-__all__ = ["Writer"]
-
 
 class Note(NamedTuple):
     """A position: the last record whose bytes are all written, and its state."""

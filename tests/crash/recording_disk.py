@@ -18,8 +18,6 @@ from expstore.disk.files import Disk, File
 from expstore.disk.threads import Job
 from tests.crash.killing_disks import machine
 
-__all__ = ["Event", "RecordingDisk"]
-
 #: The recorded operations; an unrecorded one would invalidate the power cut tests.
 _KNOWN = {
     "write", "sync", "truncate", "allocate", "create", "rename", "link", "unlink", "mkdir", "rmtree",

@@ -11,7 +11,8 @@ from dataclasses import fields
 
 import pytest
 
-from tests.crash.protocol_model import Outcome, Rules, run
+from tests.crash.protocol_model import Outcome, run
+from tests.crash.protocol_recovery import Rules
 
 SEEDS = 3_000  # a seed has 1.6 power cuts
 MANY_SEEDS = 13_000

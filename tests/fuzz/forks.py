@@ -15,8 +15,6 @@ from pathlib import Path
 
 from expstore.errors import ExpStoreError
 
-__all__ = ["Report", "run_cases"]
-
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 200 << 20
 _HEAD = struct.Struct("<IBI")

@@ -8,8 +8,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["NUMBERS", "forge_json", "mutate", "mutate_json"]
-
 #: Integers that parsers trip over.
 NUMBERS = (
     -1, 0, 1, 2, 7, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 2**32,

@@ -37,8 +37,6 @@ from expstore.storages.format.journal import HEADER, parse_record
 from tests.fuzz.mutations import NUMBERS, forge_json, mutate, mutate_json
 from tests.support.paths import ROOT
 
-__all__ = ["FORMATS", "Format", "make_source", "read_intact", "run_case"]
-
 ROWS = 60
 
 

@@ -27,7 +27,7 @@ from expstore import (
     StalenessAwareSampler,
     TensorDictReplayBuffer,
 )
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute

@@ -22,7 +22,7 @@ from expstore import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from tests.support.case_selection import in_full, share
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, cover
 from tests.support.slice_stores import Scenario, World, scenarios, use_short_rings

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.testing.model import Cell, Row
 from tests.crash.buffer_model import KEEP, Truth
 from tests.crash.buffer_process import KINDS, SAMPLERS, SEED, Dead, Here, Host, fields_of

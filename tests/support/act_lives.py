@@ -29,8 +29,6 @@ from tests.support.act_traces import Life
 from tests.support.batches import counted_frames, numbered_rows, transitions
 from tests.support.variable_length import rollouts
 
-__all__ = ["LIVES", "Script"]
-
 Script = Callable[[Life], None]
 
 LIVES: dict[str, Script] = {}

@@ -46,8 +46,6 @@ from expstore.storages.zarr import ZarrStorage
 from tests.crash.recording_disk import Event, RecordingDisk
 from tests.support.stores import NoIndex, NoKeeper
 
-__all__ = ["Life", "trace"]
-
 #: Start of every history, in seconds since 1970; a step of the script takes a second.
 START = 1_700_000_000
 SEED = 11

@@ -12,8 +12,6 @@ from tensordict import TensorDict
 from expstore.wire.codec import Codec, Encoder, meaning_of
 from expstore.wire.stream import write_stream
 
-__all__ = ["ACCEPT_ARROW", "ARROW", "batch_of", "body_of", "post_rows", "rows_of"]
-
 #: Header of a request whose body is an Arrow stream.
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 #: Header of a request for an Arrow stream.

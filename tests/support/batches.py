@@ -30,21 +30,6 @@ import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
 from tests.support.flat_storages import flatten_dims
 
-__all__ = [
-    "buffer_factory",
-    "closing_factory",
-    "counted_frames",
-    "episode_rows",
-    "memory_buffer",
-    "noise_frames",
-    "numbered_rows",
-    "steps",
-    "trajectory_buffer",
-    "trajectory_rows",
-    "transitions",
-    "whole_trajectories",
-]
-
 
 def numbered_rows(count: int, start: int = 0, *, key: str = "number", **fields: Any) -> TensorDict:
     """Return rows `start` to `start + count - 1`. Batch size `[count]`.

@@ -17,8 +17,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
 
-__all__ = ["Visit", "launch", "read_findings", "wait_until"]
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: Milliseconds that a page may take on a busy machine.
 PATIENCE = 60_000

@@ -8,8 +8,6 @@ import torch
 
 from expstore.core.values import Key
 
-__all__ = ["held"]
-
 
 def held(rb: Any, order: str = "_id") -> dict[Key, bytes]:
     """Return all rows as bytes, with dtype and shape, by field; ordered by these SQL columns."""

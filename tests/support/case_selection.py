@@ -22,8 +22,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-__all__ = ["in_full", "leave_the_rest", "share", "spread"]
-
 #: Default number of examples of a property, and the maximum in a run that looks for new examples.
 EXAMPLES, MOST = 100, 300
 

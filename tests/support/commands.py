@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Cli", "Done"]
-
 
 class Done(NamedTuple):
     """Result of a command."""

@@ -24,21 +24,6 @@ from expstore.core import tuning
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
 
-__all__ = [
-    "BLOCK",
-    "CAPACITY",
-    "ROWS",
-    "SLOTS",
-    "Broken",
-    "batch",
-    "damage",
-    "fill",
-    "flip",
-    "in_child",
-    "lost_ids",
-    "make_sound",
-]
-
 BLOCK = 4096
 CAPACITY, SLOTS, ROWS = 5000, 9096, 12_000
 

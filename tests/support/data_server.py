@@ -15,8 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["DataServer", "serving_files"]
-
 
 @dataclass
 class DataServer:

@@ -24,8 +24,6 @@ import expstore
 from expstore.core import tuning
 from tests.support.batches import transitions
 
-__all__ = ["SAMPLERS", "SEQUENCES", "draw"]
-
 SEEDS = (0, 1, 2**40 + 7)
 CAPACITY = 60
 BATCH = 8

@@ -18,8 +18,6 @@ import expstore
 from tests.support import warm_processes
 from tests.support.paths import ROOT
 
-__all__ = ["Run", "check_episodes", "flatten_state", "run_example", "stop_example"]
-
 _LONGEST_RUN = 90.0  # seconds
 _STEP = re.compile(r"step ([\d,]+) ")
 

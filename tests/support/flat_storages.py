@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from expstore.storages.read_view import ReadView
 
-__all__ = ["flatten_dims"]
-
 
 def flatten_dims(storage: ReadView) -> None:
     """Store all dims of a batch as rows of separate streams; call it before the first rows."""

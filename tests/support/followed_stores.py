@@ -9,8 +9,6 @@ from tensordict import TensorDict
 
 from tests.support.batches import episode_rows
 
-__all__ = ["check_rows", "contents", "rows"]
-
 
 def rows(count: int, start: int = 0, *, length: int = 10) -> TensorDict:
     """Return numbered rows with a wide field; every `length`-th row ends an episode."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["collect_from_child", "in_child"]
-
 
 def in_child(act: Callable[[], object]) -> None:
     """Run `act` in a forked child, which is killed at the end."""

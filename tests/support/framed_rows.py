@@ -9,8 +9,6 @@ from tensordict import TensorDict
 
 from tests.support.batches import noise_frames, numbered_rows
 
-__all__ = ["framed_rows", "half_noise_frames"]
-
 
 def framed_rows(
     count: int,

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-__all__ = ["compare", "recorded"]
-
 GOLDEN = ROOT / "tests" / "golden"
 #: Maximum number of difference lines that are shown.
 _MAX_LINES = 60

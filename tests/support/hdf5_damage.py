@@ -6,8 +6,6 @@ from pathlib import Path
 
 import h5py
 
-__all__ = ["damage_header"]
-
 
 def damage_header(path: Path, name: str) -> None:
     """Damage the header of a group or dataset, so that h5py cannot open the object."""

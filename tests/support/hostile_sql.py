@@ -6,8 +6,6 @@ Used by tests of the SQL sandbox. `{canary}` is a file that must not be read, `{
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS", "ATTACKS", "CONTAINED", "REFUSED", "SLOW"]
-
 #: Statements that are refused, or fail in DuckDB before they have an effect.
 REFUSED: tuple[str, ...] = (
     # reading files

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-__all__ = ["Page", "read_html"]
-
 
 class Page(HTMLParser):
     """The tags of a page, its attributes' names, and its visible text."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-__all__ = ["link_files"]
-
 
 def link_files(source: Path, cache: Path) -> Path:
     """Move the files of a folder to a repository in a cache; return the snapshot, in which all are links."""

@@ -29,8 +29,6 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-__all__ = ["Mutation", "find_mutations", "mutate"]
-
 MODULES = (
     "expstore/storages/engine",
     "expstore/storages/columns",

@@ -13,8 +13,6 @@ from expstore.cold import ObjectStorage, RemoteVersion, versions
 from expstore.cold.bucket import Bucket
 from expstore.cold.version_list import Manifest, part_key
 
-__all__ = ["Killed", "WatchedStorage", "check_whole"]
-
 
 class Killed(BaseException):
     """The process ends before a request."""

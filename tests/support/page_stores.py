@@ -11,8 +11,6 @@ from tensordict import TensorDict
 
 import expstore
 
-__all__ = ["HOSTILE", "LONG", "build_page_stores", "game_rows", "make_frames"]
-
 #: Texts that run, break out of attributes, reverse the text around them, or are too long.
 HOSTILE = (
     '<img src=x onerror="window.broken=1">',

@@ -11,8 +11,6 @@ from typing import Any
 
 from expstore.disk.files import Disk, File
 
-__all__ = ["NEVER", "Killed", "MortalDisk", "MortalLife"]
-
 #: A number of operations that is never reached.
 NEVER = 1 << 60
 

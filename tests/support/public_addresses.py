@@ -15,8 +15,6 @@ import pytest
 import expstore.datasets
 from tests.support.data_server import DataServer, serving_files
 
-__all__ = ["serving_public_addresses"]
-
 
 @contextmanager
 def serving_public_addresses(folder: Path, stores: Path) -> Iterator[DataServer]:

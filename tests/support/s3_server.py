@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-__all__ = ["Request", "S3Server", "start_moto"]
-
 #: What a client sets to use the server.
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key",

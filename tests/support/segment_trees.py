@@ -12,8 +12,6 @@ import pytest
 import torch
 from torchrl.data.replay_buffers.samplers import prioritized
 
-__all__ = ["use_trees"]
-
 
 class _Tree:
     neutral = 0.0

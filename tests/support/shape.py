@@ -24,8 +24,6 @@ from typing import Any
 
 from tests.support.paths import ROOT
 
-__all__ = ["measure"]
-
 #: The goal of each figure. A figure that meets it must never exceed it again.
 LIMITS = {
     "modules at the top of expstore/": 18,

@@ -31,8 +31,6 @@ import numpy as np
 import expstore
 from tests.support.batches import transitions
 
-__all__ = ["Use", "find_growth", "main"]
-
 #: The ring is overwritten every half minute.
 CAPACITY = 20_000
 ROWS = 50

@@ -26,17 +26,6 @@ from expstore.schema.schema import Schema
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
-__all__ = [
-    "NoIndex",
-    "NoKeeper",
-    "build_store",
-    "extend_all",
-    "open_zarr",
-    "prepare",
-    "read_files",
-    "window_ids",
-]
-
 
 class NoKeeper:
     """A background thread that does nothing, for tests that decide when a store writes."""

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-__all__ = ["Proxy"]
-
 _RESET = struct.pack("ii", 1, 0)  # makes `close` send a reset
 
 

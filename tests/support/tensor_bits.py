@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["DTYPES", "bits", "random_bits"]
-
 #: Every dtype that a field may have.
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

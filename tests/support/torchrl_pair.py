@@ -22,8 +22,6 @@ from tensordict import TensorDict, is_tensor_collection
 
 import expstore
 
-__all__ = ["OURS", "THEIRS", "Teller", "numbers", "plain", "same"]
-
 THEIRS = SimpleNamespace(
     name="torchrl", **{name: getattr(theirs, name) for name in theirs.__all__}, samplers=theirs.samplers
 )

@@ -31,10 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
-from tests.support.torture_reports import KINDS, Result, Summary, read_result, render
-from tests.support.torture_suites import Suite, Unit, all_suites
-
-__all__ = ["Run", "main"]
+from tests.support.torture_reports import Result, Summary, read_result, render
+from tests.support.torture_suites import KINDS, Suite, Unit, all_suites
 
 #: Large pages make the many forks cheap (ignored on other systems).
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

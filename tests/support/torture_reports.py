@@ -16,8 +16,6 @@ from typing import Any
 
 from tests.support.torture_suites import APART, KINDS, Suite, Unit
 
-__all__ = ["KINDS", "Result", "Summary", "kind_of", "read_result", "render"]
-
 WRONG = ("lost", "torn", "unopenable", "other")
 #: Maximum number of characters that are kept of a failure.
 TEXT = 6000

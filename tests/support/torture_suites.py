@@ -17,8 +17,6 @@ from typing import Literal
 
 from tests.support.paths import ROOT
 
-__all__ = ["KINDS", "Suite", "Unit", "all_suites"]
-
 HARNESS = ("-m", "tests.crash.harness")
 
 #: Name of a suite -> description of its cases.

@@ -6,8 +6,6 @@ import pytest
 
 from expstore.core import tuning
 
-__all__ = ["few_rows_in_memory", "set_spare_slots"]
-
 
 def set_spare_slots(patch: pytest.MonkeyPatch, slots: int) -> None:
     """Give every new store this number of spare slots, whether it has a capacity or not."""

@@ -15,8 +15,6 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.storages.format.layout import ColumnLayout
 from tests.support.stores import open_zarr
 
-__all__ = ["CAPACITY", "TwoLanes", "after"]
-
 #: Capacity of the rings.
 CAPACITY = 60
 

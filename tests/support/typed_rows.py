@@ -12,8 +12,6 @@ import expstore
 from tests.support.batches import counted_frames, episode_rows
 from tests.support.stores import extend_all
 
-__all__ = ["columns_of_every_dtype", "typed_buffer", "typed_rows"]
-
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.schema.arrow_types import ragged_text, to_type, type_text
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.base import Storage
 from expstore.writers.writers import RoundRobinWriter
-
-__all__ = ["SCHEMA", "check", "columns_of", "put"]
 
 TYPES = {
     "text": type_text(pa.string()),

@@ -11,8 +11,6 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.schema.row_traits import RowTraits
 from expstore.storages.memory import MemoryStorage
 
-__all__ = ["TypedMemory", "buffer", "jagged", "plain", "rollouts"]
-
 
 class TypedMemory(MemoryStorage):
     """Rows in RAM whose values have types, like those of a store on disk."""

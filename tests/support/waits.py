@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import expstore
 
-__all__ = ["wait_for_workers", "wait_until"]
-
 #: How long a test waits, seconds: far longer than any of them takes on a busy machine.
 _LONGEST = 60.0
 

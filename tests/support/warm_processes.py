@@ -29,8 +29,6 @@ from typing import Any, NoReturn
 from tests.support import compile_loops
 from tests.support.paths import ROOT
 
-__all__ = ["Popen", "run"]
-
 _STATUS = struct.Struct("<q")
 _LONGEST = 1 << 20
 #: Modules that are imported before a program starts; not DuckDB, which reports leaks at the end of a fork of

@@ -20,8 +20,6 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
-__all__ = ["AtariDQNExperienceReplay"]
-
 _GAMES = [
     "AirRaid",
     "Alien",

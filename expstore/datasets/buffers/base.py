@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from expstore.storages.read_view import ReadView
 
-__all__ = ["BaseDatasetExperienceReplay", "choose_sampler"]
-
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     """Sample a data set from its store.

@@ -20,8 +20,6 @@ from expstore.errors import ArgumentError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
-__all__ = ["D4RLExperienceReplay"]
-
 
 class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     """Sample one of D4RL's data sets.

@@ -10,8 +10,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from expstore.core.values import Key
 
-__all__ = ["EpisodeTexts"]
-
 
 class EpisodeTexts:
     """Add texts to batches, from annotations in the format of `expstore.datasets.episode_texts.text_fact`.

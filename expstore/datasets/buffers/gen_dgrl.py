@@ -12,8 +12,6 @@ from expstore.datasets.gen_dgrl import GenDGRLReader
 from expstore.datasets.origin import Download, Origin
 from expstore.datasets.registry import UnknownDatasetError
 
-__all__ = ["GenDGRLExperienceReplay"]
-
 _ADDRESS = "https://dl.fbaipublicfiles.com/DGRL/Procgen/Datasets/Compressed"
 _GAMES = (
     *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),

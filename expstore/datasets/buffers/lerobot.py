@@ -24,8 +24,6 @@ from expstore.samplers.slices import SliceSampler
 from expstore.transforms.next_state import NextStateReconstructor
 from expstore.writers.writers import Writer
 
-__all__ = ["LeRobotExperienceReplay"]
-
 #: Keys of the fields that delimit the episodes of rows in memory.
 _EPISODE_KEYS = (("episode",), ("collector", "traj_ids"))
 

@@ -28,8 +28,6 @@ from expstore.specs.composite import Composite
 from expstore.specs.unbounded import Unbounded
 from expstore.writers.writers import Writer
 
-__all__ = ["MinariExperienceReplay"]
-
 _AUTHOR = "farama-minari"
 
 

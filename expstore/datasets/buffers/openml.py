@@ -20,8 +20,6 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 from expstore.writers.writers import Writer
 
-__all__ = ["OpenMLExperienceReplay"]
-
 _ADDRESS = "https://www.openml.org"
 #: Name and version on OpenML.
 _PUBLIC = {

@@ -20,8 +20,6 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.writers.writers import Writer
 
-__all__ = ["OpenXExperienceReplay"]
-
 _REPOSITORY = "jxu124/OpenX-Embodiment"
 _CONVERTED = "_converted_externally_to_rlds"
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer
     from expstore.storages.read_view import ReadView
 
-__all__ = ["map_rows"]
-
 _CHUNK = 4096
 _OWN_KEYS = ("index", "metadata")
 

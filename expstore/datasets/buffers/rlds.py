@@ -21,8 +21,6 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
-__all__ = ["OPEN_X", "RLDSExperienceReplay"]
-
 #: The folder of Open X-Embodiment, with the data sets as NAME/VERSION.
 OPEN_X = "https://storage.googleapis.com/gresearch/robotics"
 

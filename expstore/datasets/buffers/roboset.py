@@ -17,8 +17,6 @@ from expstore.errors import NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
-__all__ = ["RobosetExperienceReplay"]
-
 _REPOSITORY = "jdvakil/RoboSet_Sim"
 _TASKS = ("MicroOpen", "Knob2Off", "LdoorOpen", "SdoorOpen", "Knob1On")
 

@@ -18,8 +18,6 @@ from expstore.disk.files import Disk
 from expstore.errors import LockedError
 from expstore.storages.format.manifest import MANIFEST
 
-__all__ = ["make_split_store", "split_path"]
-
 
 def split_path(path: Path) -> Path:
     """Return the path of the store of a data set's trajectories."""

@@ -20,8 +20,6 @@ from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
-__all__ = ["VD4RLExperienceReplay"]
-
 _REPOSITORY = "conglu/vd4rl"
 _PIXELS: tuple[tuple[str, ...], ...] = (("pixels",), ("next", "pixels"))
 

@@ -30,8 +30,6 @@ from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage, Origin
 from expstore.storages.format.paths import LOG
 
-__all__ = ["main"]
-
 #: Largest body of a request, in bytes: statement and parameters are in the JSON part, so there is no body.
 _NO_BODY = 0
 #: If the parent does not kill the child at the deadline, the kernel does so this much later.

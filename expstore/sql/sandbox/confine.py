@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["bound", "bound_data", "die_with_parent", "restrict"]
-
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 # System call numbers, the same on every architecture: docs.kernel.org/userspace-api/landlock.html,
 # landlock.h.

@@ -12,8 +12,6 @@ import struct
 import time
 from typing import Any
 
-__all__ = ["PipeError", "receive", "send"]
-
 _HEAD = struct.Struct("<II")
 #: Bytes of the longest JSON part of a message; a longer one is a protocol error.
 _WORDS = 1 << 20

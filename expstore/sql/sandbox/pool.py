@@ -28,8 +28,6 @@ from expstore.errors import ExpStoreError, NotReadyError, QueryError, StateError
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.storages.snapshots.catalog import store_meant
 
-__all__ = ["Answer", "SqlLimits", "SqlWorker"]
-
 #: Time limit for starting a child. Usually it takes half a second, longer on a busy machine.
 _START_SECONDS = 60.0
 #: Bytes that Arrow's framing and schema may add to an answer's rows.

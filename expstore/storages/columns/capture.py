@@ -16,8 +16,6 @@ from expstore.core.values import Window
 from expstore.disk.files import Disk
 from expstore.storages.format.chunk_encoding import Packing
 
-__all__ = ["Capture", "Target"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

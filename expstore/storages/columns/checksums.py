@@ -22,19 +22,8 @@ from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.storages.columns.column_set import ColumnSet
-from expstore.storages.columns.flat import CHUNK_ROWS, PIECE_BYTES, FlatColumn
-
-__all__ = [
-    "BLOCK_ROWS",
-    "BlockCheck",
-    "Checksums",
-    "blocks_of",
-    "no_entries",
-    "pack_entries",
-    "read_entries",
-    "seal_entry",
-    "state_of",
-]
+from expstore.storages.columns.flat import PIECE_BYTES, FlatColumn
+from expstore.storages.format.zarr_metadata import CHUNK_ROWS
 
 _logger = logging.getLogger("expstore")
 

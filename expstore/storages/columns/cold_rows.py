@@ -16,8 +16,6 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.mapped_files import PAGE_BYTES
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["SLOW_COPY", "ColdRows"]
-
 #: A copy that takes no longer has not waited for the disk. Seconds.
 SLOW_COPY = 1e-3
 #: The slowest copy of rows in memory, bytes per second.

@@ -23,22 +23,6 @@ from expstore.disk.threads import Job
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
 
-__all__ = [
-    "AppendedPart",
-    "Appender",
-    "Column",
-    "Deleted",
-    "FieldSize",
-    "FollowedPart",
-    "Part",
-    "ReadPart",
-    "ReadTogether",
-    "RowWriter",
-    "Run",
-    "WrittenPart",
-    "add_batches",
-]
-
 
 @dataclass(slots=True, eq=False)
 class Run:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from expstore.storages.columns.arrow.reader import SegmentReader
     from expstore.storages.columns.arrow.segments import Segments
 
-__all__ = ["ColumnSet", "ReadColumns"]
-
 
 class ColumnSet:
     """The columns of a store: the user's fields, then the row fields, priority last.

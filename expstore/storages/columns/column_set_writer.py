@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from expstore.storages.columns.arrow.column import SegmentFields
     from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["WritableColumns"]
-
 #: From so many fields on, the file system is synced as a whole when the columns are created, as syncing each
 #: small file takes longer.
 MANY_FIELDS = 256

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
 
-__all__ = ["NextRows"]
-
 #: Number of distances that are tried first: those that matched last.
 _RECENT = 4
 Bytes = NDArray[np.uint8]

@@ -41,17 +41,6 @@ from expstore.storages.format.zarr_metadata import (
     shard_name,
 )
 
-__all__ = [
-    "CHUNK_ROWS",
-    "PIECE_BYTES",
-    "REWRITE_BYTES",
-    "FlatColumn",
-    "FlatWriter",
-    "find_flat",
-    "shard_rows",
-    "zeros_sum",
-]
-
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
 WIDE_ROW = 512

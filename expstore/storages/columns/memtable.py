@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from expstore.storages.columns.column_set import ColumnSet
     from expstore.storages.columns.column_set_writer import WritableColumns
 
-__all__ = ["Memtable", "Overlay", "ReplacedRows", "RowBatch", "RowsOver"]
-
 _Pin = TypeVar("_Pin")
 
 

@@ -17,8 +17,6 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import to_type
 from expstore.schema.schema import Field
 
-__all__ = ["Cells", "from_bytes", "to_bytes"]
-
 
 class Cells:
     """One field of all rows.

@@ -18,8 +18,6 @@ from expstore.core.values import Array
 from expstore.storages.columns.column import Run
 from expstore.storages.columns.column_set import ColumnSet
 
-__all__ = ["join_payload", "payload_parts", "split_payload", "split_payloads"]
-
 
 def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> list[bytes]:
     """Return a batch as bytes: a part per column, then one part for the variable-length fields.

@@ -15,8 +15,6 @@ import numpy as np
 from expstore.core.values import Array, IntArray
 from expstore.kernels.loader import compiling, load_in_background
 
-__all__ = ["RowPrefetcher"]
-
 #: Below this number of rows, copying is as fast without prefetching.
 _FEW_ROWS = 16
 #: Rows of more bytes than the cache of one core has would push each other out.

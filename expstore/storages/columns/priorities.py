@@ -18,8 +18,6 @@ from expstore.disk.files import File
 from expstore.errors import PriorityError
 from expstore.storages.columns.flat import FlatColumn
 
-__all__ = ["Priorities", "PriorityWatcher", "StoredPriorities", "check_priorities"]
-
 #: Priorities in a page of 4 KiB.
 PAGE_ROWS = 1024
 _PAGE_BITS = PAGE_ROWS.bit_length() - 1

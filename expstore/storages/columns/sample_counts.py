@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from expstore.core.values import Array, IntArray
 from expstore.schema.schema import Field
 
-__all__ = ["SAMPLED", "Sampled"]
-
 #: The column, in stores and snapshots that have it. Like priorities, it is not part of any checksum.
 SAMPLED = Field(("_row", "sampled"), "uint32", ())
 

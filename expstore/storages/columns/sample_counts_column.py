@@ -23,8 +23,6 @@ from expstore.storages.columns.flat import FlatColumn, find_flat
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.format.zarr_metadata import make_metadata, read_layout
 
-__all__ = ["SampledColumn", "find_sampled", "has_sampled"]
-
 _WIDTH = SAMPLED.row_bytes
 
 

@@ -37,8 +37,6 @@ from expstore.storages.new_field import NewField, check_new_field
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
 
-__all__ = ["StoredFields"]
-
 
 class StoredFields:
     """Add and drop the fields of a store.

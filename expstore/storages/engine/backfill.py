@@ -22,8 +22,6 @@ from expstore.storages.new_field import NewField, inner_dims
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Filler", "Reshaping", "check_going"]
-
 #: The most rows, and approximate bytes, computed at a time.
 _ROWS, _BYTES = 4096, 8 << 20
 #: The most passes over new rows while others write, and how few rows may be left for `finish`.

@@ -23,8 +23,6 @@ from expstore.core import tuning
 from expstore.disk.threads import Job, Threads
 from expstore.errors import ExpStoreError
 
-__all__ = ["Keeper", "Settled"]
-
 #: The longest interval between two heartbeats for other processes.
 BEAT_SECONDS = 0.25
 #: Descriptors are closed if nothing was written for so long after a checkpoint.

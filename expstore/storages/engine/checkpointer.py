@@ -26,8 +26,6 @@ from expstore.storages.index_protocol import CatalogLike
 from expstore.storages.locks import Locks
 from expstore.storages.stats import Counters
 
-__all__ = ["Checkpointer", "Pin"]
-
 _logger = logging.getLogger("expstore")
 
 

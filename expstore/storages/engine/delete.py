@@ -31,8 +31,6 @@ from expstore.storages.format.paths import COLUMNS, SEGMENTS
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
 
-__all__ = ["Deletion"]
-
 _PAGE = 4096
 
 

@@ -13,8 +13,6 @@ from expstore.core.geometry import RingGeometry
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
 
-__all__ = ["DiskSpace"]
-
 _ENDLESS = sys.maxsize
 
 

@@ -36,8 +36,6 @@ from expstore.storages.locks import Locks
 from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.stats import Counters
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """The parts of a writer, from the first opening of its store until it is closed.

@@ -14,8 +14,6 @@ from types import TracebackType
 
 from expstore.errors import StateError, StorageError
 
-__all__ = ["Health"]
-
 
 class Health:
     """The effects of failures on a store.

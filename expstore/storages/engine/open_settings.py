@@ -36,8 +36,6 @@ from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.snapshots.catalog import OWN_FOLDER
 from expstore.storages.snapshots.restore import finish_load
 
-__all__ = ["Settings", "enter", "look_up"]
-
 Mode = Literal["a", "r", "x", "w"]
 Durability = Literal["process", "sync"]
 KeyLike = str | tuple[str, ...]

@@ -36,8 +36,6 @@ from expstore.storages.format.write_key_file import KeyFile
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshots.capture import base_of
 
-__all__ = ["OpenStore"]
-
 
 class _Part(Protocol):
     def close(self) -> None:

@@ -56,8 +56,6 @@ from expstore.storages.recovery.recover import (
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshots.restore import finish_load
 
-__all__ = ["Opened", "Opening", "explain_full_disk", "make_columns"]
-
 
 @dataclass(frozen=True)
 class Opened:

@@ -24,8 +24,6 @@ from expstore.core import tuning
 from expstore.core.fork_hooks import call_each
 from expstore.errors import ExpStoreError
 
-__all__ = ["Departure", "register", "unregister"]
-
 _logger = logging.getLogger("expstore")
 
 

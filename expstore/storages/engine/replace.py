@@ -19,8 +19,6 @@ from expstore.storages.format.journal import Kind
 from expstore.storages.format.paths import REDO
 from expstore.storages.format.records import Redo, shelve_body
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """Change rows of a store.

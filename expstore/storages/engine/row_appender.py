@@ -14,7 +14,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, cut_run
-from expstore.episodes.table import NO_REWARD, Run
+from expstore.episodes.segmentation import NO_REWARD, Run
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
@@ -24,8 +24,6 @@ from expstore.storages.format.records import RowRecord
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
-
-__all__ = ["RowAppender"]
 
 
 class RowAppender:

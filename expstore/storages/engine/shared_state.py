@@ -20,8 +20,6 @@ from expstore.storages.format.control_page import ALL_SLOTS, PAGE, StatePage
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.paths import JOURNAL, STATE
 
-__all__ = ["SharedState"]
-
 _logger = logging.getLogger("expstore")
 
 

@@ -28,11 +28,12 @@ from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Rows, Storage
-from expstore.storages.batch import Payload
+from expstore.storages.base import Storage
+from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.payload import payload_parts
@@ -59,8 +60,6 @@ from expstore.storages.read_view import build_closed_error
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.create import dump as make_snapshot
-
-__all__ = ["Store", "forget_silently"]
 
 _logger = logging.getLogger("expstore")
 #: Bytes of variable-length rows that may be unsynced before `extend` waits for the disk.

@@ -17,8 +17,6 @@ from expstore.storages.row_settings import RowSettings
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
 
-__all__ = ["StoreSettings"]
-
 
 class StoreSettings(RowSettings):
     """Change the settings of a store's rows.

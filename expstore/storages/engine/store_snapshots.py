@@ -20,8 +20,6 @@ from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
 
-__all__ = ["StoreSnapshots"]
-
 
 class StoreSnapshots(ContentAccess):
     """Read the content of a store, and replace it.

@@ -17,8 +17,6 @@ from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.schema import Field
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC, Codec
 
-__all__ = ["Packing", "packing_for", "reach_for"]
-
 #: Target size of a chunk, unpacked.
 CHUNK_BYTES = 256 * 1024
 #: Blocks per frame. To read a row, the blocks before its own need not be unpacked. Two blocks save a fifth of

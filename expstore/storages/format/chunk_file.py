@@ -18,20 +18,6 @@ from numpy.typing import NDArray
 from expstore.disk.files import File
 from expstore.errors import CorruptionError
 
-__all__ = [
-    "ANY_LAP",
-    "HEADER_BYTES",
-    "Chunks",
-    "find_lap",
-    "index_bytes",
-    "no_chunks",
-    "pack_chunk",
-    "pack_index",
-    "read_index",
-    "scan_chunks",
-    "sum_chunk",
-]
-
 #: u32 length, u32 number in the shard, u32 lap of the ring, u32 crc32c of these and of the chunk.
 _HEADER = struct.Struct("<IIII")
 HEADER_BYTES = _HEADER.size

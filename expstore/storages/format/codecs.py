@@ -15,8 +15,6 @@ import numpy as np
 from expstore.core.values import Array
 from expstore.errors import CorruptionError
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "Codec"]
-
 _BLOSC_HEADER = 16
 #: Options of the compression effort, which do not matter when unpacking.
 _EFFORT = {"clevel", "level", "blocksize"}

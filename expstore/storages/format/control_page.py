@@ -18,8 +18,6 @@ import google_crc32c
 
 from expstore.disk.files import Disk
 
-__all__ = ["ALL_SLOTS", "PAGE", "StatePage", "StateView"]
-
 PAGE = 4096
 #: The first and the last slot of a change that may concern any slot.
 ALL_SLOTS = (0, 1 << 62)

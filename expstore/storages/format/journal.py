@@ -25,17 +25,6 @@ from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 
-__all__ = [
-    "Journal",
-    "Kind",
-    "Record",
-    "cut_off",
-    "no_records",
-    "read_journal",
-    "segment_faults",
-    "settle_journal",
-]
-
 ALIGN = 64
 _PAGE = 4096
 #: Least room for records in a segment, bytes: otherwise a checkpoint and a close record could need another
@@ -113,16 +102,27 @@ def parse_record(data: bytes, at: int, salt: int | None) -> tuple[Record, int, i
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class JournalSegment:
+    """One file of the journal, up to its end.
+
+    Args:
+        path: The file.
+        number: Its number, which is its name.
+        records: Its records, without those after the end.
+        covered: The highest LSN that a checkpoint record in it, before or after its end, covers.
+        salt: The number that all its records have, and records of a former file in its place lack.
+        end: Offset of the next record, bytes.
+    """
+
     path: Path
     number: int
     records: list[Record]
-    covered: int  # the highest LSN that a checkpoint record in it, before or after its end, covers
+    covered: int
     salt: int
-    end: int  # offset of the next record, bytes
+    end: int
 
 
-def read_segment(path: Path, data: bytes) -> Segment | None:
+def read_segment(path: Path, data: bytes) -> JournalSegment | None:
     """Read one segment up to its end; return None if its base record is not whole.
 
     Raises:
@@ -149,7 +149,7 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
             f"{path} is damaged at byte {at}: the record after number {records[-1].sequence} cannot be read, "
             f"although records up to {covered} were synced",
         )
-    return Segment(path, int(path.name), records, covered, salt, at)
+    return JournalSegment(path, int(path.name), records, covered, salt, at)
 
 
 def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
@@ -168,7 +168,7 @@ def read_journal(disk: Disk, folder: Path) -> list[Record]:
     return [record for segment in read_segments(disk, folder) for record in segment.records]
 
 
-def read_segments(disk: Disk, folder: Path) -> list[Segment]:
+def read_segments(disk: Disk, folder: Path) -> list[JournalSegment]:
     """Return the segments whose records are valid.
 
     They start at the newest segment that has a complete base record and was either begun by an opening
@@ -191,7 +191,7 @@ def read_segments(disk: Disk, folder: Path) -> list[Segment]:
             segment.records[0].json().get("opening") or segment.number - 1 not in numbers
         ):
             start = place
-    found: list[Segment] = []
+    found: list[JournalSegment] = []
     for place in range(start, len(segments)):
         segment = segments[place]
         if segment is None:

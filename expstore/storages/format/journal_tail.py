@@ -11,14 +11,12 @@ from pathlib import Path
 from expstore.disk.files import Disk, File
 from expstore.storages.format.journal import (
     HEADER,
+    JournalSegment,
     Record,
-    Segment,
     parse_record,
     read_segment,
     read_segments,
 )
-
-__all__ = ["JournalTail"]
 
 _READ_BYTES = 1 << 18
 
@@ -82,7 +80,7 @@ class JournalTail:
             self._sequence, at = found[0].sequence, found[2]
         self._at += at
 
-    def _go_on(self, segment: Segment, new: list[Record]) -> bool:
+    def _go_on(self, segment: JournalSegment, new: list[Record]) -> bool:
         """Continue in the next segment; return whether it continues the records that were read."""
         if segment.records[0].json().get("opening"):
             return False

@@ -17,16 +17,6 @@ from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packi
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
 from expstore.storages.format.manifest import Manifest
 
-__all__ = [
-    "LAYOUTS",
-    "WIDE_BYTES",
-    "ColumnLayout",
-    "LayoutName",
-    "ask_layout",
-    "layout_of",
-    "refuse_objects",
-]
-
 LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
 #: With "auto", fields with rows of at least this many bytes are packed.

@@ -39,20 +39,6 @@ from expstore.errors import (
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.schema import Schema
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "UPGRADES",
-    "Manifest",
-    "check_outside",
-    "check_target",
-    "format_of",
-    "pack_ids",
-    "refuse_archive",
-    "store_around",
-    "unpack_ids",
-]
-
 #: The format that is written. The library reads this format, and older formats that `UPGRADES` can convert to
 #: it; it refuses all others.
 FORMAT = 1

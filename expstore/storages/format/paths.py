@@ -7,22 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = [
-    "CHECKSUMS",
-    "COLUMNS",
-    "INDEX",
-    "JOURNAL",
-    "LOCK",
-    "LOG",
-    "ORIGIN",
-    "REDO",
-    "REPAIR",
-    "SEGMENTS",
-    "STATE",
-    "VERSION",
-    "index_path",
-]
-
 CHECKSUMS = "checksums"
 COLUMNS = "columns"
 INDEX = "index.duckdb"

@@ -25,8 +25,6 @@ from expstore.schema.schema import Schema
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 
-__all__ = ["COLUMN", "LATE", "TEMPORARY", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
-
 LATE, TEMPORARY = "late", "late.tmp"
 #: Names in that folder: the plan; the new column; the dropped column.
 _PLAN, COLUMN, _OLD = "plan", "column", "old"

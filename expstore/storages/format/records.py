@@ -28,8 +28,6 @@ from expstore.schema.schema import Schema
 from expstore.storages.format.journal import ALIGN, HEADER, Journal, Kind
 from expstore.storages.format.paths import REDO
 
-__all__ = ["Mark", "Publish", "Redo", "RowRecord", "fetch_body", "shelve_body"]
-
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
 # number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")

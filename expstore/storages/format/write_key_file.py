@@ -23,8 +23,6 @@ from expstore.core.values import Array
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 
-__all__ = ["HEADER_BYTES", "KEYS", "KeyFile", "KeysFound", "count_keys", "read_keys"]
-
 _logger = logging.getLogger("expstore")
 
 KEYS = "keys"

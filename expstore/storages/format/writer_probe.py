@@ -17,8 +17,6 @@ from expstore.disk.writer_lock import read_owner
 from expstore.storages.format.control_page import PAGE, StatePage, StateView
 from expstore.storages.format.paths import LOCK, STATE, VERSION
 
-__all__ = ["Watch"]
-
 
 class Watch:
     """Read a store's STATE. Threads: any number.

@@ -22,18 +22,6 @@ from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.format.chunk_encoding import Packing
 
-__all__ = [
-    "CHUNK_ROWS",
-    "SEPARATOR",
-    "Layout",
-    "grow_shape",
-    "make_metadata",
-    "read_layout",
-    "read_packing",
-    "shard_footer",
-    "shard_name",
-]
-
 #: Rows of an inner chunk; a shard has a multiple of them.
 CHUNK_ROWS = 4096
 #: Separator of the numbers in a shard's name, in a store.

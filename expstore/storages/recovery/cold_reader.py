@@ -37,8 +37,6 @@ from expstore.storages.recovery.recover import (
     verify,
 )
 
-__all__ = ["Replay", "StoreFolder", "episode_rows", "open_columns", "replay"]
-
 _logger = logging.getLogger("expstore")
 
 

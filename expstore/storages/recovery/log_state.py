@@ -20,8 +20,6 @@ from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.manifest import unpack_ids
 from expstore.storages.format.records import Mark, Publish, Redo
 
-__all__ = ["LogState", "apply_to_episodes"]
-
 #: The records that concern rows or episodes.
 _OF_ROWS = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kind.END, Kind.RESUME})
 

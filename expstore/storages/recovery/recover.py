@@ -28,18 +28,6 @@ from expstore.storages.recovery.log_state import LogState, apply_to_episodes
 if TYPE_CHECKING:
     from expstore.storages.format.control_page import StatePage
 
-__all__ = [
-    "Past",
-    "check_dims",
-    "describe_past",
-    "explain_lost_records",
-    "find_pending_changes",
-    "find_unsettled_blocks",
-    "read_past",
-    "rebuild_episodes",
-    "verify",
-]
-
 
 @dataclass(slots=True)
 class Past:

@@ -20,8 +20,6 @@ from expstore.storages.recovery.cold_reader import StoreFolder
 from expstore.storages.recovery.log_state import apply_to_episodes
 from expstore.storages.recovery.recover import read_past, rebuild_episodes, verify
 
-__all__ = ["LiveTail"]
-
 #: More changed episodes than this, which no query has read, are dropped to bound memory.
 _MANY = 200_000
 

@@ -27,8 +27,6 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshot_pin import SnapshotPin
 
-__all__ = ["Frozen", "base_of", "freeze", "manifest_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Frozen:

@@ -26,23 +26,6 @@ from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.paths import VERSION
 
-__all__ = [
-    "LOCK",
-    "OWN_FOLDER",
-    "Version",
-    "check_tag",
-    "find_version",
-    "foreign_names",
-    "is_snapshots",
-    "list_versions",
-    "next_number",
-    "prune",
-    "remove_scraps",
-    "store_meant",
-    "version_name",
-    "versions",
-]
-
 #: Folder inside a store's folder for the snapshots that `tag` makes.
 OWN_FOLDER = "versions"
 SCRAP = ".tmp"

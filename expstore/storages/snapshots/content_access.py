@@ -10,8 +10,6 @@ from expstore.storages.base import Storage
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshots.restore import ContentLike, read_content
 
-__all__ = ["ContentAccess"]
-
 
 class ContentAccess(SnapshotAccess):
     """Read the content of a storage, and replace it: completely or not at all.

@@ -58,8 +58,6 @@ from expstore.storages.snapshots.catalog import (
 )
 from expstore.storages.snapshots.previous_snapshot import Former, find_former
 
-__all__ = ["dump"]
-
 SHARD_ROWS = 8192
 #: Separator of the numbers in a shard's name: all shards of an array are in one folder, which is synced once.
 SEPARATOR = "."

@@ -19,8 +19,6 @@ from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
 from expstore.storages.snapshots.state_dict import call_hooks, check_hook, content_of, hook_rows, read_state
 
-__all__ = ["PortableStorage"]
-
 
 class PortableStorage(Storage):
     """Save and restore the whole content as a `state_dict`.

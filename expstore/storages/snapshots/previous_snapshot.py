@@ -24,8 +24,6 @@ from expstore.storages.format.paths import CHECKSUMS, COLUMNS, ORIGIN
 from expstore.storages.format.zarr_metadata import Layout, read_layout, read_packing
 from expstore.storages.snapshots.capture import Frozen
 
-__all__ = ["Former", "find_former"]
-
 BoolArray = NDArray[np.bool_]
 
 

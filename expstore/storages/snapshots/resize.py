@@ -25,8 +25,6 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
 
-__all__ = ["Progress", "capacity_for", "read_resized", "surplus"]
-
 #: Called with bytes done and bytes in all.
 Progress = Callable[[int, int], None]
 

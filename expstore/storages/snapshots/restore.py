@@ -29,7 +29,8 @@ from expstore.errors import CorruptionError, SchemaError, StateError, StorageErr
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
-from expstore.storages.base import Storage, now_us
+from expstore.storages.base import Storage
+from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BLOCK_ROWS, BlockCheck, Checksums, blocks_of, read_entries
 from expstore.storages.columns.column import Column
 from expstore.storages.columns.column_set import ReadColumns
@@ -41,19 +42,6 @@ from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
 from expstore.storages.snapshots.capture import manifest_of
-
-__all__ = [
-    "STEP_BYTES",
-    "Arrival",
-    "Content",
-    "ContentLike",
-    "build_load",
-    "commit_load",
-    "finish_load",
-    "join_parts",
-    "read_content",
-    "refuse_half_loaded",
-]
 
 LOAD, TEMPORARY = "load", "load.tmp"
 _OLD = "old"

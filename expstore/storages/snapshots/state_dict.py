@@ -29,8 +29,6 @@ from expstore.storages.snapshots.restore import ContentLike
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Carried", "call_hooks", "check_hook", "content_of", "hook_rows", "read_state"]
-
 #: TorchRL's hooks for its own files, and the classes derived from them.
 _FILE_HOOKS = {"TED2Flat", "Flat2TED", "H5Split", "H5Combine"}
 

@@ -14,9 +14,10 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, NotReadyError, SchemaError
 from expstore.buffers.indexing import RowIndex
-from expstore.buffers.ingest import Ingest, WriteOptions
+from expstore.buffers.ingest import Ingest
 from expstore.buffers.row_styles import PlainRows
 from expstore.buffers.store_handle import StoreHandle
+from expstore.buffers.write_options import WriteOptions
 from expstore.core.values import Array
 from expstore.rate_limiters import SampleToInsertRatio
 from expstore.schema.schema import Schema

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, Window
 from expstore.errors import NotReadyError, QueryError, StateError

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.episodes.segmentation import TRUNCATED
+from expstore.episodes.segmentation import TRUNCATED, Steps
 from expstore.episodes.sources import lane_names, stream_of
-from expstore.episodes.table import EpisodeTable, Steps
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import SchemaError
 from expstore.storages.memory import MemoryStorage
 

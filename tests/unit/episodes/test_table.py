@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 from expstore.core import tuning
 from expstore.episodes.fragments import Fragments, clip, count_live
 from expstore.episodes.log import LogEntry
-from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, Steps
 from expstore.episodes.sessions import End, NewSource, Resume, SessionKey
-from expstore.episodes.table import (
-    EpisodeTable,
-    Steps,
-    pack_segments,
-    unpack_segments,
-)
+from expstore.episodes.table import EpisodeTable, pack_segments, unpack_segments
 from expstore.errors import SchemaError
 from expstore.kernels import file_loops
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import expstore
 from expstore.cli.app import run
 from expstore.core import tuning
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import SchemaError
 from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet, row_pieces
 from expstore.exchange.rows import Rows

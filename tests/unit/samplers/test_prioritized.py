@@ -25,7 +25,7 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from tests.support.batches import numbered_rows
 
 ALPHA, BETA, EPS = 0.7, 0.5, 1e-8

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, Window
 from expstore.schedulers import StepScheduler

@@ -21,7 +21,7 @@ from expstore import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
 from tests.support.chi_square import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
 from tests.support.flat_storages import flatten_dims

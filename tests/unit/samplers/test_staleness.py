@@ -25,7 +25,7 @@ from expstore import (
     TensorDictReplayBuffer,
     ZarrStorage,
 )
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.core.id_set import IdSet
 
 

@@ -15,7 +15,7 @@ import torch
 
 import expstore
 from expstore import NotReadyError, SamplerWithoutReplacement, TensorDictReplayBuffer
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.samplers.without_replacement import permute
 from tests.support.batches import memory_buffer, numbered_rows
 

@@ -36,7 +36,9 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.sql.index import CONFIG, Column, Delta, Index, Position, Relations
+from expstore.sql.delta import Delta, Position
+from expstore.sql.index import CONFIG, Index
+from expstore.sql.views import Column, Relations
 from tests.support import warm_processes
 from tests.support.batches import closing_factory, transitions
 

@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore.core import tuning
 from expstore.core.values import Ranking
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.schema.arrow_sizes import row_sizes

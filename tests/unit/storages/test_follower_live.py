@@ -19,8 +19,8 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers.rng import Draws
 from expstore.core import tuning
+from expstore.core.draws import Draws
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import NotReadyError, StateError
 from expstore.storages import FollowerStorage, ZarrStorage

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.id_set import NO_IDS, IdSet
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
-from expstore.episodes.table import EpisodeTable, Steps
+from expstore.episodes.segmentation import Steps
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import (
     CorruptionError,
     NotFoundError,

@@ -19,8 +19,6 @@ from expstore.storages.columns.capture import Capture, Target
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.paths import SEGMENTS
 
-__all__ = ["SegmentCapture"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:

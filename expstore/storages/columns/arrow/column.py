@@ -22,8 +22,6 @@ from expstore.storages.columns.arrow.segments import Segments
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.column import Column, FieldSize, ReadTogether
 
-__all__ = ["SegmentColumn", "SegmentFields", "in_place"]
-
 
 class SegmentColumn(Column):
     """Read rows of one field from segments.

@@ -20,8 +20,6 @@ from expstore.storages.columns.arrow.segments import Segment
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["compact_segment", "merge_segments", "worth_merging"]
-
 #: Number of segments of about the same length that are merged into one.
 TOGETHER = 8
 _LEAST = 4096

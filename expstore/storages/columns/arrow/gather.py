@@ -16,8 +16,6 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.files import address_of
 from expstore.errors import CorruptionError, SchemaError
 
-__all__ = ["Gather", "Plan", "unpack"]
-
 #: The largest value of a 32-bit offset.
 _MOST_VALUES = (1 << 31) - 1
 _NONE = np.empty(0, np.int64)

@@ -18,8 +18,6 @@ import pyarrow as pa
 
 from expstore.core.values import Array, IntArray
 
-__all__ = ["END", "HEAD_BYTES", "Header", "crc_of", "encode", "read_header"]
-
 #: Marks the end of a stream.
 END = b"\xff\xff\xff\xff\0\0\0\0"
 #: Length of the prefix with the size of a message's flatbuffer.

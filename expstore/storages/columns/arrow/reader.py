@@ -21,8 +21,6 @@ from expstore.storages.columns.column import FollowedPart
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.writer_probe import Watch
 
-__all__ = ["SegmentReader"]
-
 
 class SegmentReader(Segments, FollowedPart):
     """Read variable-length rows.

@@ -32,8 +32,6 @@ from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 from expstore.storages.columns.column import AppendedPart, add_batches
 
-__all__ = ["Segment", "Segments"]
-
 SUFFIX = ".arrows"
 #: Copies bytes of a segment: offset, length.
 Read = Callable[[int, int], bytes]

@@ -27,8 +27,6 @@ from expstore.storages.columns.arrow.ipc import END, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
 
-__all__ = ["SegmentWriter"]
-
 _logger = logging.getLogger("expstore")
 
 #: Temporary name of a segment that is written again, until it is complete.

@@ -24,8 +24,6 @@ from expstore.storages.columns.packed.pairs import PackedPair
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.format.chunk_encoding import reach_for
 
-__all__ = ["PackedAppender"]
-
 
 class PackedAppender(Appender):
     """Append rows to packed columns.

@@ -30,8 +30,6 @@ from expstore.storages.format.chunk_file import (
 )
 from expstore.storages.format.paths import COLUMNS
 
-__all__ = ["PackedCapture"]
-
 
 class _ColumnSnapshot:
     """Write the rows of a packed field to a snapshot.

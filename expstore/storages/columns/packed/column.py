@@ -41,8 +41,6 @@ from expstore.storages.format.chunk_file import (
 )
 from expstore.storages.format.zarr_metadata import shard_name
 
-__all__ = ["PARTIAL", "Filling", "Frame", "PackedRows", "Source", "holds_chunks"]
-
 PARTIAL = "partial"
 #: Number of slots that are sampled to estimate how many rows are in chunks.
 _SAMPLE = 65_536

@@ -18,8 +18,6 @@ from expstore.core.values import Array
 from expstore.disk.files import Disk, File
 from expstore.errors import StateError
 
-__all__ = ["Area", "PartialFile"]
-
 #: u64 stamp, u64 lap of the ring, u64 chunk, u32 crc32c of these, u32 zero; then for each row a u32: the
 #: crc32c of stamp and row.
 _HEADER = struct.Struct("<QQQII")

@@ -14,8 +14,6 @@ from expstore.core.values import Array, IntArray
 from expstore.storages.columns.column import ReadTogether
 from expstore.storages.columns.packed.column import PackedRows
 
-__all__ = ["PackedPair", "pair_columns"]
-
 
 @dataclass(frozen=True, slots=True)
 class PackedPair(ReadTogether):

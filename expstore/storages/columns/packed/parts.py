@@ -12,8 +12,6 @@ import numpy as np
 from expstore.core.values import Array, IntArray
 from expstore.disk.mapped_files import AddressRange
 
-__all__ = ["Frame", "Locations"]
-
 
 class Frame:
     """A packed chunk in memory.

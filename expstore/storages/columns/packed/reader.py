@@ -20,8 +20,6 @@ from expstore.storages.columns.packed.column import Filling, PackedRows, Source
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import Chunks, scan_chunks
 
-__all__ = ["PackedReader"]
-
 #: How often files are read again that a writer renames or continues to write meanwhile.
 _LOOKS = 8
 _NEVER = 1 << 62

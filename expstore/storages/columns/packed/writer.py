@@ -22,7 +22,8 @@ from expstore.errors import StateError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Field
 from expstore.storages.columns.column import Deleted, WrittenPart
-from expstore.storages.columns.packed.column import Filling, Frame, PackedRows, Source
+from expstore.storages.columns.packed.column import Filling, PackedRows, Source
+from expstore.storages.columns.packed.parts import Frame
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
     ANY_LAP,
@@ -34,8 +35,6 @@ from expstore.storages.format.chunk_file import (
     scan_chunks,
 )
 from expstore.storages.format.zarr_metadata import grow_shape
-
-__all__ = ["PackedColumn"]
 
 #: Temporary name of a shard that is written again, until it is complete.
 AGAIN = "again"

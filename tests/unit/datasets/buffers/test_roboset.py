@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torchrl.data.datasets.roboset import RobosetExperienceReplay as OfTorchRL
 
 from expstore import NotFoundError
 from expstore.datasets import RobosetExperienceReplay
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_roboset import LENGTHS, write
-from tests.unit.datasets.test_roboset import RobosetExperienceReplay as OfTorchRL
 
 ID = "DAPG(expert)/door_v2d-v1"
 

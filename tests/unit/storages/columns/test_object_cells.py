@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import QueryError, SchemaError, SnapshotError
 from expstore.samplers.random import RandomSampler
 from expstore.schema.field_roles import find_keys

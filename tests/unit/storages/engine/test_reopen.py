@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
+from expstore.core.draws import Draws
 from expstore.errors import StorageError
 from expstore.maintenance import verify
 from expstore.storages.columns.packed.writer import PackedColumn

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers import ingest
-from expstore.buffers.rng import Draws
+from expstore.core.draws import Draws
 from expstore.disk.files import Disk
 from expstore.errors import MigrationError
 from expstore.maintenance import verify

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from expstore._open import open as open_store
 from expstore.buffers.prioritized import TensorDictPrioritizedReplayBuffer
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.episodes.table import Steps
+from expstore.episodes.segmentation import Steps
 from expstore.errors import ArgumentError, CorruptionError, SchemaError, SnapshotError, StateError
 from expstore.samplers import ConsumingSampler, SamplerWithoutReplacement
 from expstore.schema.field_roles import find_keys
