@@ -472,7 +472,7 @@ class Stores:
         limiter = self._settings.limiter()
         rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
         if self.address and isinstance(rb.storage, Store):
-            rb.storage.engine.lock_file.announce(f"{self.address}/{name}")
+            rb.storage.lock_file.announce(f"{self.address}/{name}")
         served = self._open[name] = Served(name, path, rb, self._settings, limiter)
         served.ending = self._ending
         return served

@@ -38,6 +38,21 @@ class Checkpoint:
     deleted: IdSet = NO_IDS
 
 
+class Pin:
+    """A record that checkpoints must not cover yet, because its change is not applied to the columns.
+
+    Args:
+        lsn: The number of the last record that a checkpoint may cover.
+        segment: The segment of the journal with the pinned record, if the pin may be held for long; then the
+            segments before it may be removed meanwhile.
+    """
+
+    __slots__ = ("lsn", "segment")
+
+    def __init__(self, lsn: int, segment: File | None = None) -> None:
+        self.lsn, self.segment = lsn, segment
+
+
 @dataclass(frozen=True, slots=True)
 class Dirty:
     """Files with bytes, and folders with names, that no checkpoint covers yet."""

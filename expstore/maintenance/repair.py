@@ -26,6 +26,7 @@ from expstore.maintenance.verify import inspect
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import Store
 from expstore.storages.factory import open_storage
 from expstore.storages.format.journal import cut_off, segment_faults
 from expstore.storages.format.manifest import MANIFEST, Manifest, refuse_archive
@@ -332,6 +333,16 @@ def _is_short(inspection: Inspection) -> bool:
     )
 
 
+def _sum_again(storage: Store, blocks: set[int]) -> None:
+    """Sum blocks again, which the repair has written to or gives up, and run a checkpoint."""
+    state = storage.state
+    if state.columns is not None and state.checksums is not None:
+        ready = state.columns.ready
+        with storage.locks.episodes:
+            state.checksums.note_changed(block for block in blocks if (block + 1) * BLOCK_ROWS <= ready)
+        storage.sync()
+
+
 def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: set[int], lock: WriterLock) -> None:
     """Open the store without the dropped rows, compute new checksums, and rebuild the index.
 
@@ -346,7 +357,7 @@ def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: set[int], lock
             return  # it cannot be opened yet: the repair that would help was not requested
         raise
     try:
-        storage.engine.sum_again(blocks)
+        _sum_again(storage, blocks)
         Catalog(storage).close()
         outcome.acts.append("index.duckdb rebuilt")
     finally:

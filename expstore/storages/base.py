@@ -135,11 +135,7 @@ class Storage(ReadView):
         if self.geometry.lanes > 1:
             self.geometry.check_steps(rows.first_id, rows.count)
         self._admit(rows)
-        try:
-            self._append(rows)
-        except BaseException:
-            self._note_interruption()
-            raise
+        self._append(rows)
         self.counters.extends += 1
 
     def _admit(self, rows: Rows) -> None:
@@ -169,7 +165,6 @@ class Storage(ReadView):
             state.priorities.lower_largest(low, state.window, geometry)
         skipped = 0 if capacity is None else max(0, rows.count - capacity)
         state.reserve(last)
-        self._note_horizon(last)
         if state.sampled is not None:
             with self.locks.sampled:
                 state.sampled.renew(geometry.runs(rows.first_id + skipped, rows.count - skipped))
@@ -271,11 +266,7 @@ class Storage(ReadView):
                 return
             if self.capacity is not None:
                 last = -(-last // self.capacity) * self.capacity
-            try:
-                self._forget(last)
-            except BaseException:
-                self._note_interruption()
-                raise
+            self._forget(last)
 
     def _forget(self, last: int) -> None:
         """Delete all rows; the next id is `last` + 1."""
@@ -307,12 +298,7 @@ class Storage(ReadView):
         with self.lock:
             self.writer()
             with self.locks.episodes:
-                try:
-                    self._annotate(change)
-                except BaseException:
-                    # Before the lock is released: a checkpoint must not cover a record that memory lacks.
-                    self._note_interruption()
-                    raise
+                self._annotate(change)
 
     def _annotate(self, change: LogEntry | End | Resume) -> None:
         """Record annotations of episodes, then apply them. The caller holds the lock of the episodes."""
@@ -494,12 +480,6 @@ class Storage(ReadView):
 
     def _note_unsaved(self) -> None:
         """Record that priorities were set, so that they are saved soon."""
-
-    def _note_horizon(self, horizon: int) -> None:
-        """Record the newest id whose slot may be written to from now on."""
-
-    def _note_interruption(self) -> None:
-        """Record that an operation was interrupted: memory may lag behind the disk."""
 
     # -- what a subclass implements -------------------------------------------------------------------
 

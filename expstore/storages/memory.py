@@ -27,7 +27,7 @@ from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.engine.backfill import Filler, Reshaping, check_going, places_without
+from expstore.storages.engine.backfill import Filler, check_going, places_without
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.content_access import ContentAccess
@@ -66,7 +66,6 @@ class MemoryStorage(PortableStorage):
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
         self._prefetcher = RowPrefetcher()
-        self._reshaping = Reshaping(self.locks.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the whole content: a copy, here or in another process, is independent of this storage."""
@@ -95,7 +94,7 @@ class MemoryStorage(PortableStorage):
         return _Fields(self)
 
     def _add_field(self, new_field: NewField) -> None:
-        with self._reshaping.act():
+        with self.locks.reshaping.act():
             with self.lock:
                 self.writer()
                 check_new_field(self, new_field.entry)
@@ -119,7 +118,7 @@ class MemoryStorage(PortableStorage):
                 )
 
     def _drop_field(self, key: Key, specs: str) -> None:
-        with self._reshaping.act(), self.lock:
+        with self.locks.reshaping.act(), self.lock:
             self.writer()
             check_going(self, key)
             place, schema = self.require_schema().place_of(key), self.require_schema().without(key)

@@ -32,7 +32,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import ReadingDisk
 from expstore.storages import MemoryStorage
-from expstore.storages.engine import engine, store
+from expstore.storages.engine import store
 from expstore.testing.model import Row
 from expstore.testing.model_rows import columns_of, make_batch, patch_of
 from tests.crash.killing_disks import KillingDisk
@@ -105,7 +105,7 @@ def _shrink() -> None:
     tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
-    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     retention.PolicyRunner.start = lambda runner: None  # type: ignore[method-assign]
 
 
@@ -162,7 +162,7 @@ class Hand:
 
     def tick(self) -> None:
         """Do the periodic work of the background thread."""
-        self.rb.storage.engine.write_values()
+        self.rb.storage.write_values()
 
     def retain(self, least: int) -> None:
         self.rb.retention.set({"where": f"number >= {least}"})

@@ -190,7 +190,7 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "loads":
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
-        rb.storage.engine.write_values()
+        rb.storage.write_values()
     elif op.kind == "empty":
         rb.empty()
     elif op.kind == "end":

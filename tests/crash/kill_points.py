@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from tests.crash.checks import Wrong
 from tests.crash.children import (
     Look,
@@ -390,7 +390,7 @@ def enumerate_kill_points(
             all.
         act: The only operation to kill at; None for all.
     """
-    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
     run = _Run(folder, seed, torn, again, syncs, stop, most, act)
     for phase in PHASES:

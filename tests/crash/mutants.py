@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.id_set import IdSet
-from expstore.disk.checkpointed import Checkpoint, Dirty
+from expstore.disk.checkpointed import Checkpoint, Dirty, Pin
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.storages.batch import Payload, Rows
@@ -26,11 +26,10 @@ from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine import alter
-from expstore.storages.engine.checkpointer import Checkpointer, Pin
-from expstore.storages.engine.engine import Engine
+from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening
-from expstore.storages.engine.store import Store
+from expstore.storages.engine.store import Store, _BatchWrite
 from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Publish
@@ -39,17 +38,18 @@ from expstore.storages.snapshots import create, restore
 
 def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None:
     """Append the record, and let a sync cover it, before the rows are written."""
-    state, engine = kept.state, kept.engine
-    skipped = kept._reserve(rows)
+    state, write = kept.state, _BatchWrite(kept, rows)
+    write.reserve(state)
+    skipped = write._skipped
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
         state.columns.ensure(slot + n)  # a sync computes checksums of the columns
-    record = kept._commit_record(rows, skipped, Payload(checksum(skipped))).parts()
+    write._payload = Payload(checksum(skipped))
     with kept.locks.episodes:
-        sequence = engine.append_record(Kind.PUBLISH, *record)
-        state.commit_rows(rows, kept.capacity, (engine.manifest.generation, sequence))
-    engine.shared.publish(rows.last_id, sequence, drained=True)
+        sequence = write.append_record(state)
+        write.commit(state, (kept.manifest.generation, sequence))
+    kept.shared.publish(rows.last_id, sequence, drained=True)
     kept.sync()
-    state.put(rows, skipped, kept.geometry, engine.shared)
+    state.put(rows, skipped, kept.geometry)
 
 
 def break_journal_first() -> None:
@@ -77,7 +77,7 @@ def break_waiting() -> None:
 
 def break_redo() -> None:
     """Change rows in place although no checkpoint covers their commit record."""
-    Engine.is_behind = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    Store._is_behind = property(lambda self: False)  # type: ignore[assignment, method-assign]
 
 
 def break_sync() -> None:
@@ -103,7 +103,7 @@ def break_marks() -> None:
 
 def break_sync_mode() -> None:
     """With durability="sync", return before the record is on the disk."""
-    Checkpointer.sync_record = lambda self, journal: None  # type: ignore[method-assign]
+    Checkpointer.sync_if_durable = lambda self, journal: None  # type: ignore[method-assign]
 
 
 def break_dumps() -> None:
@@ -160,12 +160,12 @@ def _unrecorded(kind: type) -> None:
 
 def break_changes() -> None:
     """Change rows in place, or replace them, without a record."""
-    append = Engine.append_record
+    append = Checkpointer.append_record
 
-    def others(self: Any, kind: Kind, *body: bytes) -> int:
-        return self.journal.sequence if kind is Kind.REDO else append(self, kind, *body)
+    def others(self: Any, store: Any, kind: Kind, *body: bytes) -> int:
+        return store.state.journal.sequence if kind is Kind.REDO else append(self, store, kind, *body)
 
-    Engine.append_record = others  # type: ignore[method-assign]
+    Checkpointer.append_record = others  # type: ignore[method-assign]
 
 
 def break_packed_syncs() -> None:

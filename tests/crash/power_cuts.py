@@ -29,7 +29,7 @@ import expstore
 from expstore import StorageError
 from expstore.core import tuning
 from expstore.storages.columns import column_set_writer
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from tests.crash import ledger as facts
 from tests.crash.checks import Wrong, check_info, check_rows, check_versions
 from tests.crash.children import (
@@ -182,7 +182,7 @@ def _record(job: Job, base: Path) -> Taken:
     machine.boot = job.boot
     write_tree(job.tree, base)
     if not job.free:
-        engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
+        store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     disk = RecordingDisk(base / "run.exp", serial=not job.free)
     taken = Taken(base, disk.events, None)
     try:
@@ -203,7 +203,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
     done = 0
-    checkpoint = kept.engine.checkpointer._checkpoint
+    checkpoint = kept.checkpoints._checkpoint
 
     def noted(store: Any) -> Any:
         floor = done
@@ -211,7 +211,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
         disk.say(f"floor {floor}")
         return keep
 
-    kept.engine.checkpointer._checkpoint = noted  # type: ignore[method-assign]
+    kept.checkpoints._checkpoint = noted  # type: ignore[method-assign]
     if job.busy:
         disk.meanwhile = _make_sync(kept, job.busy)
     disk.say("open")
@@ -228,7 +228,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     elif job.free:
         with disk.lock:
             taken.events = list(disk.events)
-        kept.engine.background.stop()
+        kept.background.stop()
 
 
 def _make_sync(kept: Any, share: float) -> Callable[[], None]:
@@ -240,8 +240,7 @@ def _make_sync(kept: Any, share: float) -> Callable[[], None]:
             # No other thread runs: a held lock belongs to this thread, and the background thread would wait
             # for it.
             held = any(
-                lock.locked()
-                for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.locks.episodes)
+                lock.locked() for lock in (kept.checkpoints.lock, kept.priorities.lock, kept.locks.episodes)
             )
             if not held and not kept.locks.sampled._is_owned():
                 thread = threading.Thread(target=kept.sync)
@@ -369,7 +368,7 @@ class _History:
 def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
     """Open stores, check them, write, close, reopen; a share of them is checked in SQL."""
     machine.boot = boot
-    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
     found = []
     for number, state in enumerate(states):
         base = folder / str(number)

@@ -24,7 +24,7 @@ import torch
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.disk.files import Disk, File, _to_error
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from expstore.storages.engine.opening import Opening
 from tests.crash import ledger as facts
 from tests.crash.checks import (
@@ -187,7 +187,7 @@ class FaultyDisk(Disk):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the constants that `fit_constants` changes, and write no checkpoints in the background."""
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -398,7 +398,7 @@ def test_a_reading_again_that_fails_leaves_what_was_open(
         perform(rb, state, op)
         state.apply(op)
     rb.sql("SELECT 1")
-    rb.storage._note_interruption()
+    rb.storage.health.note_interruption()
 
     def fail(*given: Any) -> Any:
         raise StorageError("not now")

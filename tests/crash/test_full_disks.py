@@ -20,7 +20,7 @@ import expstore
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from tests.support.stores import NoKeeper, open_zarr
 
 pytestmark = pytest.mark.index
@@ -284,7 +284,7 @@ class Small(Disk):
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
 
 
 def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make_batch: MakeBatch) -> None:

@@ -18,7 +18,7 @@ import expstore
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
-from expstore.storages.engine import engine, store
+from expstore.storages.engine import store
 from tests.crash.killing_disks import KillingDisk
 from tests.support.recorded_envs import (
     LENGTHS,
@@ -103,7 +103,7 @@ def run_killed(
             os.close(reading)
             disk = _Disk(act, torn=torn, serial=True)
             store.Disk = lambda: disk  # type: ignore[assignment,misc]
-            engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
+            store.Keeper = NoKeeper  # type: ignore[assignment,misc]
             tuning.JOURNAL_SEGMENT_BYTES = 8192
             calls = record(path, mode, is_nested=is_nested)
             for _ in itertools.islice(calls, CALLS):

@@ -18,7 +18,7 @@ import expstore
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
 from tests.support.framed_rows import framed_rows
@@ -41,7 +41,7 @@ def short() -> Iterator[None]:
         patch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 16)
         patch.setattr(tuning, "PACKED_LOOKBACK_ROWS", (4, 8))
         set_spare_slots(patch, 8)
-        patch.setattr(engine, "Keeper", NoKeeper)
+        patch.setattr(store, "Keeper", NoKeeper)
         yield
 
 

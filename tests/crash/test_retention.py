@@ -22,7 +22,7 @@ from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
 from expstore.storages.columns.flat import FlatColumn
-from expstore.storages.engine import delete, engine
+from expstore.storages.engine import delete, store
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
@@ -172,7 +172,7 @@ def look(path: Path) -> frozenset[int]:
 def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the power during two deletions; kept episodes are whole, and synced deletions remain."""
     monkeypatch.setattr(machine, "boot", 7)
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
     place.mkdir()
     disks.mkdir()
@@ -214,7 +214,7 @@ def test_the_power_goes_while_rows_in_segments_leave(
 
 def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
     """Free segments before the record is written, which the protocol forbids."""
-    rows = deletion._engine.rows
+    rows = deletion._store.state
     (segments,), window = rows.columns.shared, rows.window
     segments.note_left(window.low, window.deleted.join(going))
     segments.give_up()
@@ -235,7 +235,7 @@ def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch
 def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
     """Write the record, and free space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deletion._engine.checkpointer, "sync_journal", lambda files, folders: None)
+        patch.setattr(deletion._store.checkpoints, "sync_journal", lambda files, folders: None)
         return RECORD(deletion, going)
 
 

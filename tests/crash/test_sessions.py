@@ -15,7 +15,7 @@ from expstore.disk.files import Disk
 from expstore.episodes.sessions import SessionKey
 from expstore.maintenance import verify
 from expstore.storages import ZarrStorage
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.sessions import end_episodes, end_sessions, resume
 from tests.crash.folder_power_cuts import disks_after
@@ -58,7 +58,7 @@ def test_the_power_goes_while_episodes_end(
     count_cases: Callable[..., None],
 ) -> None:
     monkeypatch.setattr(machine, "boot", 7)
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     place, disks = tmp_path / "place", tmp_path / "disks"
     place.mkdir()
     disks.mkdir()

@@ -25,7 +25,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import Disk, File
 from expstore.maintenance import verify
-from expstore.storages.engine import delete, engine
+from expstore.storages.engine import delete, store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from tests.support.stores import NoKeeper
@@ -43,7 +43,7 @@ def small() -> Iterator[None]:
         patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
         patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
         set_spare_slots(patch, 16)
-        patch.setattr(engine, "Keeper", NoKeeper)
+        patch.setattr(store, "Keeper", NoKeeper)
         yield
 
 

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,9 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
 from expstore.samplers import SamplerWithoutReplacement
-from expstore.storages.engine import engine
-from expstore.storages.engine.engine import Engine
+from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import Store
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.control_page import StatePage
 from expstore.storages.format.journal import Kind, read_journal
@@ -42,7 +41,7 @@ WORDS = range(41)
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
 
 
 def rows(count: int) -> TensorDict:
@@ -136,15 +135,15 @@ def test_killed_before_every_act_the_page_is_believed(
 def test_a_seal_before_the_close_record_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = Engine.checkpoint
+    sync = Store.sync
 
-    def seal_early(self: Engine, *enough: Any) -> None:
-        checkpoint(self, *enough)
+    def seal_early(self: Store) -> None:
+        sync(self)
         self.shared.page.set("heartbeat", 0)
-        self.shared.page.set("sequence", self.journal.sequence + 1)
+        self.shared.page.set("sequence", self.state.journal.sequence + 1)
         self.shared.page.seal()
 
-    monkeypatch.setattr(Engine, "checkpoint", seal_early)
+    monkeypatch.setattr(Store, "sync", seal_early)
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
 
 

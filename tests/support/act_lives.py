@@ -245,7 +245,7 @@ def priorities(life: Life) -> None:
     life.step("update_priority([1, 4])")
     rb.update_priority(torch.tensor([1, 4]), torch.tensor([2.0, 3.0]))
     life.step("flush_priorities()")
-    rb.storage.engine.write_values()
+    rb.storage.write_values()
     _extend(life, rb, _numbers(10, 10))
     life.step("update_priority([15])")
     rb.update_priority(torch.tensor([15]), torch.tensor([0.5]))

@@ -39,7 +39,7 @@ from expstore.core import tuning
 from expstore.disk.files import _to_error
 from expstore.errors import ExpStoreError
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.control_page import StatePage
 from expstore.storages.zarr import ZarrStorage
@@ -77,7 +77,7 @@ class _Host:
                 (os, "urandom", self.random_bytes),
                 (uuid, "uuid4", lambda: uuid.UUID(bytes=self.random_bytes(16), version=4)),
                 (socket, "gethostname", lambda: "host"),
-                (engine, "Keeper", NoKeeper),
+                (store, "Keeper", NoKeeper),
                 (PolicyRunner, "start", lambda runner: None),
                 (tuning, "INDEX_ON_CLOSE", False),
             ):

@@ -1032,11 +1032,11 @@ def test_a_buffer_that_cannot_be_closed_in_order_is_closed(store_path: Path) -> 
     """Once `close` has raised, nothing is left that would be reported when the program ends."""
     ours, _ = pair(store_path, VECTOR, ACTIONS["discrete"])
     ours.add(*next(steps_of(VECTOR, ACTIONS["discrete"], 1, 1)))
-    engine = ours.rb.storage.engine
-    engine.health.failure = expstore.StorageError("cannot sync")
+    storage = ours.rb.storage
+    storage.health.failure = expstore.StorageError("cannot sync")
     with pytest.raises(expstore.StateError, match="can no longer be written: cannot sync"):
         ours.close()
-    assert not engine.lock_file.held
+    assert not storage.lock_file.held
     with pytest.raises(expstore.StateError, match="make or load another buffer"):
         ours.size()
     ours.close()

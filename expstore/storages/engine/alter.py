@@ -49,10 +49,10 @@ class StoredFields:
         replace: Replaces the store's fields in memory; called with the new manifest and the columns.
     """
 
-    __slots__ = ("_engine", "_replace", "_store")
+    __slots__ = ("_replace", "_store")
 
     def __init__(self, store: Store, replace: Callable[[Manifest, WritableColumns], None]) -> None:
-        self._store, self._engine, self._replace = store, store.engine, replace
+        self._store, self._replace = store, replace
 
     def add(self, new_field: NewField) -> None:
         """Add a field; the change is durable when this returns.
@@ -65,8 +65,8 @@ class StoredFields:
             StateError: The store is closed or cannot be written, or its content was replaced meanwhile.
             StorageError: The disk failed; nothing was changed.
         """
-        store, health = self._store, self._engine.health
-        with self._engine.reshaping.act(), self._clean_up_on_error():
+        store, health = self._store, self._store.health
+        with self._store.locks.reshaping.act(), self._clean_up_on_error():
             with store.lock:
                 store.writer()
                 check_new_field(store, new_field.entry)
@@ -95,7 +95,7 @@ class StoredFields:
         group, sums, column = self._columns(), self._checksums(), building.column
         place = len(schema.fields) - 1
         packed = sums.rearrange([*range(place), -1, *range(place, len(group.summed))], column)
-        disk, path = self._engine.disk, self._engine.path
+        disk, path = self._store.disk, self._store.path
         begin_late(disk, path, plan, packed, built=building.about, folders=sorted(building.folders))
         building.take_place()
         self._commit(plan, schema, specs, group.with_column(place, column))
@@ -112,8 +112,8 @@ class StoredFields:
             StateError: The store is closed or cannot be written, or its rows are ranked by the field.
             StorageError: The disk failed; the store must be opened again.
         """
-        store, engine = self._store, self._engine
-        with engine.reshaping.act(), self._clean_up_on_error(), store.lock:
+        store = self._store
+        with store.locks.reshaping.act(), self._clean_up_on_error(), store.lock:
             store.writer()
             check_going(store, key)
             schema = store.require_schema().without(key)
@@ -123,20 +123,20 @@ class StoredFields:
             group.check_removable(place)
             with self._act_at_once():
                 kept, summed = group.without(place), places_without(len(group.summed), place)
-                begin_late(engine.disk, engine.path, plan, sums.rearrange(summed))
+                begin_late(store.disk, store.path, plan, sums.rearrange(summed))
                 self._commit(plan, schema, specs, kept)
                 group.close_dropped(kept)
 
     def _columns(self) -> WritableColumns:
-        return self._engine.rows.require_columns()
+        return self._store.state.require_columns()
 
     def _checksums(self) -> Checksums:
-        checksums = self._engine.rows.checksums
+        checksums = self._store.state.checksums
         assert checksums is not None, "a store with columns has checksums"
         return checksums
 
     def _plan(self, act: str, key: Key, others: Schema) -> Plan:
-        return Plan.of("add" if act == "add" else "drop", key, others, self._engine.manifest.column_set + 1)
+        return Plan.of("add" if act == "add" else "drop", key, others, self._store.manifest.column_set + 1)
 
     @contextlib.contextmanager
     def _clean_up_on_error(self) -> Iterator[None]:
@@ -145,8 +145,8 @@ class StoredFields:
             yield
         except BaseException:
             with contextlib.suppress(StorageError):
-                if self._engine.lock_file.held:
-                    self._engine.disk.remove_tree(self._engine.path / TEMPORARY)
+                if self._store.lock_file.held:
+                    self._store.disk.remove_tree(self._store.path / TEMPORARY)
             raise
 
     @contextlib.contextmanager
@@ -155,26 +155,30 @@ class StoredFields:
 
         The caller holds the storage's lock. Later readers of the journal see only new columns.
         """
-        engine = self._engine
-        engine.checkpoint()
-        with engine.checkpointer.lock, engine.health.guard():
-            if engine.health.needs_recovery or engine.checkpointer.is_pinned or engine.is_behind:
-                raise StateError(f"{engine.path} could not be synced", hint="try again")
+        store = self._store
+        store.sync()
+        with store.checkpoints.lock, store.health.guard():
+            if (
+                store.health.needs_recovery
+                or store.checkpoints.is_pinned
+                or store.last > store.checkpoints.covered
+            ):
+                raise StateError(f"{store.path} could not be synced", hint="try again")
             try:
                 yield
             except BaseException:
                 # Then the journal is read again, and the interrupted change is completed or undone.
-                engine.health.note_interruption()
+                store.health.note_interruption()
                 raise
 
     def _commit(self, plan: Plan, schema: Schema, specs: str, columns: WritableColumns) -> None:
-        engine, sums = self._engine, self._checksums()
-        manifest = engine.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
-        commit_late(engine.disk, engine.path, manifest)
+        store, sums = self._store, self._checksums()
+        manifest = store.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
+        commit_late(store.disk, store.path, manifest)
         self._replace(manifest, columns)
-        finish_late(engine.disk, engine.path)
-        checksums = Checksums(engine.disk, engine.path / CHECKSUMS, columns)
-        engine.rows.replace_checksums(checksums)
+        finish_late(store.disk, store.path)
+        checksums = Checksums(store.disk, store.path / CHECKSUMS, columns)
+        store.state.replace_checksums(checksums)
         checksums.note_changed(sums.changed)
         sums.close()
 
@@ -197,9 +201,7 @@ class _Building:
         disk.remove_tree(storage.path / TEMPORARY)
         folder = self._top / self._below
         disk.make_dir(folder)
-        self.column = FlatColumn(
-            disk, folder, entry, slots, fills=storage.engine.rows.require_columns().fills
-        )
+        self.column = FlatColumn(disk, folder, entry, slots, fills=storage.state.require_columns().fills)
         #: Metadata files that `begin_late` must sync, and folders with new names.
         self.about: list[Path] = []
         self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
@@ -213,7 +215,7 @@ class _Building:
 
     def reach(self, slots: int = 0) -> None:
         """Add shards for at least this number of slots, and for as many as the other columns have."""
-        group = self._storage.engine.rows.require_columns()
+        group = self._storage.state.require_columns()
         while self.column.ready < max(slots, group.ready):
             self.folders.update(self.column.add_shard())
             self._touched.add(self.column.files[-1])

@@ -6,15 +6,12 @@ that were changed meanwhile, are filled while writes are blocked. The caller dec
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.storages.new_field import NewField, inner_dims
@@ -111,36 +108,6 @@ class Filler:
     def _values(self, ids: IntArray) -> tuple[IntArray, Array]:
         assert self._new_field.compute is not None
         return self._new_field.compute(ids)
-
-
-class Reshaping:
-    """Let one thread at a time add or drop a field.
-
-    Args:
-        order: The lock order of the storage.
-    """
-
-    def __init__(self, order: LockOrder) -> None:
-        self._lock = order.rank_lock("reshaping", threading.RLock())
-        self._inside = False
-
-    @contextmanager
-    def act(self) -> Iterator[None]:
-        """Hold the right to add or drop a field during the block; wait for another thread that has it.
-
-        Raises:
-            StateError: This thread is already adding or dropping a field.
-        """
-        with self._lock:
-            if self._inside:
-                raise StateError(
-                    "this thread is already adding or dropping a field", hint="finish that change first"
-                )
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
 
 
 def check_going(storage: ReadView, key: Key) -> None:

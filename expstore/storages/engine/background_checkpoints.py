@@ -1,6 +1,6 @@
 """The background work of stores on disk: writes priorities, and runs a checkpoint about once a second.
 
-Used by the engine. One thread per process decides what is due in which store, and never touches a file; a
+Used by stores on disk. One thread per process decides what is due in which store, and never touches a file; a
 thread of the pool does it. If the work of one store takes long, another thread works for the other stores.
 References to a store are weak, so that a dropped store can be garbage-collected. The work never raises: a
 failed sync is recorded in the store's health, and the next write raises an error.
@@ -15,13 +15,13 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from expstore.core import tuning
 from expstore.disk.threads import Job, Threads
 from expstore.errors import ExpStoreError
+from expstore.storages.engine.checkpointer import Checkpointable, Checkpointer
 
 #: The longest interval between two heartbeats for other processes.
 BEAT_SECONDS = 0.25
@@ -33,20 +33,15 @@ PATIENCE_SECONDS = 0.1
 LOOK_SECONDS = 0.05
 
 
-class Settled(Protocol):
-    """The interface of an engine that `Keeper` uses."""
+class Settled(Checkpointable, Protocol):
+    """The interface of a store that `Keeper` uses."""
 
-    def beat(self) -> None:
-        """Write a heartbeat for other processes."""
+    @property
+    def checkpoints(self) -> Checkpointer:
+        """Syncs the store."""
 
-    def tend(self) -> None:
-        """Write a heartbeat, changed priorities, and rows that the columns lack."""
-
-    def checkpoint(self) -> None:
+    def sync(self) -> None:
         """Sync everything that was committed."""
-
-    def rest(self) -> bool:
-        """Write a heartbeat, and close descriptors that only writes need; return whether that is done."""
 
 
 class Keeper:
@@ -57,12 +52,11 @@ class Keeper:
     inside one, which holds locks that the store's `close` needs. A forked child does no such work.
 
     Args:
-        engine: The engine; the reference is weak.
+        store: The store; the reference is weak.
     """
 
-    def __init__(self, engine: Settled) -> None:
-        self._engine = weakref.ref(engine)
-        self._owner: Callable[[], object | None] = lambda: None
+    def __init__(self, store: Settled) -> None:
+        self._store = weakref.ref(store)
         self._noted = self._hurried = self._stopped = self._rests = False
         self._rest_due = 0.0
         self._checkpoint_due: float | None = None
@@ -74,9 +68,8 @@ class Keeper:
         #: Whether the work was started.
         self.running = False
 
-    def start(self, owner: object) -> None:
-        """Start the work for an open store; the reference to `owner` is weak."""
-        self._owner = weakref.ref(owner)
+    def start(self) -> None:
+        """Start the work; the store is open."""
         self.running = True
         now = time.monotonic()
         self.due, self._rest_due = now + BEAT_SECONDS, now + REST_SECONDS
@@ -111,42 +104,52 @@ class Keeper:
             self._checkpoint_due, self.due = now + tuning.CHECKPOINT_SECONDS, now + tuning.PRIORITY_SECONDS
         if self._checkpoint_due is None:
             if now >= self.due:
-                act = _beat if self._rests or now < self._rest_due else self._rest
+                act = _send_heartbeat if self._rests or now < self._rest_due else self._rest
                 self.due = now + BEAT_SECONDS
         elif self._hurried or now >= self._checkpoint_due:
-            act, self.due = _checkpoint, now + BEAT_SECONDS
+            act, self.due = _sync, now + BEAT_SECONDS
             # What is noted from now on may be newer than the checkpoint.
             self._noted = self._hurried = self._rests = False
             self._checkpoint_due, self._rest_due = None, now + REST_SECONDS
         elif now >= self.due:
-            act, self.due = _tend, now + tuning.PRIORITY_SECONDS
+            act, self.due = _write_values, now + tuning.PRIORITY_SECONDS
         if act is None:
             return None
         self.since, self.job = now, Job(partial(self._work, act))
         return self.job
 
-    def _rest(self, engine: Settled) -> None:
-        self._rests = engine.rest()
+    def _rest(self, store: Settled) -> None:
+        store.shared.beat()
+        self._rests = store.checkpoints.rest(store)
 
     def _work(self, act: Callable[[Settled], object]) -> None:
         if self._stopped:
             return
-        owner, engine = self._owner(), self._engine()
-        if owner is None or engine is None:
+        store = self._store()
+        if store is None:
             self._stopped = True
             _scheduler.remove(self)
             return
         # A failure is recorded in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
-            act(engine)
-        del owner  # the store may be garbage-collected here, where no lock is held
+            act(store)
+        del store  # the store may be garbage-collected here, where no lock is held
         if self._hurried or (self._noted and self._checkpoint_due is None):
             self.due = 0.0  # the scheduler does not look at a store while something is done for it
             _scheduler.wake()
 
 
-# Methods of the engine, which is known when the work begins.
-_beat, _tend, _checkpoint = methodcaller("beat"), methodcaller("tend"), methodcaller("checkpoint")
+def _send_heartbeat(store: Settled) -> None:
+    store.shared.beat()
+
+
+def _write_values(store: Settled) -> None:
+    store.shared.beat()
+    store.write_values()
+
+
+def _sync(store: Settled) -> None:
+    store.sync()
 
 
 class _Scheduler:

@@ -8,7 +8,7 @@ place, so that nothing is moved and every id is kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,15 @@ import numpy as np
 from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
+from expstore.disk.checkpointed import Pin
 from expstore.disk.files import File
 from expstore.episodes.fragments import all_ids
 from expstore.errors import StateError
 from expstore.storages.capabilities import GivenUp
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column import Deleted
-from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.format.journal import Kind
-from expstore.storages.format.manifest import pack_ids
+from expstore.storages.format.manifest import Manifest, pack_ids
 from expstore.storages.format.paths import COLUMNS, SEGMENTS
 
 if TYPE_CHECKING:
@@ -43,17 +43,18 @@ class Deletion:
 
     Args:
         store: The store whose episodes are deleted.
+        save: Writes expstore.json.
     """
 
-    __slots__ = ("_engine", "_store")
+    __slots__ = ("_save", "_store")
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._engine = store, store.engine
+    def __init__(self, store: Store, save: Callable[[Manifest], None]) -> None:
+        self._store, self._save = store, save
 
     @property
     def policy(self) -> Retain | None:
         """The policy that says which rows to keep; None: all rows."""
-        kept = self._engine.manifest.retain
+        kept = self._store.manifest.retain
         return Retain(**kept) if kept else None
 
     def keep_policy(self, policy: Mapping[str, Any]) -> None:
@@ -65,31 +66,31 @@ class Deletion:
             StateError: The store is a ring, closed, or cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
-        store, engine = self._store, self._engine
+        store = self._store
         with store.lock:
             store.writer()
             if policy and store.capacity is not None:
                 raise StateError(
-                    f"{engine.path} keeps its newest {store.capacity} rows and cannot have a policy",
+                    f"{store.path} keeps its newest {store.capacity} rows and cannot have a policy",
                     hint="create a store without a capacity",
                 )
-            if policy != engine.manifest.retain:
-                engine.save(engine.manifest.replace(retain=dict(policy)))
+            if policy != store.manifest.retain:
+                self._save(store.manifest.replace(retain=dict(policy)))
 
     def columns_bytes(self) -> int:
         """Return the disk space of the columns, bytes."""
-        disk, path = self._engine.disk, self._engine.path
+        disk, path = self._store.disk, self._store.path
         return disk.measure_space(path / COLUMNS) + disk.measure_space(path / SEGMENTS)
 
     def bytes_per_row(self) -> float:
         """Return the disk space of a row in the columns, bytes; for packed fields the average."""
-        columns = self._engine.rows.columns
+        columns = self._store.state.columns
         return 1.0 if columns is None else columns.measure_row_bytes(len(self._store))
 
     def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
-        window, episodes_known = self._engine.rows.window, self._engine.rows.episodes
-        with self._engine.locks.episodes:
+        window, episodes_known = self._store.state.window, self._store.state.episodes
+        with self._store.locks.episodes:
             still_open = [entry.episode for entry in episodes_known.open_entries()]
             fragments = episodes_known.fragments.capture()
         found = _ids_of(fragments.of(np.setdiff1d(episodes, still_open)))
@@ -122,23 +123,23 @@ class Deletion:
 
     def delete_rows(self, going: IdSet) -> None:
         """Delete rows of a growing store permanently; see `delete`."""
-        store, engine = self._store, self._engine
+        store = self._store
         with store.lock:
             store.writer()
-            if engine.is_behind:
-                engine.checkpoint()  # otherwise these ids could be reused after a power failure
+            if store.last > store.checkpoints.covered:
+                store.sync()  # otherwise these ids could be reused after a power failure
             try:
                 dead, pages, pin = self._record(going)
             except BaseException:
-                engine.health.note_interruption()
+                store.health.note_interruption()
                 raise
             files: set[File] = set()
             try:
                 files = self._empty(dead, pages)
             finally:
                 self._note_emptied(pages, files)
-                engine.checkpointer.release(pin)
-            engine.background.note()
+                store.checkpoints.release(pin)
+            store.background.note()
 
     def _record(self, going: IdSet) -> tuple[IdSet, IdSet, Pin]:
         """Record durably that rows are deleted, then remove them in memory.
@@ -147,7 +148,7 @@ class Deletion:
             All deleted rows, the rows around which space is to be freed, and the pin that prevents
             checkpoints from covering the record until that is done.
         """
-        engine, rows = self._engine, self._engine.rows
+        store, rows = self._store, self._store.state
         window = rows.window
         deleted = window.deleted.join(going)
         through = window.low
@@ -160,25 +161,26 @@ class Deletion:
         # One record has all that is deleted, because a kill may follow it at once.
         new = pack_ids(going.between(through, window.last))
         body = json.dumps({"through": through, "blocks": _blocks_of(pages), "gaps": new}).encode()
-        sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
+        # The pin is held until the blocks are summed again.
+        sequence, pin = store.checkpoints.append_synced(store, Kind.RETIRE, body)
         # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
         # treat deleted rows as live.
-        engine.shared.retire(max(rows.retired, through))
-        manifest = engine.manifest.replace(deleted=rest)
+        store.shared.retire(max(rows.retired, through))
+        manifest = store.manifest.replace(deleted=rest)
         if rest != window.deleted:  # after the record: an index without the record is rebuilt
-            engine.save(manifest)
-        engine.shared.note_layout()  # followers look again; rows that they are gathering become invalid
-        with engine.locks.episodes:
+            self._save(manifest)
+        store.shared.note_layout()  # followers look again; rows that they are gathering become invalid
+        with store.locks.episodes:
             self._store.epochs.note_deleted()
             rows.delete(replace(window, low=through, deleted=rest))
             rows.episodes.give_up(going)
             rows.note_content((manifest.generation, sequence))
-        engine.shared.note_record(sequence)
+        store.shared.note_record(sequence)
         return dead, pages, pin
 
     def _note_emptied(self, pages: IdSet, files: set[File]) -> None:
         """Make the next checkpoint sync files, and sum the blocks again or give them up."""
-        rows = self._engine.rows
+        rows = self._store.state
         if rows.columns is None or rows.checksums is None:
             return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
@@ -189,7 +191,7 @@ class Deletion:
             if (block + 1) * BLOCK_ROWS <= last
             and not _live(deleted, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
         }
-        with self._engine.locks.episodes:
+        with self._store.locks.episodes:
             rows.columns.touched |= files
             rows.checksums.note_changed(blocks, emptied=empty)
 
@@ -197,13 +199,13 @@ class Deletion:
 
     def _empty(self, dead: IdSet, pages: IdSet) -> set[File]:
         """Free the space of deleted rows around `pages`; return the files changed in place."""
-        rows = self._engine.rows
+        rows = self._store.state
         if rows.columns is None:
             return set()
         counts = [] if rows.sampled is None else [rows.sampled.column]
-        deleted = Deleted(dead, pages, *rows.tombstones(self._engine.geometry.slots))
+        deleted = Deleted(dead, pages, *rows.tombstones(self._store.geometry.slots))
         files = rows.columns.free(deleted, *counts)
-        with self._engine.checkpointer.lock:
+        with self._store.checkpoints.lock:
             return files | rows.columns.free_shared(deleted)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from expstore.disk.files import build_deleted_error
+from expstore.disk.writer_lock import WriterLock
 from expstore.errors import StateError, StorageError
 
 
@@ -25,19 +27,22 @@ class Health:
     Any thread may record a failure. Nothing is stored on disk: an opening starts without failures.
 
     Args:
-        path: The store's folder, for messages.
+        path: The store's folder.
+        lock_file: The writer's lock on it.
     """
 
-    __slots__ = ("_path", "failure", "needs_recovery", "noting")
+    __slots__ = ("_lock_file", "_path", "failure", "is_cut_off", "needs_recovery", "noting")
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, lock_file: WriterLock) -> None:
+        self._path, self._lock_file = path, lock_file
         #: A context manager: if its block raises, an interruption is recorded.
         self.noting = _Noting(self)
         #: The error of the failed fsync; None: no fsync has failed.
         self.failure: StorageError | None = None
         #: Whether the journal may contain records that memory does not know.
         self.needs_recovery = False
+        #: Whether the columns were left in the middle of a write.
+        self.is_cut_off = False
 
     @property
     def is_sound(self) -> bool:
@@ -55,6 +60,17 @@ class Health:
                 if deleted
                 else "close it and open it again",
             )
+
+    def check_in_place(self) -> None:
+        """Check that the store's folder is where it was, before files in it are opened by their paths.
+
+        Raises:
+            StorageError: It was deleted or moved, or another folder has its path; later writes are refused.
+        """
+        if self._lock_file.held and not self._lock_file.is_in_place:
+            error = build_deleted_error(self._path)
+            self.note_failure(error)
+            raise error
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -80,8 +96,8 @@ class Health:
         self.needs_recovery = True
 
     def note_recovered(self) -> None:
-        """Record that memory was updated to the journal."""
-        self.needs_recovery = False
+        """Record that memory and the columns were updated to the journal."""
+        self.needs_recovery = self.is_cut_off = False
 
 
 class _Noting:

@@ -18,7 +18,7 @@ from expstore.core import tuning
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray, cut_run
-from expstore.disk.checkpointed import Checkpointed, take_all
+from expstore.disk.checkpointed import Checkpointed, Pin, take_all
 from expstore.disk.files import File
 from expstore.episodes.log import EpisodeLog
 from expstore.errors import StateError
@@ -29,8 +29,6 @@ from expstore.storages.columns.memtable import Memtable
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
-from expstore.storages.engine.checkpointer import Pin
-from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.journal import Journal
 from expstore.storages.format.write_key_file import KeyFile
 from expstore.storages.row_state import RowState
@@ -99,33 +97,35 @@ class OpenStore(RowState):
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def put(self, rows: Rows, skipped: int, geometry: RingGeometry, shared: SharedState) -> Payload:
-        """Write the rows of a batch to the columns, or add them to the memtable if they are few.
+    def keeps(self, rows: Rows, geometry: RingGeometry) -> bool:
+        """Return whether a batch is small enough for the memtable."""
+        # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
+        return rows.count <= min(tuning.MEMTABLE_BATCH_ROWS, geometry.spare) and (
+            self.require_columns().bytes_of(rows.columns, rows.count) <= tuning.MEMTABLE_BATCH_BYTES
+        )
+
+    def keep(self, rows: Rows, geometry: RingGeometry) -> Payload:
+        """Add a few rows to the memtable, which has room; their commit record will contain their bytes."""
+        inline = b"".join(payload_parts(self.require_columns(), rows.columns, rows.assignment.numbers))
+        self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots)
+        self.memtable.add(rows.first_id, rows.count, inline)
+        return Payload(google_crc32c.value(inline), inline, in_columns=False)
+
+    def put(self, rows: Rows, skipped: int, geometry: RingGeometry) -> Payload:
+        """Write the rows of a batch to the columns; the memtable is empty.
 
         Args:
             rows: The batch.
             skipped: How many of its first rows get no slot.
             geometry: How ids and slots correspond.
-            shared: The control page; updated when the memtable is drained.
 
         Returns:
-            Where the bytes are, and their checksum, for the commit record.
+            The checksum of the bytes, for the commit record.
 
         Raises:
             StorageError: The disk failed.
         """
-        columns, priorities, count = self.columns, self.priorities, rows.count
-        if columns is None:
-            raise StateError("the store has no columns yet", hint="extend() it first")
-        # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
-        if (
-            not skipped
-            and count <= min(tuning.MEMTABLE_BATCH_ROWS, geometry.spare)
-            and (columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES)
-        ):
-            return self._keep(columns, rows, geometry, shared)
-        if self.memtable.span[1]:
-            self.drain(shared)
+        columns, priorities, count = self.require_columns(), self.priorities, rows.count
         arrays, numbers = rows.columns, rows.assignment.numbers
         if skipped:
             arrays = [array[skipped:] for array in arrays]
@@ -135,27 +135,6 @@ class OpenStore(RowState):
             priorities.start(runs, geometry.slots)
             largest = np.full(count - skipped, priorities.largest, np.float32)
             return Payload(columns.write(runs, arrays, numbers, largest))
-
-    def _keep(
-        self, columns: WritableColumns, rows: Rows, geometry: RingGeometry, shared: SharedState
-    ) -> Payload:
-        """Add a few rows to the memtable; their commit record will contain their bytes."""
-        if self.memtable.full:
-            self.drain(shared)
-        inline = b"".join(payload_parts(columns, rows.columns, rows.assignment.numbers))
-        self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots)
-        self.memtable.add(rows.first_id, rows.count, inline)
-        return Payload(google_crc32c.value(inline), inline, in_columns=False)
-
-    def drain(self, shared: SharedState) -> None:
-        """Write the rows in the memtable to the columns.
-
-        Raises:
-            StorageError: The disk failed; the memtable still has the rows.
-        """
-        memtable, columns = self.memtable, self.columns
-        if memtable.count and columns is not None and shared.owned:
-            memtable.drain(columns, shared.drain)  # a forked child must not write: slots may have other rows
 
     # -- changing ----------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """Append a few rows of one stream in a fraction of the time that a batch takes.
 
-A service of the store, for recorders and `add`. `RowAppender.append` does the steps of `Store._append` in the
-same order, for the one case that covers most steps of an environment; `Store._append` documents the state
-after a kill between any two of them. All other cases are left to `Store.write`.
+A service of the store, for recorders and `add`. A `RowAppender` has the steps of `Store._append_rows` for the
+one case that covers most steps of an environment. All other cases are left to `Store.write`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.values import Array, cut_run
 from expstore.episodes.segmentation import NO_REWARD, Run
+from expstore.episodes.table import Segment
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
@@ -23,7 +23,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.records import RowRecord
 
 if TYPE_CHECKING:
-    from expstore.storages.engine.store import Store
+    from expstore.storages.engine.store import Store, Write
 
 
 class RowAppender:
@@ -40,12 +40,13 @@ class RowAppender:
         store: The store.
         schema: The fields of the rows.
         rows: How many rows a call of `append` appends.
-
-    Raises:
-        StateError: The store cannot be written to.
+        append: Appends rows, for which there is room, by the crash rule.
     """
 
-    def __init__(self, store: Store, schema: Schema, rows: int = 1) -> None:
+    def __init__(
+        self, store: Store, schema: Schema, rows: int = 1, *, append: Callable[[Write], None]
+    ) -> None:
+        self._append = append
         self._store, self._schema, self._rows = store, schema, rows
         self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows)
         #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
@@ -56,6 +57,11 @@ class RowAppender:
         self._description: Description | None = None
         self._sources: dict[str | None, int] = {}
         self._flags, self._column_set = 0, 0
+        # The rows of the current call.
+        #: The id of the last row.
+        self.last_id = 0
+        self._time, self._payload = 0, b""
+        self._segments: Sequence[Segment] = ()
 
     @staticmethod
     def suits(store: Store, schema: Schema, rows: int) -> bool:
@@ -64,7 +70,7 @@ class RowAppender:
         They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory
         ids or are too long for the memtable, if each call is synced, or if the best rows are kept.
         """
-        keys, engine = store.keys, store.engine
+        keys = store.keys
         roles = keys.terminated, keys.truncated, keys.done, keys.reward, keys.trajectory
         named = [key for key in roles if key is not None]
         return (
@@ -73,7 +79,7 @@ class RowAppender:
             and all(schema[key].row_items == 1 and schema[key].dtype != "bfloat16" for key in named)
             and keys.start is keys.mask is None
             and (keys.trajectory is None or rows == 1)
-            and not engine.durable
+            and not store.checkpoints.durable
             and store.geometry.lanes == 1
             and store.ranking is None
             and rows <= tuning.MEMTABLE_BATCH_ROWS
@@ -95,7 +101,7 @@ class RowAppender:
         store = self._store
         with store.locks.extend, store.lock:
             store.writer()
-            engine, state, rows = store.engine, store.state, self._rows
+            state, rows = store.state, self._rows
             is_known = state is self._state and store.description is self._description
             if not (is_known or self._adopt(state)):
                 return 0
@@ -103,51 +109,64 @@ class RowAppender:
             window = state.window
             first_id = window.last + 1
             last_id = first_id + rows - 1
-            table, memtable, journal, ring = state.episodes, state.memtable, state.journal, store.geometry
+            table, spare = state.episodes, store.geometry.spare
             segments = table.assign_runs(number, runs, self._flags, window.low) if number else None
-            unsynced = last_id - engine.checkpointer.covered
+            unsynced = last_id - store.checkpoints.covered
             if (
                 segments is None
                 or store.snapshot_pin.first
                 or state.sampled is not None
                 or state.priorities.within
                 or table.heirs
-                or last_id > engine.space.last_id
-                or unsynced > ring.spare
-                or not journal.fits(self._record.largest_size)
+                or last_id > store.space.last_id
+                or unsynced > spare
+                or not state.journal.fits(self._record.largest_size)
             ):
                 return 0
-            if 2 * unsynced > ring.spare:
-                engine.background.hurry()
-            time = now_us()
-            payload = self._record.fill(
+            if 2 * unsynced > spare:
+                store.background.hurry()
+            self.last_id, self._segments, self._time = last_id, segments, now_us()
+            self._payload = self._record.fill(
                 column_set=self._column_set,
                 draw=state.draws.number,
-                time=time,
+                time=self._time,
                 priority=state.priorities.largest,
                 first_id=first_id,
                 segments=segments,
             )
-            try:
-                state.reserve(last_id)
-                engine.shared.reserve(last_id)
-                if memtable.full:
-                    state.drain(engine.shared)
-                state.priorities.start(cut_run(first_id, rows, ring.slots), ring.slots)
-                memtable.add(first_id, rows, payload)
-                with store.locks.episodes:
-                    sequence = self._record.append_to(journal, len(segments))
-                    entries = table.commit(segments, (), first_id=first_id, time=time, sequence=sequence)
-                    if entries:
-                        state.log.append(entries)
-                    state.commit(last_id, rows, ring.capacity, (engine.manifest.generation, sequence))
-            except BaseException:
-                engine.health.note_interruption()
-                raise
-            engine.shared.publish(last_id, sequence, drained=False)
-            engine.background.note()
+            self._append(self)
             store.counters.extends += 1
         return first_id
+
+    # The steps of `Store._append_rows`; see `Write`.
+
+    def reserve(self, state: OpenStore) -> None:
+        """Update memory for the slots that the rows are about to take."""
+        state.reserve(self.last_id)
+
+    def put(self, state: OpenStore) -> bool:
+        """Add the rows to the memtable."""
+        rows, slots, memtable = self._rows, self._store.geometry.slots, state.memtable
+        first_id = self.last_id - rows + 1
+        if memtable.full:
+            self._store.drain()
+        state.priorities.start(cut_run(first_id, rows, slots), slots)
+        memtable.add(first_id, rows, self._payload)
+        return False
+
+    def append_record(self, state: OpenStore) -> int:
+        """Append the commit record; return its LSN."""
+        return self._record.append_to(state.journal, len(self._segments))
+
+    def commit(self, state: OpenStore, position: tuple[int, int]) -> None:
+        """Make the rows readable."""
+        rows, last_id = self._rows, self.last_id
+        entries = state.episodes.commit(
+            self._segments, (), first_id=last_id - rows + 1, time=self._time, sequence=position[1]
+        )
+        if entries:
+            state.log.append(entries)
+        state.commit(last_id, rows, self._store.capacity, position)
 
     def _adopt(self, state: OpenStore) -> bool:
         """Adapt to a store that was opened again, or whose content was replaced; return whether rows fit."""
@@ -156,7 +175,7 @@ class RowAppender:
             return False
         self._sources = {}
         self._flags = NO_REWARD if store.keys.reward is None else 0
-        self._column_set = store.engine.manifest.column_set
+        self._column_set = store.manifest.column_set
         self._state, self._description = state, store.description
         return True
 

@@ -1,8 +1,11 @@
 """A store on disk: append, change, delete and sync rows.
 
-`Store._append` implements the crash rule. The order of its six steps makes a batch complete or absent after a
-kill at any moment, and after a power failure once a checkpoint has run. `expstore.storages.engine.opening`
-recovers a store. Values are never inspected here.
+`Store._append_rows` implements the crash rule. The order of its steps makes a batch or a row complete or
+absent after a kill at any moment, and after a power failure once a checkpoint has run.
+`expstore.storages.engine.opening` recovers a store. Values are never inspected here.
+
+A store owns its description, expstore.json, the writer's lock, and the objects that sync and watch its files.
+What a recovery or a restore replaces is in one `OpenStore` (`Store.state`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray
+from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
@@ -36,26 +40,30 @@ from expstore.storages.base import Storage
 from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.memtable import RowBatch
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.description import Description
 from expstore.storages.engine.alter import StoredFields
+from expstore.storages.engine.background_checkpoints import Keeper
+from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.delete import Deletion
-from expstore.storages.engine.engine import Engine
+from expstore.storages.engine.disk_space import DiskSpace
+from expstore.storages.engine.health import Health
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
 from expstore.storages.engine.process_exit import Departure, register, unregister
-from expstore.storages.engine.replace import Updates
 from expstore.storages.engine.row_appender import RowAppender
+from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.engine.store_settings import StoreSettings
 from expstore.storages.engine.store_snapshots import StoreSnapshots
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
-from expstore.storages.format.paths import CHECKSUMS, COLUMNS, STATE, index_path
-from expstore.storages.format.records import Publish
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, REDO, STATE, index_path
+from expstore.storages.format.records import Publish, Redo, shelve_body
 from expstore.storages.read_view import build_closed_error
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
@@ -99,6 +107,10 @@ class Store(Storage):
 
     _state: OpenStore
     path: Path
+    #: The contents of expstore.json.
+    manifest: Manifest
+    #: Appends records, and syncs the parts of the store.
+    checkpoints: Checkpointer
     #: Whether to warn if the store is garbage-collected without having been closed.
     _warns_if_forgotten = True
 
@@ -116,65 +128,69 @@ class Store(Storage):
         self.kind = settings.storage or "zarr"
         self.row_traits = RowTraits(variable=self.kind == "arrow")
         durable = settings.durability == "sync"
-        lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
-        super().__init__(
-            description=Description.of(manifest), disk=disk, path=path, index_path=index_path(path)
-        )
-        #: The parts of the open store.
-        self.engine = Engine(
-            path,
-            disk,
-            manifest,
-            lock_file,
-            locks=self.locks,
-            snapshot_pin=self.snapshot_pin,
-            counters=self.counters,
-            index=self.index,
-            durable=durable,
-            min_free_bytes=settings.min_free_bytes,
-        )
-        self._updates = Updates(self.engine, self.changes)
-        self._segment_bytes = segment_bytes or (
-            SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
-        )
+        #: The writer's lock, which only this process holds.
+        self.lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         try:
-            shared = self.engine.shared
-            draws = DrawState(order=self.locks.order, sink=shared)
+            super().__init__(
+                description=Description.of(manifest), disk=disk, path=path, index_path=index_path(path)
+            )
+            self.manifest = manifest
+            #: Records failures of the store.
+            self.health = Health(path, self.lock_file)
+            #: The control page STATE.
+            self.shared = SharedState(disk, path, self.lock_file)
+        except BaseException:
+            self.lock_file.release()
+            raise
+        #: The free space of the disk.
+        self.space = DiskSpace(disk, path, settings.min_free_bytes)
+        self.checkpoints = Checkpointer(
+            self.locks.order,
+            self.health,
+            disk,
+            durable=durable,
+            segment_bytes=segment_bytes or (SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES),
+        )
+        #: Runs checkpoints some time after writes.
+        self.background = Keeper(self)
+        try:
+            draws = DrawState(order=self.locks.order, sink=self.shared)
             self._adopt(dataclasses.replace(self._state, draws=draws))
-            shared.enter()
-            shared.begin_change(None)  # recovery may change rows that other processes are reading
+            self.shared.enter()
+            self.shared.begin_change(None)  # recovery may change rows that other processes are reading
             with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
-            if manifest.schema is not None and shared.is_new:
+            if manifest.schema is not None and self.shared.is_new:
                 _logger.warning("%s was missing or truncated and is created again", path / STATE)
         except BaseException:
             self._release()
             raise
-        self.engine.background.start(self)
+        self.background.start()
         flushes = settings.on_sigterm == "flush"
         register(self, Departure(path, flushes, self._leave, self._depart, self.drain))
 
     def _open(self, *, first: bool) -> None:
         """Open the files as they are now and switch to them; on failure, the former files stay open."""
-        former, engine = self._state, self.engine
+        former = self._state
         opened = Opening(
-            engine.disk,
-            engine.path,
-            engine.manifest,
-            shared=engine.shared,
+            self.disk,
+            self.path,
+            self.manifest,
+            shared=self.shared,
             order=self.locks.order,
-            pool=engine.pool,
-            segment_bytes=self._segment_bytes,
+            pool=self.checkpoints.pool,
+            segment_bytes=self.checkpoints.segment_bytes,
             counts=self._counting,
-            may_tidy=engine.may_tidy(),
-            counted=engine.background.note,
+            may_tidy=not self.snapshot_pin.first,
+            counted=self.background.note,
             former=former,
             first=first,
         ).run()
         description = Description.of(opened.manifest)
         with self._note_field_change(description.schema):
-            engine.adopt(opened.store, opened.manifest)
+            self.manifest = opened.manifest
             self._adopt(opened.store)
+            self.checkpoints.restart(opened.store)
             self._describe(description)
         if opened.first:
             self.counters.recovered = opened.recovered
@@ -201,11 +217,6 @@ class Store(Storage):
         return self._state
 
     @property
-    def manifest(self) -> Manifest:  # type: ignore[override]
-        """The contents of expstore.json."""
-        return self.engine.manifest
-
-    @property
     def priorities(self) -> StoredPriorities:
         """The priorities of the rows, by slot."""
         return self._state.priorities
@@ -223,7 +234,7 @@ class Store(Storage):
     @property
     def retention(self) -> Deletion:
         """Deletes episodes of a growing store."""
-        return Deletion(self)
+        return Deletion(self, self._save)
 
     @property
     def snapshots(self) -> StoreSnapshots:
@@ -232,107 +243,47 @@ class Store(Storage):
             self,
             check=self._check_hooks,
             convert=self._hook_content,
-            updates=self._updates,
             reopen=self._reopen,
         )
 
     # -- extend ------------------------------------------------------------------------------------
 
-    def write(self, rows: Rows) -> None:
-        """Append rows: all of them become readable, or none.
-
-        Raises:
-            StateError: The store is closed, not open for writing, or has failed.
-            StorageError: The disk failed, or would have less than `min_free_bytes`; no row becomes readable.
-        """
-        engine, ring = self.engine, self.geometry
-        self.writer()
-        if ring.lanes > 1:
-            ring.check_steps(rows.first_id, rows.count)
-        if self.row_traits.variable:
-            self._make_room_for_variable(rows)
-        self._admit(rows)
-        try:
-            self._append(rows)
-        except BaseException:
-            engine.health.note_interruption()
-            raise
-        self.counters.extends += 1
-
     def _append(self, rows: Rows) -> None:
-        """Append rows, for which there is room. This is the crash rule.
-
-        If the process dies before step 4 the rows are lost: an opening stops at the newest commit record, and
-        ignores bytes in free slots. (In this case, a batch longer than the spare slots has already evicted
-        older rows.) From step 4 on the rows exist; recovery repeats step 5 from the record. After a power
-        failure they exist if a checkpoint has run since, or if every call is synced. After an exception the
-        next call of `writer` reads the journal again.
-        """
-        state, engine, ring = self._state, self.engine, self.geometry
         kernels = self.disk.kernels
         if kernels is None:
             self.disk.warm()
-        if state.episodes.kernels is not kernels:
-            state.episodes.use_kernels(kernels)
-        # 1. Release the slots, in memory and for readers in other processes, before they change.
-        skipped = self._reserve(rows)
-        # 2. Write the payload to the columns; a few rows stay in the memtable and in their record.
-        payload = state.put(rows, skipped, ring, engine.shared)
-        # 3. If every call is synced, sync the payload before its record.
-        if engine.durable and payload.in_columns:
-            payload = self._make_durable(rows, skipped, payload)
-        record = self._commit_record(rows, skipped, payload).parts()
-        with self.locks.episodes:
-            try:
-                # 4. Append the commit record.
-                sequence = engine.append_record(Kind.PUBLISH, *record)
-                if engine.durable:
-                    engine.checkpointer.sync_record(state.journal)
-                # 5. Update episodes, window and key: readers in this process see the rows.
-                state.commit_rows(rows, ring.capacity, (engine.manifest.generation, sequence))
-            except BaseException:
-                # Before the lock is released: no checkpoint may cover a record that memory lacks.
-                engine.health.note_interruption()
-                raise
-        # 6. Update the control page: other processes see the rows; rows in the memtable after it is drained.
-        engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
-        engine.background.note()
-        if rows.count > ring.spare:
+        if self._state.episodes.kernels is not kernels:
+            self._state.episodes.use_kernels(kernels)
+        self._append_rows(_BatchWrite(self, rows))
+        if rows.count > self.geometry.spare:
             self.sync()  # the batch has overwritten durable rows
 
-    def _make_durable(self, rows: Rows, skipped: int, payload: Payload) -> Payload:
-        """Put the rows into their record, or sync them if they are many."""
-        state, spare = self._state, self.geometry.spare
-        columns, numbers = state.require_columns(), rows.assignment.numbers
-        if (
-            not skipped
-            and rows.count <= spare
-            and columns.bytes_of(rows.columns, rows.count) <= tuning.INLINE_BATCH_BYTES
-        ):
-            return Payload(payload.crc, b"".join(payload_parts(columns, rows.columns, numbers)))
-        runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
-        self.engine.checkpointer.sync_rows(
-            lambda: (columns.find_unsynced_files(runs), state.take_new_folders()), columns.put_back
-        )
-        columns.note_rows_synced()
-        return payload
+    def _append_rows(self, write: Write) -> None:
+        """Append rows, for which there is room. This is the crash rule, for batches and for single rows.
 
-    def _commit_record(self, rows: Rows, skipped: int, payload: Payload) -> Publish:
-        return Publish(
-            first_id=rows.first_id,
-            count=rows.count,
-            skipped=skipped,
-            draw=self._state.draws.number,
-            time=rows.time,
-            checksum=payload.crc,
-            priority=self._state.priorities.largest,
-            segments=rows.assignment.segments,
-            sources=rows.assignment.sources,
-            payload=payload.inline,
-            info=rows.info,
-            column_set=self.engine.manifest.column_set,
-            key=rows.key,
-        )
+        If the process dies before step 3 the rows are lost: an opening stops at the newest commit record, and
+        ignores bytes in free slots. (In this case, a batch longer than the spare slots has already evicted
+        older rows.) From step 3 on the rows exist; recovery repeats step 4 from the record. After a power
+        failure they exist if a checkpoint has run since, or if every call is synced. After an exception the
+        next call of `writer` reads the journal again.
+        """
+        state, checkpoints = self._state, self.checkpoints
+        with self.health.noting:
+            # 1. Release the slots, for readers in other processes and in memory, before they change.
+            self.shared.reserve(write.last_id)
+            write.reserve(state)
+            # 2. Write the payload to the columns; a few rows stay in the memtable and in their record. If
+            #    every call is synced, sync the payload before its record.
+            in_columns = write.put(state)
+            with self.locks.episodes, self.health.noting:  # no checkpoint covers a record that memory lacks
+                # 3. Append the commit record.
+                sequence = write.append_record(state)
+                checkpoints.sync_if_durable(state.journal)
+                # 4. Update episodes, window and key: readers in this process see the rows.
+                write.commit(state, (self.manifest.generation, sequence))
+            # 5. Update the control page: other processes see the rows, if they are in the columns.
+            self.shared.publish(write.last_id, sequence, drained=in_columns)
+            self.background.note()
 
     def _admit(self, rows: Rows) -> None:
         """Wait until rows may be written: a snapshot then has the rows to be overwritten.
@@ -342,6 +293,8 @@ class Store(Storage):
         """
         if self.snapshot_pin.first and self.geometry.slots is not None:
             self.snapshot_pin.wait(rows.last_id - self.geometry.slots)
+        if self.row_traits.variable:
+            self._make_room_for_variable(rows)
         self._make_room(rows.count)
         if rows.key is not None:
             self._make_room_for_key()
@@ -351,9 +304,9 @@ class Store(Storage):
 
         A batch longer than the spare slots evicts the rows that it overwrites.
         """
-        engine, ring = self.engine, self.geometry
+        ring = self.geometry
         last = self._state.window.last
-        if last + count > engine.space.last_id:
+        if last + count > self.space.last_id:
             self._check_space(count)
         if count > ring.spare:
             self.sync()
@@ -362,52 +315,53 @@ class Store(Storage):
                 if through > self._state.window.low:
                     self._retire(through)
         else:
-            free = ring.spare - (last - engine.checkpointer.covered)
+            free = ring.spare - (last - self.checkpoints.covered)
             if 2 * (free - count) < ring.spare:
-                engine.background.hurry()
+                self.background.hurry()
             if count > free:
                 started = time.monotonic()
-                engine.checkpoint(lambda: self._has_spare(count))
+                self.checkpoints.run(self, lambda: self._has_spare(count))
                 self.counters.note_wait(started)
 
     def _has_spare(self, count: int) -> bool:
         """Return whether `count` rows, and the rows that no checkpoint covers, fit into the spare slots."""
-        return self.last + count - self.engine.checkpointer.covered <= self.geometry.spare
+        return self.last + count - self.checkpoints.covered <= self.geometry.spare
 
     def _check_space(self, count: int) -> None:
         """Raise StorageError for rows that would leave the disk with less than `min_free_bytes`."""
-        if self.last + count > self.engine.space.last_id:
+        if self.last + count > self.space.last_id:
             row_bytes = self.require_schema().row_bytes + ROW_BYTES
-            self.engine.space.check(self.last, count, row_bytes, self.geometry)
+            self.space.check(self.last, count, row_bytes, self.geometry)
 
     def _make_room_for_variable(self, rows: Rows) -> None:
         """Wait for the disk, or hurry the background thread, if many variable-length bytes are unsynced."""
-        columns, engine = self._state.columns, self.engine
+        columns = self._state.columns
         if columns is None or not columns.variable_places:
             return
         size = columns.variable_bytes(rows.columns)
-        engine.space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
+        self.space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
         unsynced = columns.unsynced_bytes + size
         if unsynced > UNSYNCED_BYTES:
             started = time.monotonic()
             self.sync()
             self.counters.note_wait(started)
         elif 2 * unsynced > UNSYNCED_BYTES:
-            engine.background.hurry()
+            self.background.hurry()
 
     def _make_room_for_key(self) -> None:
         """Make room for one more idempotency key in the file of keys."""
-        engine = self.engine
-        if not engine.manifest.keyed:
-            engine.save(engine.manifest.replace(keyed=True))  # from now on a missing file is damage
+        if not self.manifest.keyed:
+            self._save(self.manifest.replace(keyed=True))  # from now on a missing file is damage
         keys = self._state.write_keys
         if 2 * keys.room < keys.spare:
-            engine.background.hurry()
+            self.background.hurry()
         if not keys.room:
-            engine.checkpoint(lambda: self._state.write_keys.room > 0)
+            self.checkpoints.run(self, lambda: self._state.write_keys.room > 0)
 
-    def _note_horizon(self, horizon: int) -> None:
-        self.engine.shared.reserve(horizon)
+    def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
+        """Return an appender that writes a few rows faster than `write`; see `Storage.row_appender`."""
+        suits = RowAppender.suits(self, schema, rows)
+        return RowAppender(self, schema, rows, append=self._append_rows) if suits else None
 
     # -- the first rows ------------------------------------------------------------------------------
 
@@ -426,11 +380,10 @@ class Store(Storage):
             SchemaError: The fields do not match the specs, or this storage cannot store one of them.
             StorageError: The disk failed; nothing was changed.
         """
-        engine = self.engine
         self.writer()
         refuse_objects(schema)
-        engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
-        with engine.health.guard():
+        self.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
+        with self.health.guard():
             super().prepare(schema, keys, dims, row_class=row_class)
         self.row_traits = dataclasses.replace(self.row_traits, variable=self.kind == "arrow", undecided=False)
 
@@ -464,27 +417,26 @@ class Store(Storage):
         return ring
 
     def _create(self, schema: Schema, keys: Keys) -> None:
-        engine, ring, state = self.engine, self.geometry, self._state
-        folder, fields = engine.path / COLUMNS, (*schema.fields, *ROW_FIELDS)
+        ring, state, path, pool = self.geometry, self._state, self.path, self.checkpoints.pool
+        folder, fields = path / COLUMNS, (*schema.fields, *ROW_FIELDS)
         attributes = {"expstore": {"capacity": ring.capacity, "slots": ring.slots}}
         packings = self._layout.packings(fields, ring.slots, ring.reach)
-        WritableColumns.create(self.disk, folder, fields, ring.slots, engine.pool, attributes, packings)
+        WritableColumns.create(self.disk, folder, fields, ring.slots, pool, attributes, packings)
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         kind = "arrow" if self.row_traits.undecided and schema.variable else self.kind
-        manifest = engine.manifest.replace(schema=schema, storage=kind, **numbers)
+        manifest = self.manifest.replace(schema=schema, storage=kind, **numbers)
         columns = make_columns(
-            self.disk, engine.path, manifest, schema, generation=manifest.generation, packings=packings
+            self.disk, path, manifest, schema, generation=manifest.generation, packings=packings
         )
         columns.warm()
         if state.checksums is not None:
             state.checksums.close()
-        self.disk.unlink(engine.path / CHECKSUMS)  # left over from a failed attempt
-        state.replace_checksums(Checksums(self.disk, engine.path / CHECKSUMS, columns))
-        manifest.save(self.disk, engine.path)
-        engine.note_saved(manifest)
-        self.kind = kind
+        self.disk.unlink(path / CHECKSUMS)  # left over from a failed attempt
+        state.replace_checksums(Checksums(self.disk, path / CHECKSUMS, columns))
+        manifest.save(self.disk, path)
+        self.manifest, self.kind = manifest, kind
         state.replace_columns(columns)
-        engine.shared.note_layout()
+        self.shared.note_layout()
         size = 4096 if ring.slots is None else ring.slots
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
@@ -492,10 +444,10 @@ class Store(Storage):
         """Replace the fields. expstore.json already has them, and the caller holds the lock."""
         description = Description.of(manifest)
         with self.locks.episodes, self._note_field_change(description.schema):
-            self.engine.note_saved(manifest)
+            self.manifest = manifest
             self._describe(description)
             self._state.replace_columns(columns)
-            self.engine.shared.note_layout()
+            self.shared.note_layout()
 
     def _begin_sampled(self) -> None:
         columns, slots = self._state.columns, self.geometry.slots
@@ -503,63 +455,149 @@ class Store(Storage):
             return
         last = self.last if slots is None else min(self.last, slots)
         ready = max(columns.ready, last)  # the columns may lack rows that the memtable has
-        with self.engine.health.guard():
-            SampledColumn.make(self.disk, columns.folder, slots, ready=ready, pool=self.engine.pool)
-            counts = SampledColumn(self.disk, columns.folder, slots, changed=self.engine.background.note)
+        with self.health.guard():
+            SampledColumn.make(self.disk, columns.folder, slots, ready=ready, pool=self.checkpoints.pool)
+            counts = SampledColumn(self.disk, columns.folder, slots, changed=self.background.note)
             self._state.count_sampled(counts)
 
-    # -- changing and deleting ---------------------------------------------------------------------
+    def _save(self, manifest: Manifest) -> None:
+        """Write expstore.json.
 
-    def _change(
-        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
-    ) -> None:
-        if self._state.columns is not None:
-            self._state.columns.check_changeable(places)
-        self.snapshot_pin.wait()
-        self._updates.change(ids, places, columns, replaces=replaces)
-
-    def _annotate(self, change: LogEntry | End | Resume) -> None:
-        engine, state = self.engine, self._state
-        kinds = {LogEntry: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
-        sequence = engine.append_record(kinds[type(change)], change.pack())
-        engine.sync_if_durable()
-        state.annotate(change, (engine.manifest.generation, sequence))
-        engine.shared.note_record(sequence)
-        engine.background.note()
-
-    def _retire(self, through: int) -> None:
-        """Remove the rows with ids <= `through` permanently and durably."""
-        engine = self.engine
-        with self.locks.episodes:
-            sequence = engine.append_record(Kind.RETIRE, b'{"through": %d}' % through)
-            self.epochs.note_deleted()
-            self._state.retire(through)
-            self._state.note_content((engine.manifest.generation, sequence))
-        engine.shared.retire(self._state.retired)
-        self.sync()
-
-    def _forget(self, last: int) -> None:
-        engine, state = self.engine, self._state
-        self.sync()
-        with self.locks.episodes:
-            sequence = engine.append_record(Kind.DELETE, b'{"last": %d}' % last)
-            self.epochs.note_deleted()
-            state.clear(last, (engine.manifest.generation, sequence))
-        engine.shared.clear(last)
-        self.sync()
+        Raises:
+            StorageError: The disk failed; nothing was changed.
+        """
+        self.health.check_in_place()
+        with self.health.guard():
+            manifest.save(self.disk, self.path)
+        self.manifest = manifest
 
     @property
     def settings(self) -> StoreSettings:
         """Settings of the rows: their ranking, their specs, and whether samples are counted."""
-        return StoreSettings(self, self._describe, self._count_sampled)
+        return StoreSettings(self, self._describe, self._count_sampled, self._save)
 
-    def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
-        """Return an appender that writes a few rows faster than `write`; see `Storage.row_appender`."""
-        return RowAppender(self, schema, rows) if RowAppender.suits(self, schema, rows) else None
+    # -- changing rows -----------------------------------------------------------------------------
+
+    # A change in place first syncs an update record, then changes the columns. A pin prevents checkpoints
+    # from covering the record before the columns have changed, because this would lose the change. New rows
+    # that replace others are scattered over the columns, so writing each at once would cost one write per
+    # column, after a sync of the journal: a checkpoint does both for many of them together. The journal has
+    # every change when a call returns; an opening repeats the changes that the columns may lack.
+
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        state = self._state
+        if state.columns is not None:
+            state.columns.check_changeable(places)
+        self.snapshot_pin.wait()
+        size = sum(column.nbytes for column in columns)
+        most = min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
+        if replaces and self.geometry.slots is not None and 2 * size <= most:
+            waiting = state.memtable.replaced.waiting_bytes
+            if self._is_behind or (waiting and waiting + size > tuning.REPLACED_ROWS_BYTES):
+                self.sync()  # a power failure must not bring back a row whose slot is replaced
+            elif 2 * waiting > tuning.REPLACED_ROWS_BYTES:
+                self.background.hurry()
+            with self.health.noting:
+                self._change_later(ids, places, columns)
+        else:
+            if state.memtable.replaced or self._is_behind:
+                self.sync()  # otherwise a power failure could keep the change without its row
+            with self.health.noting:
+                self._change_in_place(ids, places, columns, replaces=replaces)
+        self.background.note()
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether rows were appended after the newest checkpoint."""
+        return self._state.last > self.checkpoints.covered
+
+    def _change_in_place(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        state, shared, record = self._state, self.shared, Redo(ids, list(places), columns, replaces)
+        number = state.journal.sequence + 1
+        body = shelve_body(self.disk, self.path / REDO, number, record.pack(), settle=self.sync)
+        _, pin = self.checkpoints.append_synced(self, Kind.REDO, body)
+        slots = self.geometry.slot_of(ids)
+        self.changes.begin()
+        shared.begin_change(slots)
+        try:
+            touched = state.overwrite(slots, places, columns)
+            shared.end_change()  # not after a failure: the values are then unknown
+        except BaseException:
+            state.memtable.replaced.fail(slots, places, columns)
+            raise
+        finally:
+            self.changes.end(slots)
+        with self.locks.episodes:
+            state.note_touched(touched, slots)
+        self.checkpoints.release(pin)
+
+    def _change_later(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Record rows that replace others, and keep them in memory until a checkpoint writes them."""
+        state, slots, checkpoints = self._state, self.geometry.slot_of(ids), self.checkpoints
+        body = Redo(ids, list(places), columns, True).pack()
+
+        def make_batch() -> RowBatch[Pin]:  # its records follow the pinned one
+            pin = checkpoints.pin(sequence - 1, state.journal.sync_files()[-1])
+            return RowBatch(self.geometry.slots or 0, places, pin)
+
+        # No checkpoint may run between the record and the rows, also not after a failure between them.
+        with self.locks.episodes, self.health.noting:
+            sequence = checkpoints.append_record(self, Kind.REDO, body)
+            checkpoints.sync_if_durable(state.journal)
+            state.memtable.replaced.add(slots, columns, make_batch)
+        with state.priorities.lock:
+            state.priorities.values[slots] = columns[0]
+        state.priorities.note_changed(slots)
+        self.changes.note(slots)
 
     def _note_unsaved(self) -> None:
         """Record that priorities were set, so that a checkpoint follows soon."""
-        self.engine.background.note()
+        self.background.note()
+
+    @contextlib.contextmanager
+    def _note_changes(self, slots: IntArray | None = None) -> Iterator[None]:
+        """Tell readers, also in other processes, that rows are being changed in place."""
+        with super()._note_changes(slots):
+            self.shared.begin_change(slots)
+            yield
+            self.shared.end_change()  # not after a failure, when the rows' contents are unknown
+
+    # -- episodes, and deleted rows ----------------------------------------------------------------
+
+    def _annotate(self, change: LogEntry | End | Resume) -> None:
+        kinds = {LogEntry: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
+        # Before the lock is released: a checkpoint must not cover a record that memory lacks.
+        with self.health.noting:
+            sequence = self.checkpoints.append_record(self, kinds[type(change)], change.pack())
+            self.checkpoints.sync_if_durable(self._state.journal)
+            self._state.annotate(change, (self.manifest.generation, sequence))
+        self.shared.note_record(sequence)
+        self.background.note()
+
+    def _retire(self, through: int) -> None:
+        """Remove the rows with ids <= `through` permanently and durably."""
+        with self.locks.episodes:
+            body = b'{"through": %d}' % through
+            sequence = self.checkpoints.append_record(self, Kind.RETIRE, body)
+            self.epochs.note_deleted()
+            self._state.retire(through)
+            self._state.note_content((self.manifest.generation, sequence))
+        self.shared.retire(self._state.retired)
+        self.sync()
+
+    def _forget(self, last: int) -> None:
+        with self.health.noting:
+            self.sync()
+            with self.locks.episodes:
+                sequence = self.checkpoints.append_record(self, Kind.DELETE, b'{"last": %d}' % last)
+                self.epochs.note_deleted()
+                self._state.clear(last, (self.manifest.generation, sequence))
+            self.shared.clear(last)
+            self.sync()
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -572,7 +610,9 @@ class Store(Storage):
         wanted = range(len(columns.columns) - len(ROW_FIELDS)) if places is None else places
         memtable = state.memtable
         if memtable.span[1] and memtable.holds(columns, slots):
-            return self.engine.take(slots, wanted)
+            with contextlib.suppress(StorageError):  # if it fails, the rows are read from memory
+                self.drain()
+            return self._state.memtable.take(self._state.require_columns(), slots, wanted)
         return memtable.replaced.take(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
@@ -587,7 +627,8 @@ class Store(Storage):
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying: per field one or two arrays."""
-        return self.engine.views(places, first_id, count)
+        self.drain()
+        return self._state.views(places, first_id, count)
 
     @property
     def unviewed_places(self) -> frozenset[int]:
@@ -596,8 +637,44 @@ class Store(Storage):
         return frozenset() if columns is None else columns.unviewed_places
 
     def drain(self) -> None:
-        """Write rows that are only in the memtable and the journal to the columns."""
-        self.engine.drain()
+        """Write the rows in the memtable to the columns.
+
+        Raises:
+            StorageError: The disk failed, or an earlier attempt was interrupted and the columns may have some
+                of the rows already; the journal has all of them, and the next write recovers them.
+        """
+        state = self._state
+        if not state.memtable.count or state.columns is None or not self.shared.owned:
+            return  # a forked child must not write: slots may have other rows
+        if self.health.is_cut_off:
+            raise StorageError(
+                f"rows of {self.path} are not in the columns, as an earlier attempt was interrupted",
+                hint="extend() or flush() recovers them",
+            )
+        try:
+            state.memtable.drain(state.columns, self.shared.drain)
+        except BaseException as exc:
+            self.health.note_failure(exc)  # a new shard of an unbounded store is synced at once
+            if state.is_append_only:
+                self.health.note_interruption()  # only the files show how many rows were written
+                # After a failure of the disk, they can be written again; not if a statement was skipped.
+                self.health.is_cut_off = not isinstance(exc, StorageError)
+            raise
+
+    def write_values(self) -> None:
+        """Write priorities and counts that have changed, and rows that the columns lack, to the columns."""
+        self.health.check_in_place()
+        state = self._state
+        if state.columns is None:
+            return
+        self.drain()
+        if state.sampled is not None and state.sampled.owes:
+            with self.locks.sampled:
+                state.sampled.settle()
+        touched = state.priorities.write(state.columns.row_fields[-1])
+        if touched:
+            with self.locks.episodes:
+                state.columns.touched |= touched
 
     # -- snapshots and restores ----------------------------------------------------------------------
 
@@ -654,19 +731,10 @@ class Store(Storage):
 
     def _reopen(self, change: Callable[[], None]) -> None:
         """Open the store again after `change` has put other files in its folder."""
-        engine = self.engine
-        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting, self._note_changes():
+        with self.checkpoints.lock, self.locks.sampled, self.health.noting, self._note_changes():
             change()
-            with engine.health.guard():
+            with self.health.guard():
                 self._open(first=True)
-
-    @contextlib.contextmanager
-    def _note_changes(self, slots: IntArray | None = None) -> Iterator[None]:
-        """Tell readers, also in other processes, that rows are being changed in place."""
-        with super()._note_changes(slots):
-            self.engine.shared.begin_change(slots)
-            yield
-            self.engine.shared.end_change()  # not after a failure, when the rows' contents are unknown
 
     # -- opening and closing -------------------------------------------------------------------------
 
@@ -676,7 +744,7 @@ class Store(Storage):
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
         """
-        self.engine.checkpoint()
+        self.checkpoints.run(self)
 
     def writer(self) -> Self:
         """Return the store itself; after an interruption, read its journal again first.
@@ -685,60 +753,77 @@ class Store(Storage):
             StateError: The store is closed, has failed, or belongs to another process.
             StorageError: The disk failed; the next call retries.
         """
-        engine = self.engine
         if self._closed:
             raise build_closed_error()
-        if not engine.lock_file.held:
+        if not self.lock_file.held:
             raise StateError(
                 f"{self.path} was opened by another process, of which this one is a fork",
                 hint="open the store in the process that writes to it",
             )
-        health = engine.health
+        health = self.health
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
             # A sampler that counts samples must not use the counts that were open before.
-            with self.lock, engine.checkpointer.lock, self.locks.sampled:
-                if engine.health.needs_recovery:
+            with self.lock, self.checkpoints.lock, self.locks.sampled:
+                if health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
-                        engine.write_values()
-                    with self._note_changes(), engine.health.guard():
+                        self.write_values()
+                    with self._note_changes(), health.guard():
                         self._open(first=False)
-                    engine.health.note_recovered()
+                    health.note_recovered()
         return self
 
     @property
     def can_write(self) -> bool:
         """Whether the store is open for writing and has not failed."""
-        return not self._closed and self.engine.is_sound
-
-    def _note_interruption(self) -> None:
-        self.engine.health.note_interruption()
+        return not self._closed and self.lock_file.held and self.health.is_sound
 
     def close(self) -> None:
         """Sync, record a clean close, and release the lock; a second call does nothing."""
         if self._closed:
             return
-        closed, engine = 0, self.engine
+        closed = 0
         with self.lock:
-            engine.background.stop()
+            self.background.stop()
             try:
                 if self.can_write:
                     end_sessions(self, [self.episodes.session])
-                    closed = engine.finish()
+                    closed = self._finish()
             finally:
                 self._note_closed()
-                engine.leave(closed)
+                self.shared.leave(closed)
                 self._release()
+
+    def _finish(self) -> int:
+        """Run the last checkpoint and append the close record; return its LSN. The lock is held."""
+        journal, checkpoints = self._state.journal, self.checkpoints
+        with self.locks.episodes:
+            # Do not keep a long journal of changes that will all be synced.
+            if not self.health.needs_recovery and journal.length > tuning.CLOSED_JOURNAL_BYTES:
+                with contextlib.suppress(StorageError):  # on a full disk, the journal is kept
+                    checkpoints.start_segment(self)
+        self.sync()
+        with self.locks.episodes:
+            sequence = checkpoints.append_record(self, Kind.CLOSE, b"{}")
+            journal.end()
+            if self._state.columns is not None:
+                self._state.columns.give_back()
+        checkpoints.sync_journal(journal.sync_files(), [])
+        return sequence
 
     def _release(self) -> None:
         """Close all files that were opened, and release the lock."""
         unregister(self)
-        self.engine.close()
+        self._note_closed()
+        with self.locks.sampled:  # no descriptor may be reused for another file while counts are written
+            self._state.close()
+            self.shared.close()
+        self.lock_file.release()
 
     def _leave(self) -> None:
         """Close a store that is still open when the program ends, and update the index."""
-        if self._closed or not self.engine.lock_file.held:
+        if self._closed or not self.lock_file.held:
             return
         try:
             self.writer()
@@ -753,11 +838,13 @@ class Store(Storage):
         self.sync()
 
     def __del__(self) -> None:
-        opened = "engine" in vars(self) and self.engine.background.running
-        if opened and not self._closed and self.engine.lock_file.held:
+        opened = "background" in vars(self) and self.background.running
+        if opened and not self._closed and self.lock_file.held:
             # If the store is part of a reference cycle, the threads of its pool have already ended and take
             # no jobs. Also, this thread may be inside `submit` of another pool, where waiting would deadlock.
-            self.engine.do_without_threads()
+            self.checkpoints.pool.refuse()
+            if self._state.columns is not None:
+                self._state.columns.do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
             if self._warns_if_forgotten:
@@ -767,20 +854,120 @@ class Store(Storage):
 
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, unsynced rows, the state of the disk, and compression ratios."""
-        engine, counters, columns = self.engine, self.counters, self._state.columns
+        counters, columns, checkpoints = self.counters, self._state.columns, self.checkpoints
         return {
             "path": str(self.path),
-            "durability": "sync" if engine.durable else "process",
-            "generation": engine.manifest.generation,
-            "unsynced_rows": self.last - engine.checkpointer.covered,
+            "durability": "sync" if checkpoints.durable else "process",
+            "generation": self.manifest.generation,
+            "unsynced_rows": self.last - checkpoints.covered,
             "fsyncs": self.disk.syncs,
             "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
             "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
             "free_bytes": self.disk.free(self.path),
-            "poisoned": None if engine.health.failure is None else str(engine.health.failure),
+            "poisoned": None if self.health.failure is None else str(self.health.failure),
             "recovered": counters.recovered,
             "packed": {} if columns is None else columns.compression_ratios(),
         }
+
+
+class Write(Protocol):
+    """Rows to append: `_BatchWrite`, or a `RowAppender` for a few rows of one stream.
+
+    Its methods are the steps of `Store._append_rows`, which calls them in their order here.
+    """
+
+    @property
+    def last_id(self) -> int:
+        """The id of the last row."""
+
+    def reserve(self, state: OpenStore) -> None:
+        """Update memory for the slots that the rows are about to take."""
+
+    def put(self, state: OpenStore) -> bool:
+        """Write the rows to the columns, or add them to the memtable.
+
+        Returns:
+            Whether the columns have them.
+        """
+
+    def append_record(self, state: OpenStore) -> int:
+        """Append the commit record; return its LSN. The lock of the episodes is held."""
+
+    def commit(self, state: OpenStore, position: tuple[int, int]) -> None:
+        """Make the rows readable.
+
+        Args:
+            state: The state of the store.
+            position: Generation and LSN of the commit record.
+        """
+
+
+class _BatchWrite:
+    """Append a batch.
+
+    Args:
+        store: The store.
+        rows: The batch.
+    """
+
+    __slots__ = ("_payload", "_rows", "_skipped", "_store", "last_id")
+
+    def __init__(self, store: Store, rows: Rows) -> None:
+        self._store, self._rows = store, rows
+        self.last_id = rows.last_id
+        self._skipped, self._payload = 0, Payload()
+
+    def reserve(self, state: OpenStore) -> None:
+        """Update memory for the slots that the rows are about to take; see `Storage._reserve`."""
+        self._skipped = self._store._reserve(self._rows)
+
+    def put(self, state: OpenStore) -> bool:
+        """Write the rows to the columns, or add them to the memtable; see `Write.put`."""
+        store, rows, skipped = self._store, self._rows, self._skipped
+        ring, columns = store.geometry, state.require_columns()
+        keeps = not skipped and state.keeps(rows, ring)
+        if state.memtable.full or (not keeps and state.memtable.span[1]):
+            store.drain()
+        if keeps:
+            self._payload = state.keep(rows, ring)
+            return False
+        self._payload = state.put(rows, skipped, ring)
+        if store.checkpoints.durable:
+            inline = columns.bytes_of(rows.columns, rows.count) <= tuning.INLINE_BATCH_BYTES
+            if inline and not skipped and rows.count <= ring.spare:
+                parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
+                self._payload = Payload(self._payload.crc, b"".join(parts))
+            else:
+                runs = ring.runs(rows.first_id + skipped, rows.count - skipped)
+                store.checkpoints.sync_rows(
+                    lambda: (columns.find_unsynced_files(runs), state.take_new_folders()), columns.put_back
+                )
+                columns.note_rows_synced()
+        return True
+
+    def append_record(self, state: OpenStore) -> int:
+        """Append the commit record; see `Write.append_record`."""
+        store, rows, payload = self._store, self._rows, self._payload
+        record = Publish(
+            first_id=rows.first_id,
+            count=rows.count,
+            skipped=self._skipped,
+            draw=state.draws.number,
+            time=rows.time,
+            checksum=payload.crc,
+            priority=state.priorities.largest,
+            segments=rows.assignment.segments,
+            sources=rows.assignment.sources,
+            payload=payload.inline,
+            info=rows.info,
+            column_set=store.manifest.column_set,
+            key=rows.key,
+        )
+        return store.checkpoints.append_record(store, Kind.PUBLISH, *record.parts())
+
+    def commit(self, state: OpenStore, position: tuple[int, int]) -> None:
+        """Make the rows readable; see `Write.commit`."""
+        state.commit_rows(self._rows, self._store.capacity, position)
 
 
 def forget_silently(store: Store) -> None:

@@ -12,6 +12,7 @@ from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.description import Description
 from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_settings import RowSettings
 
 if TYPE_CHECKING:
@@ -27,15 +28,21 @@ class StoreSettings(RowSettings):
         store: The store.
         describe: Replaces the description of the storage in memory.
         count: Begins to count how often rows are sampled, from the first row on.
+        save: Writes expstore.json.
     """
 
-    __slots__ = ()
+    __slots__ = ("_save_manifest",)
     _storage: Store
 
     def __init__(
-        self, store: Store, describe: Callable[[Description], None], count: Callable[[], None]
+        self,
+        store: Store,
+        describe: Callable[[Description], None],
+        count: Callable[[], None],
+        save: Callable[[Manifest], None],
     ) -> None:
         super().__init__(store, describe, count)
+        self._save_manifest = save
 
     def check(self, schema: Schema) -> None:
         """Check that rows may have these fields; see `RowSettings.check`."""
@@ -47,8 +54,7 @@ class StoreSettings(RowSettings):
         store = self._storage
         if description.ranking not in (None, store.ranking):
             self._check_ranking()
-        engine = store.engine
-        engine.save(engine.manifest.replace(ranking=description.ranking, specs=description.specs))
+        self._save_manifest(store.manifest.replace(ranking=description.ranking, specs=description.specs))
 
     def _check_ranking(self) -> None:
         """Raise an error if better rows cannot replace others in this store."""
@@ -58,7 +64,7 @@ class StoreSettings(RowSettings):
             raise _no_ranking_of(schema)
         if columns is not None:
             columns.check_replaceable()
-        if ColumnLayout(**store.engine.manifest.layout).asks_packed:
+        if ColumnLayout(**store.manifest.layout).asks_packed:
             raise StateError(
                 "this store has packed fields, whose rows cannot be replaced by better ones",
                 hint="create a store with layout='flat', or use a writer that keeps the newest rows",

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from expstore.core.values import Array
 from expstore.storages.columns.capture import Capture
-from expstore.storages.columns.checksums import BlockCheck
-from expstore.storages.engine.replace import Updates
+from expstore.storages.columns.checksums import BlockCheck, blocks_of
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.resize import Progress, read_resized
 from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
@@ -32,11 +31,10 @@ class StoreSnapshots(ContentAccess):
         store: The store.
         check: Called before a snapshot is made; raises SnapshotError if none can be made.
         convert: Applies load hooks to the content of a snapshot; None: there are no hooks.
-        updates: Changes rows of the store.
         reopen: Calls a function, then opens the store again.
     """
 
-    __slots__ = ("_engine", "_reopen", "_updates")
+    __slots__ = ("_reopen",)
     _storage: Store
 
     def __init__(
@@ -45,26 +43,39 @@ class StoreSnapshots(ContentAccess):
         *,
         check: Callable[[], None],
         convert: Callable[[ContentLike], ContentLike] | None = None,
-        updates: Updates,
         reopen: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__(store, check, convert)
-        self._engine, self._updates, self._reopen = store.engine, updates, reopen
+        self._reopen = reopen
 
     def settle(self) -> None:
         """Write every row that was changed to the columns; the caller holds the store's lock."""
-        self._updates.settle()
+        if self._storage.state.memtable.replaced:
+            self._storage.sync()
 
     def captures(self, low: int) -> list[Capture]:
         """Capture the columns that cannot be viewed, for rows newer than `low`."""
         if self._storage.state.columns is None:
             return []
-        self._engine.drain()
+        self._storage.drain()
         return self._storage.state.require_columns().capture(low)
 
     def block_sums(self) -> Array | None:
-        """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
-        return self._engine.block_sums()
+        """Return an entry of checksums per block; None: there are no fields yet.
+
+        Entries of blocks that have changed since the newest checkpoint are zeros.
+        """
+        store = self._storage
+        state, checkpoints = store.state, store.checkpoints
+        if state.checksums is None:
+            return None
+        with checkpoints.lock, store.locks.episodes:
+            entries, covered = state.checksums.entries(), checkpoints.covered
+            newer = state.last - covered
+            runs = store.geometry.runs(covered + 1, newer) if newer else []
+            changed = state.checksums.changed | blocks_of(runs)
+            entries[[block for block in changed if block < entries.size]] = 0
+        return entries
 
     def adopt(self, content: ContentLike) -> None:
         """Replace the content.
@@ -104,11 +115,11 @@ class StoreSnapshots(ContentAccess):
 
     def _finish_writes(self) -> None:
         """Write all rows to the columns."""
-        store, engine = self._storage, self._engine
+        store = self._storage
         store.writer()
         store.snapshot_pin.wait()
         self.settle()
-        engine.write_values()
+        store.write_values()
         if store.state.write_keys.waiting:
             store.sync()  # the new content has another journal
 
@@ -119,9 +130,9 @@ class StoreSnapshots(ContentAccess):
             arrival: The content.
             ready: The least number of slots of the new columns.
         """
-        store, engine = self._storage, self._engine
-        build_load(store, engine.path, arrival, sequence=store.state.journal.sequence, ready=ready)
+        store = self._storage
+        build_load(store, store.path, arrival, sequence=store.state.journal.sequence, ready=ready)
         recovered = store.counters.recovered
-        self._reopen(lambda: commit_load(engine.disk, engine.path))
+        self._reopen(lambda: commit_load(store.disk, store.path))
         store.counters.recovered = recovered
         store.priorities.note_set()

@@ -149,8 +149,8 @@ def test_a_store_that_was_killed_keeps_what_was_set(tmp_path: Path) -> None:
     rb = expstore.TensorDictReplayBuffer(storage=storage)
     rb.extend(rows(3))
     rb.set_specs(specs())
-    storage.engine.background.stop()  # as if the process had gone
-    storage.engine.lock_file.release()
+    storage.background.stop()  # as if the process had gone
+    storage.lock_file.release()
     with expstore.open(tmp_path / "a.exp") as rb:
         assert rb.recovered is not None
         assert rb.specs == specs()

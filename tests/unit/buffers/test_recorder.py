@@ -529,13 +529,13 @@ def test_steps_of_a_full_disk_are_written_when_there_is_room(
         with rb.record("env-0", flush_steps=2) as episode:
             episode.step(*given[0])
             episode.step(*given[1])
-            former = rb.storage.engine.append_record
+            former = rb.storage.checkpoints.append_record
 
             def fail(*_: Any) -> int:
                 raise StorageError("no space left", kind="disk_full")
 
             framed = Journal.append_framed
-            rb.storage.engine.append_record = fail
+            rb.storage.checkpoints.append_record = fail
             monkeypatch.setattr(Journal, "append_framed", fail)
             episode.step(*given[2])
             with pytest.raises(StorageError, match="no space"):
@@ -543,7 +543,7 @@ def test_steps_of_a_full_disk_are_written_when_there_is_room(
             with pytest.raises(StorageError, match="no space"):
                 episode.step(*given[4])
             assert len(rb) == 2
-            rb.storage.engine.append_record = former
+            rb.storage.checkpoints.append_record = former
             monkeypatch.setattr(Journal, "append_framed", framed)
             episode.step(*given[4])
             assert len(rb) == 4

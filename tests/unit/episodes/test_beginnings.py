@@ -182,7 +182,7 @@ def test_the_last_rows_of_all_lanes_are_read_at_once(
     with expstore.open(store_path) as rb:
         storage: Any = rb.storage
         state, taken = storage.state, list[list[int]]()
-        storage.engine.background.stop()
+        storage.background.stop()
         columns = state.memtable.replaced
         take = columns.take
 
@@ -297,7 +297,7 @@ def test_resumed_episodes_are_checked_after_an_interrupted_write(
 
     with resumed(store_path, steps(0, 1)) as rb:
         with monkeypatch.context() as patched:
-            patched.setattr(rb.storage.engine.shared, "reserve", interrupt)
+            patched.setattr(rb.storage.shared, "reserve", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 rb.extend(steps(2, 3), source="robot")
         with pytest.raises(SchemaError, match="does not continue episode 1"):

@@ -146,7 +146,7 @@ def test_a_lost_segment_is_not_taken_for_a_kill(store_path: Path) -> None:
 
     def work() -> list[str]:
         rb = TensorDictReplayBuffer(storage=ZarrStorage(store_path, 3000, segment_bytes=4096))
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         for first in range(0, 2000, 20):
             rb.extend(batch(20, first))
             if len(list((store_path / "journal").iterdir())) == 2:
@@ -172,7 +172,7 @@ def test_the_bytes_of_an_unfinished_change_are_checked(
         rb = expstore.open(store_path)
         rb.extend(batch(50, 0))
         rb.flush()
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb[:] = batch(50, 100)
         os._exit(0)
 

@@ -278,7 +278,7 @@ def test_rows_that_no_sync_had_seen(store_path: Path) -> None:
 
     def work() -> list[str]:
         rb = expstore.open(store_path, capacity=CAPACITY)
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb.extend(batch(4000, 0))
         rb.flush()
         rb.extend(batch(2000, 4000))

@@ -316,7 +316,7 @@ def test_rows_that_the_journal_alone_has_need_no_shard(store_path: Path) -> None
 
     def live() -> list[str]:
         rb = expstore.open(store_path, seed=1)
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb.extend(batch(4, 0))
         return [] if not (store_path / "columns/number/c/0").exists() else ["they are there already"]
 

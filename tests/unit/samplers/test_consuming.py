@@ -232,7 +232,7 @@ def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:
         for each in (rb, whole):
             each.extend(numbered_rows(90))
         assert numbers(rb, 3) == numbers(whole, 3)
-        rb.storage._note_interruption()
+        rb.storage.health.note_interruption()
         assert numbers(rb, 3) == numbers(whole, 3)
         keep = rb.storage.state.sampled._keep
 
@@ -513,7 +513,7 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
 
     def life(tell: Callable[[Any], None]) -> None:
         rb = opened(path, count=1, capacity=50)
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb.extend(numbered_rows(50))
         cycle = rb.storage.geometry.spare
         rb.extend(numbered_rows(cycle, 50))

@@ -251,7 +251,7 @@ def test_an_interrupted_write_and_another_buffer_leave_the_tree_right(tmp_path: 
     rb = buffer(storage)
     rb.extend(numbered_rows(50))
     rb.sample()
-    storage._note_interruption()
+    storage.health.note_interruption()
     rb.update_priority(id=[50], priority=2.0)
     other = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=4)
     other.extend(numbered_rows(10, 50))

@@ -176,7 +176,7 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
 ) -> None:
     set_spare_slots(monkeypatch, 10)
     storage = new(tmp_path / "a.exp", 30)
-    storage.engine.background.stop()
+    storage.background.stop()
     names = set()
     for _ in range(20):
         put(storage, 9)
@@ -215,7 +215,7 @@ def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 100)
     storage = new(tmp_path / "a.exp", compression=compression)
-    storage.engine.background.stop()
+    storage.background.stop()
     for _ in range(950):
         put(storage, 1)
         storage.drain()  # as the keeper does ten times a second
@@ -237,7 +237,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
 def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", 12_000)
     storage = new(tmp_path / "a.exp")
-    storage.engine.background.stop()
+    storage.background.stop()
     real = storage.disk.gate
 
     def full(act: str, path: Path) -> None:
@@ -313,7 +313,7 @@ def test_returned_rows_survive_without_close(
     storage = new(
         tmp_path / "a.exp", compression=compression, settings=Settings(durability=durability, storage="arrow")
     )
-    storage.engine.background.stop()  # a copy is to be of one moment
+    storage.background.stop()  # a copy is to be of one moment
     for count in (5, *counts):
         put(storage, count)
         path = leave(storage, tmp_path)
@@ -335,7 +335,7 @@ def test_returned_rows_survive_without_close(
 def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost: int) -> None:
     """A batch that was drained may hold rows of records that a power cut took."""
     storage = new(tmp_path / "a.exp")
-    storage.engine.background.stop()
+    storage.background.stop()
     put(storage, 30)
     storage.sync()
     for _ in range(12):

@@ -227,7 +227,7 @@ def test_a_small_batch_longer_than_the_ring_after_a_kill(tmp_path: Path, mode: A
     with expstore.open(tmp_path / "run.exp", capacity=5, seed=0) as rb:
         rb.extend(numbered_rows(3))
         rb.flush()
-        rb.storage.engine.background.stop()  # no mark covers what is extended now
+        rb.storage.background.stop()  # no mark covers what is extended now
         rb.extend(numbered_rows(8, 3))
         shutil.copytree(tmp_path / "run.exp", killed)
     (killed / "STATE").unlink()

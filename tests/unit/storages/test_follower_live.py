@@ -26,6 +26,7 @@ from expstore.errors import NotReadyError, StateError
 from expstore.storages import FollowerStorage, ZarrStorage
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.open_store import OpenStore
+from expstore.storages.engine.store import Store, _BatchWrite
 from expstore.storages.format.control_page import StatePage
 from tests.support.followed_stores import check_rows, contents, rows
 from tests.support.tuned import few_rows_in_memory, set_spare_slots
@@ -104,7 +105,7 @@ def test_a_row_that_comes_alone_shows_when_it_is_in_the_columns(
 ) -> None:
     with expstore.open(store_path, capacity=50) as rb, monkeypatch.context() as patch:
         put(rb, rows(20))
-        patch.setattr(OpenStore, "drain", lambda *_: None)
+        patch.setattr(Store, "drain", lambda *_: None)
         with expstore.open(store_path, mode="r") as seen:
             rb.add(rows(1, 20)[0])
             assert len(rb) == 21
@@ -126,7 +127,7 @@ def test_small_batches_show_when_they_are_in_the_columns(
     with expstore.open(store_path, capacity=50) as rb, monkeypatch.context() as patch:
         put(rb, batch)
         if later:
-            patch.setattr(OpenStore, "drain", lambda *_: None)
+            patch.setattr(Store, "drain", lambda *_: None)
         with expstore.open(store_path, mode="r") as seen:
             rb.extend(batch[:count])
             seen.refresh()
@@ -137,14 +138,14 @@ def test_small_batches_show_when_they_are_in_the_columns(
 
 
 def test_small_batches_show_by_themselves(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drained, inner = threading.Event(), OpenStore.drain
+    drained, inner = threading.Event(), Store.drain
 
-    def noting(rows: OpenStore, *given: Any) -> None:
-        inner(rows, *given)
-        if rows.last == 24:
+    def noting(store: Store) -> None:
+        inner(store)
+        if store.last == 24:
             drained.set()
 
-    monkeypatch.setattr(OpenStore, "drain", noting)
+    monkeypatch.setattr(Store, "drain", noting)
     with expstore.open(store_path, capacity=50) as rb:
         rb.extend(rows(20))
         with expstore.open(store_path, mode="r") as seen:
@@ -400,7 +401,7 @@ def in_a_fork(work: Callable[[], None]) -> None:
 def write_and_die(path: Path) -> None:
     rb = expstore.open(path, capacity=50)
     assert isinstance(rb.storage, ZarrStorage)
-    rb.storage.engine.background.stop()  # nothing reaches the columns later
+    rb.storage.background.stop()  # nothing reaches the columns later
     rb.extend(rows(60))
     rb.update_priority(id=[40], priority=3.0)
     rb.flush()
@@ -468,7 +469,7 @@ def test_after_a_power_cut_rows_must_prove_themselves(
 ) -> None:
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
+        rb.storage.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(10))
         rb.flush()
         for start in (10, 20, 30):
@@ -493,7 +494,7 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
+        rb.storage.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(10))
         rb.update_priority(range(10), 3.0)
         rb.flush()
@@ -518,18 +519,18 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=4000)
-        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
+        rb.storage.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(20))
         rb.flush()
-        record = rb.storage._commit_record
+        append_record = _BatchWrite.append_record
 
-        def record_and_die(*args: Any) -> Any:
+        def record_and_die(*args: Any) -> int:
             # Such an extend ends with a sync.
             die = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            rb.storage.engine.checkpointer._checkpoint = die  # type: ignore[attr-defined]
-            return record(*args)
+            rb.storage.checkpoints._checkpoint = die  # type: ignore[attr-defined]
+            return append_record(*args)
 
-        rb.storage._commit_record = record_and_die  # type: ignore[method-assign]
+        monkeypatch.setattr(_BatchWrite, "append_record", record_and_die)
         rb.extend(rows(90_000, 20))
 
     in_a_fork(work)
@@ -548,7 +549,7 @@ def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
+        rb.storage.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(30))
 
     in_a_fork(work)

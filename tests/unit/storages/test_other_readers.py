@@ -189,7 +189,7 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
         rb.sql("SELECT 1")
     newest = rb.storage.state.journal.sync_files()[-1]
-    rb.storage.engine.checkpointer._truncate(rb.storage.engine, newest)  # as a checkpoint does
+    rb.storage.checkpoints._truncate(rb.storage, newest)  # as a checkpoint does
     rb.extend(rows(3, 40))
     rb.flush()
     rb.sample()

@@ -32,7 +32,7 @@ from expstore.storages.base import Storage
 from expstore.storages.columns import flat
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.engine.open_store import OpenStore
+from expstore.storages.engine.store import Store, _BatchWrite
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
@@ -571,7 +571,7 @@ def test_only_who_reads_rows_that_are_kept_back_has_them_written(
     tmp_path: Path, capacity: int | None, before: int
 ) -> None:
     storage = prepare(ZarrStorage(tmp_path / "run.exp", capacity), SCHEMA)
-    storage.engine.background.stop()
+    storage.background.stop()
     put(storage, before)
     storage.drain()
     for new in range(1, 13):
@@ -682,22 +682,23 @@ def test_names_of_shards_that_an_extend_under_way_has_made_are_synced(
 ) -> None:
     """A sync that finds nothing else to do must bring them to the disk, or leave them to the next."""
     storage, _ = faulty_storage(tmp_path / "run.exp")
-    storage.engine.background.stop()
+    storage.background.stop()
     storage.sync()
     storage.sync()  # nothing is left to do
     named: set[Path] = set()
-    sync_dir, record = Disk.sync_dir, storage._commit_record
+    sync_dir, put_batch = Disk.sync_dir, _BatchWrite.put
 
     def note(disk: Disk, path: Path) -> None:
         named.add(path)
         sync_dir(disk, path)
 
-    def record_late(*args: Any) -> Any:
+    def put_and_sync(write: _BatchWrite, state: Any) -> bool:
+        in_columns = put_batch(write, state)
         storage.sync()
-        return record(*args)
+        return in_columns
 
     monkeypatch.setattr(Disk, "sync_dir", note)
-    monkeypatch.setattr(storage, "_commit_record", record_late)
+    monkeypatch.setattr(_BatchWrite, "put", put_and_sync)
     put(storage, 30)
     storage.sync()
     assert storage.state.columns is not None
@@ -756,7 +757,7 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
         real(self)
 
     monkeypatch.setattr(WritableColumns, "open_shards", look)
-    storage._note_interruption()
+    storage.health.note_interruption()
     put(storage, 1)
     check(storage, np.arange(1, 32))
     storage.close()
@@ -769,9 +770,9 @@ def test_priorities_that_could_not_be_written_are_written_later(tmp_path: Path) 
     disk.trap = fail("write", "priority")
     storage.set_priorities(np.array([7]), np.array([4.5]))
     with pytest.raises(StorageError):
-        storage.engine.write_values()
+        storage.write_values()
     disk.trap = calm
-    storage.engine.write_values()
+    storage.write_values()
     assert storage.state.columns is not None
     assert storage.state.columns.columns[-1].view[6] == 4.5
     storage.close()
@@ -783,7 +784,7 @@ def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> No
     storage.sync()
     draws = [storage.draws.next() for _ in range(5)]
     storage.set_priorities(np.array([7, 8]), np.array([4.5, 0.0]))
-    storage._note_interruption()
+    storage.health.note_interruption()
     put(storage, 1)
     assert storage.priorities.values[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
     assert storage.draws.next() == draws[-1] + 1
@@ -795,7 +796,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
     put(storage, 2)  # kept back
-    before = storage.engine.shared.page.get("draw")
+    before = storage.shared.page.get("draw")
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -819,7 +820,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     os.close(write_end)
     assert os.read(read_end, 10_000) == b""
     os.close(read_end)
-    assert storage.engine.shared.page.get("draw") == before, "the child drew in the parent's name"
+    assert storage.shared.page.get("draw") == before, "the child drew in the parent's name"
     put(storage, 2)
     storage.close()
     with_reopened(tmp_path / "run.exp", lambda again: check(again, np.arange(1, 25)), size=24)
@@ -836,7 +837,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
     put(storage, 2)
     wakes_child, wake = os.pipe()
     with monkeypatch.context() as patch:
-        patch.setattr(OpenStore, "drain", lambda *_: None)  # as if a thread had added them just then
+        patch.setattr(Store, "drain", lambda *_: None)  # as if a thread had added them just then
         pid = os.fork()
     if pid == 0:
         os.close(wake)

@@ -356,7 +356,7 @@ def test_a_kill_leaves_rows_with_their_priorities(
         rb.flush()
         rb.extend(rows([100.0 + n for n in range(20)], 30))  # single writes and the compiled loop
         rb.update_priority([0, 25], [0.5, 0.25])
-        rb.storage.engine.write_values()  # as the background thread does ten times a second
+        rb.storage.write_values()  # as the background thread does ten times a second
         rb.extend(rows([200.0], 50))
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -167,8 +167,8 @@ def test_equal_stamps_mean_equal_bytes(store_path: Path) -> None:
         if life:
             rb.close()
         else:
-            rb.storage.engine.background.stop()  # as if killed: the next one takes over what is there
-            rb.storage.engine.lock_file.release()
+            rb.storage.background.stop()  # as if killed: the next one takes over what is there
+            rb.storage.lock_file.release()
     assert len(seen) > 40
 
 

@@ -152,7 +152,7 @@ def test_a_store_loads_what_it_samples_and_returns_the_same(
             rb.extend(rows)
             loop = Loop(missing or 0)
             if missing is not None:
-                rb.storage.engine.rows.require_columns()._cold._loop = loop
+                rb.storage.state.require_columns()._cold._loop = loop
             drawn.append([rb.sample(as_numpy=True)["observation"] for _ in range(4)])
             assert len(loop.calls) == (0 if missing is None else 3)
     np.testing.assert_array_equal(*drawn)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from expstore.core.lock_order import LockOrder
+from expstore.disk.checkpointed import Pin
 from expstore.errors import StorageError
 from expstore.storages.columns.memtable import Memtable, Overlay, ReplacedRows, RowBatch
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
-from expstore.storages.engine.checkpointer import Pin
 from tests.unit.storages.columns.test_column import KINDS, Kind, Store
 
 SLOTS = 8

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from expstore.core.draw_state import DrawState
+from expstore.core.geometry import RingGeometry
+from expstore.core.id_set import NO_IDS
 from expstore.core.lock_order import LockOrder
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
-from expstore.disk.threads import Threads
 from expstore.errors import StateError, StorageError
 from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.health import Health
@@ -44,8 +46,10 @@ class Disk:
 class Journal:
     folder = Path("journal")
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.sequence, self.segments, self.cuts = 1, [File("segment-1")], []
+        self.append = store.record
+        self.fits = lambda size: True
 
     @property
     def rotated(self) -> bool:
@@ -88,15 +92,41 @@ class Part(Checkpointed):
 class Store:
     """What the checkpointer needs of a store."""
 
-    closed, catalog = False, None
+    closed = False
 
     def __init__(self) -> None:
         self.acts: Acts = []
-        self.disk, self.journal, self.part = Disk(self.acts), Journal(), Part(self.acts)
-        self.locks, self.draws, self.counters = Locks(), DrawState(), Counters()
+        self.disk, self.journal, self.part = Disk(self.acts), Journal(self), Part(self.acts)
+        self.locks, self.counters, self.geometry = Locks(), Counters(), RingGeometry(None)
+        self.draws, self.index = DrawState(), SimpleNamespace(catalog=None)
+        self.manifest = SimpleNamespace(generation=1, schema=SimpleNamespace(row_bytes=4))
+        self.space = SimpleNamespace(measure=lambda *_: self.acts.append("measure"))
+        self.snapshot_pin = SimpleNamespace(first=0)
         self.last = 0
-        self.health = Health(Path("run.exp"))
-        self.checkpointer = Checkpointer(LockOrder(), self.health, self.disk, Threads())  # type: ignore[arg-type]
+        held = SimpleNamespace(held=True, is_in_place=True)
+        self.health = Health(Path("run.exp"), held)  # type: ignore[arg-type]
+        self.checkpoints = Checkpointer(
+            LockOrder(),
+            self.health,
+            self.disk,
+            durable=False,
+            segment_bytes=1,  # type: ignore[arg-type]
+        )
+
+    @property
+    def state(self) -> Any:
+        return SimpleNamespace(
+            last=self.last,
+            retired=0,
+            write_count=self.last,
+            draws=self.draws,
+            journal=self.journal,
+            log=SimpleNamespace(length=0),
+            memtable=SimpleNamespace(replaced=None),
+            priorities=SimpleNamespace(largest=1.0),
+            parts=lambda: [self.part],
+            tombstones=lambda slots: (0, NO_IDS),
+        )
 
     def append(self) -> None:
         self.journal.sequence += 1
@@ -104,43 +134,25 @@ class Store:
         self.part.dirty = True
 
     def checkpoint(self, enough: Callable[[], bool] | None = None) -> None:
-        self.checkpointer.run(self, enough)  # type: ignore[arg-type]
+        self.checkpoints.run(self, enough)  # type: ignore[arg-type]
 
     @property
     def said(self) -> int:
         """The LSN that the newest checkpoint record covers."""
         return self._mark.sequence
 
-    def parts(self) -> list[Checkpointed]:
-        return [self.part]
-
-    def write_back(self) -> None:
-        self.acts.append("write back")
+    def write_values(self) -> None:
+        self.acts.append("write values")
 
     def drain(self) -> None:
         self.acts.append("drain")
 
-    def checkpoint_of(self, lsn: int) -> Checkpoint:
-        return Checkpoint(lsn, 1, self.last)
-
-    def log_length(self) -> int:
-        return 0
-
-    def write_totals(self) -> tuple[int, float]:
-        return self.last, 1.0
-
-    def append_record(self, kind: Kind, *body: bytes) -> int:
+    def record(self, kind: Kind, *body: bytes) -> int:
         assert kind is Kind.MARK
         self._mark = Mark.unpack(b"".join(body))
         self.acts.append("record")
         self.journal.sequence += 1
         return self.journal.sequence
-
-    def may_tidy(self) -> bool:
-        return True
-
-    def measure_space(self) -> None:
-        self.acts.append("measure")
 
 
 def test_the_record_comes_after_all_that_it_says() -> None:
@@ -148,10 +160,10 @@ def test_the_record_comes_after_all_that_it_says() -> None:
     store.append()
     store.checkpoint()
     assert store.acts == [
-        "write back", "drain", "flush", "begin 2", "prepare", "sync part", "synced",
+        "write values", "drain", "flush", "begin 2", "prepare", "sync part", "synced",
         "sync segment-1", "record", "sync segment-1", "completed", "measure",
     ]  # fmt: skip
-    assert (store.said, store.checkpointer.covered) == (2, 1)
+    assert (store.said, store.checkpoints.covered) == (2, 1)
 
 
 def test_what_a_part_had_given_away_is_found_again_after_an_interruption(
@@ -202,22 +214,22 @@ def test_a_draw_number_that_was_set_is_recorded_even_if_equal() -> None:
 def test_no_checkpoint_passes_the_lowest_pin() -> None:
     store = Store()
     store.append()
-    low = store.checkpointer.pin(store.journal.sequence)
+    low = store.checkpoints.pin(store.journal.sequence)
     store.append()
-    high = store.checkpointer.pin(store.journal.sequence)
+    high = store.checkpoints.pin(store.journal.sequence)
     store.append()
     store.checkpoint()
     assert store.said == low.lsn == 2
-    store.checkpointer.release(low)
+    store.checkpoints.release(low)
     store.append()
     store.checkpoint()
     assert store.said == high.lsn == 3
-    store.checkpointer.release(high)
-    store.checkpointer.release(high)  # it is gone
+    store.checkpoints.release(high)
+    store.checkpoints.release(high)  # it is gone
     store.append()
     store.checkpoint()
     assert store.said == store.journal.sequence - 1
-    assert not store.checkpointer.is_pinned
+    assert not store.checkpoints.is_pinned
 
 
 @pytest.mark.parametrize("pinned", ["not", "in the newest segment", "anywhere"])
@@ -227,7 +239,7 @@ def test_the_journal_is_truncated_only_up_to_what_is_pinned(pinned: str) -> None
     store.journal.segments.append(File("segment-2"))
     if pinned != "not":
         newest: Any = store.journal.segments[-1]
-        store.checkpointer.pin(1, newest if "newest" in pinned else None)
+        store.checkpoints.pin(1, newest if "newest" in pinned else None)
     store.checkpoint()
     assert store.journal.cuts == ([] if pinned == "anywhere" else ["segment-2"])
 
@@ -250,11 +262,11 @@ def test_the_next_checkpoint_syncs_unsynced_files() -> None:
     with pytest.raises(StorageError):
         store.checkpoint()
     assert store.acts[-1] == "abort"
-    assert store.checkpointer.covered == 0
+    assert store.checkpoints.covered == 0
     store.disk.failure = None
     store.checkpoint()
     assert "sync part" in store.acts
-    assert store.checkpointer.covered == 1
+    assert store.checkpoints.covered == 1
 
 
 def test_a_failed_fsync_is_never_tried_again() -> None:

@@ -18,10 +18,10 @@ from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.maintenance import repair, verify
+from expstore.storages.engine.store import _BatchWrite
 from expstore.storages.format.chunk_file import scan_chunks
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
 from tests.support.framed_rows import half_noise_frames
 from tests.support.stores import extend_all
@@ -301,7 +301,7 @@ def test_frames_that_never_change_cost_no_store_in_a_power_cut(
     for _ in range(6):
         rb.extend(still)
     rb.flush()
-    rb.storage.engine.background.stop()  # no mark covers what is extended now
+    rb.storage.background.stop()  # no mark covers what is extended now
     rb.extend(still)  # ids 121 to 140 of a ring of 80: the turn before had all of their slots
     rb.storage.drain()
     cut = Path(shutil.copytree(path, tmp_path / "cut.exp"))
@@ -339,17 +339,18 @@ def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cut = tmp_path / "a.exp", tmp_path / "cut.exp"
-    record = ZarrStorage._commit_record
+    put = _BatchWrite.put
 
-    def leave(storage: ZarrStorage, *args: Any) -> Any:
+    def leave(write: _BatchWrite, state: Any) -> bool:
+        in_columns = put(write, state)
         shutil.copytree(path, cut)
-        return record(storage, *args)
+        return in_columns
 
     with buffer(path) as rb:
         for first in range(0, 90, 10):
             rb.extend(batch(first, 10))
         with monkeypatch.context() as patch:
-            patch.setattr(ZarrStorage, "_commit_record", leave)
+            patch.setattr(_BatchWrite, "put", leave)
             rb.extend(batch(90, 48))
     with expstore.open(cut) as rb:  # rows 91 to 138 were never published, and had 58 older ones given up
         assert numbers_in(rb) == list(range(58, 90))
@@ -368,7 +369,7 @@ def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool,
             rb.extend(batch(last, 1))
         rb.flush()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage, "_commit_record", stop)
+            patch.setattr(_BatchWrite, "append_record", stop)
             with pytest.raises(InterruptedError):
                 rb.extend(batch(last + 1, storage.geometry.spare))
         with expstore.open(tmp_path / "a.exp", mode="r") as reader:

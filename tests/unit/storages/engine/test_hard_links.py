@@ -22,7 +22,7 @@ from expstore.disk.files import Disk
 from expstore.errors import LockedError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 from tests.crash.killing_disks import KillingDisk
@@ -53,7 +53,7 @@ def small() -> Iterator[None]:
         patch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 2)
         patch.setattr(tuning, "FLAT_SHARD_ROWS", 4096)
         set_spare_slots(patch, 16)
-        patch.setattr(engine, "Keeper", NoKeeper)
+        patch.setattr(store, "Keeper", NoKeeper)
         yield
 
 

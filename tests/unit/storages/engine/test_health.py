@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from expstore.errors import StateError, StorageError
 from expstore.storages.engine.health import Health
+
+HELD: Any = SimpleNamespace(held=True, is_in_place=True)
 
 
 def lost() -> StorageError:
@@ -18,7 +22,7 @@ def lost() -> StorageError:
 
 
 def test_a_block_that_raises_is_an_interruption() -> None:
-    health = Health(Path("run.exp"))
+    health = Health(Path("run.exp"), HELD)
     with pytest.raises(KeyboardInterrupt), health.noting, health.noting:
         raise KeyboardInterrupt
     assert health.needs_recovery
@@ -31,7 +35,7 @@ def test_a_block_that_raises_is_an_interruption() -> None:
 
 
 def test_a_failed_fsync_refuses_everything_behind_it() -> None:
-    health = Health(Path("run.exp"))
+    health = Health(Path("run.exp"), HELD)
     with pytest.raises(StorageError), health.guard():
         raise lost()
     assert not health.needs_recovery
@@ -42,7 +46,7 @@ def test_a_failed_fsync_refuses_everything_behind_it() -> None:
 
 
 def test_a_folder_that_was_deleted_is_named() -> None:
-    health = Health(Path("run.exp"))
+    health = Health(Path("run.exp"), HELD)
     error = lost()
     error.errno = errno.ENOENT
     health.note_failure(error)
@@ -51,7 +55,7 @@ def test_a_folder_that_was_deleted_is_named() -> None:
 
 
 def test_other_failures_leave_all_as_it_was() -> None:
-    health = Health(Path("run.exp"))
+    health = Health(Path("run.exp"), HELD)
     with pytest.raises(StorageError), health.guard():
         raise StorageError("the disk is full", kind="disk_full")
     assert health.is_sound

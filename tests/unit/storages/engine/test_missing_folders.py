@@ -26,7 +26,7 @@ GONE = "was deleted, moved or replaced while its store was open"
 @pytest.fixture
 def rb(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorDictReplayBuffer]:
     """An open store of six rows, without a background thread."""
-    monkeypatch.setattr("expstore.storages.engine.engine.Keeper", NoKeeper)
+    monkeypatch.setattr("expstore.storages.engine.store.Keeper", NoKeeper)
     monkeypatch.setattr(journal, "_LOOK_SECONDS", 0.0)  # as if deleting took a millisecond
     with expstore.open(store_path) as rb:
         rb.extend(ROWS)
@@ -80,8 +80,9 @@ def test_a_store_that_takes_the_place_of_another_is_not_written_to(
     other = store_path.rename(store_path.with_name("other.exp"))
     with expstore.open(store_path) as instead:
         instead.extend({"y": np.arange(2)})
+    record = bytes(2 * tuning.JOURNAL_SEGMENT_BYTES)
     with pytest.raises(StorageError, match=GONE):
-        rb.storage.engine.append_record(Kind.CLOSE, bytes(2 * tuning.JOURNAL_SEGMENT_BYTES))
+        rb.storage.checkpoints.append_record(rb.storage, Kind.CLOSE, record)
     with pytest.raises(StateError, match=GONE):
         rb.flush()
     rb.close()

@@ -107,7 +107,7 @@ def test_an_idle_store_has_few_descriptors(
 def rest(rb: Any) -> None:
     """Close the descriptors of a store's columns now."""
     rb.flush()
-    wait_until(rb.storage.engine.rest)
+    wait_until(lambda: rb.storage.checkpoints.rest(rb.storage))
 
 
 def test_a_file_that_was_replaced_while_the_store_rested_is_not_written_to(store_path: Path) -> None:
@@ -143,32 +143,32 @@ def test_resting_files_that_others_have_linked_are_written_to_as_if_they_were_op
 
 def test_a_store_with_unsynced_rows_does_not_rest(store_path: Path) -> None:
     with open_store(store_path) as rb:
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb.extend(rows(2, count=300))
         open_files = descriptors(store_path)
-        assert not rb.storage.engine.rest()
+        assert not rb.storage.checkpoints.rest(rb.storage)
         assert descriptors(store_path) == open_files
         rb.flush()
-        assert rb.storage.engine.rest()
+        assert rb.storage.checkpoints.rest(rb.storage)
         rb.update_priority([1], [3.0])
-        rb.storage.engine.write_values()
-        assert not rb.storage.engine.rest()
+        rb.storage.write_values()
+        assert not rb.storage.checkpoints.rest(rb.storage)
 
 
 def test_a_store_in_use_does_not_rest(store_path: Path) -> None:
     with open_store(store_path) as rb:
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         rb.extend(rows(2))
         rb.flush()
-        engine = rb.storage.engine
-        for lock in (engine.locks.storage, engine.checkpointer.lock, engine.locks.sampled):
+        storage: Any = rb.storage
+        for lock in (storage.locks.storage, storage.checkpoints.lock, storage.locks.sampled):
             result: list[bool] = []
             with lock:
-                other = threading.Thread(target=lambda: result.append(engine.rest()))  # noqa: B023
+                other = threading.Thread(target=lambda: result.append(storage.checkpoints.rest(storage)))  # noqa: B023
                 other.start()
                 other.join()
             assert result == [False]
-        assert engine.rest()
+        assert storage.checkpoints.rest(storage)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_sync_that_hangs_delays_no_other_store(
             rb.extend(rows(20, 16))
             flushes.append(threading.Thread(target=rb.flush))
             flushes[-1].start()
-        wait_until(lambda: all(rb.storage.engine.checkpointer.lock.locked() for rb in hung))
+        wait_until(lambda: all(rb.storage.checkpoints.lock.locked() for rb in hung))
         for lap in range(1, 4):
             sound.extend(rows(20, 16 * lap))
             sound.flush()
@@ -212,7 +212,7 @@ def test_a_sync_that_hangs_delays_no_other_store(
         sound.extend(rows(20, 64, 300))
         wait_until(lambda: sound.stats()["unsynced_rows"] == 0)
         assert all(thread.is_alive() for thread in flushes)
-        assert all(rb.storage.engine.checkpointer.lock.locked() for rb in hung)
+        assert all(rb.storage.checkpoints.lock.locked() for rb in hung)
         assert threading.active_count() < 40
         hanging.set()
         for thread in flushes:

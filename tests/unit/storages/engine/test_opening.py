@@ -57,7 +57,7 @@ def test_an_opening_that_fails_leaves_what_was_open(
             patched.setattr(Opening, step, fail)
             before = open_files(store_path)
             for _ in range(3):
-                storage._note_interruption()
+                storage.health.note_interruption()
                 with pytest.raises(StorageError, match="not now"):
                     rb.extend(numbered_rows(1))
             assert open_files(store_path) == before

@@ -37,7 +37,7 @@ def say(*text):  # not print: a handler may interrupt it, and a buffer cannot be
     os.write(1, f"{' '.join(map(str, text))}\\n".encode())
 
 def held(rb):  # no sync but those that are asked for
-    rb.storage.engine.background.stop()
+    rb.storage.background.stop()
     return rb
 
 path = sys.argv[1]
@@ -155,7 +155,7 @@ gc.disable()
 rb = expstore.open(path, capacity=100)
 rb.extend(batch(90))
 (keeper,) = [one for one in threading.enumerate() if one.name == "expstore-keeper"]
-rb.storage.engine.background.hurry()
+rb.storage.background.hurry()
 rb.itself = rb
 del rb
 gone.set()
@@ -223,7 +223,7 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_others_from_it(
 keep = [held(expstore.open(path, capacity=100)), held(expstore.open({str(other)!r}, capacity=100))]
 for rb in keep: rb.extend(batch(10))
 def fail(*_): raise expstore.StorageError("no more")
-keep[0].storage.engine.checkpoint = fail
+keep[0].storage.sync = fail
 import logging; logging.basicConfig()
 """,
     )

@@ -96,7 +96,7 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
     if asked == "late":
         rb.sql("SELECT 1")
     rb.update_priority(id=[70, 30, 75], priority=[9.0, 4.0, 0.0])
-    rb.storage.engine.write_values()  # a kill may cost those of the last tenth of a second
+    rb.storage.write_values()  # a kill may cost those of the last tenth of a second
     tell((rb.storage.window.low, rb.storage.last, rb.storage.draws.number))
     if stop == "kill":
         tell(tables(rb) if asked == "late" else None)
@@ -347,7 +347,7 @@ def test_priorities_survive(store_path: Path) -> None:
             first = rb.extend(batch(1999, 0), return_ids=True)[0].item()
             rb.update_priority(id=[first, first + 1500], priority=[value, 0.25])
             rb.add(batch(1, 0)[0])
-            rb.storage.engine.write_values()
+            rb.storage.write_values()
             if stop != "kill":
                 getattr(rb, stop)()
 
@@ -448,7 +448,7 @@ def fail_reopening(
         acting.join(60)
         raise StorageError("not now")
 
-    rb.storage._note_interruption()
+    rb.storage.health.note_interruption()
     with monkeypatch.context() as patched:
         patched.setattr(Opening, step, fail)
         for _ in range(2):

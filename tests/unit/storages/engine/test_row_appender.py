@@ -93,7 +93,7 @@ def test_the_journal_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if name == "all":
             monkeypatch.setattr(RowAppender, "append", lambda *_: 0)
         with opened(tmp_path / name) as rb:
-            rb.storage.engine.background.stop()
+            rb.storage.background.stop()
             with rb.record("env-0") as episode:
                 for number in range(20):
                     step(episode, number, last=number % 5 == 4)
@@ -128,8 +128,8 @@ def after(act: Callable[..., Any]) -> Callable[..., Any]:
 
 #: What is interrupted, and how many rows there are then.
 CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
-    "before the slot is given up": (lambda rb: (rb.storage.engine.shared, "reserve"), False, 3),
-    "after the slot is given up": (lambda rb: (rb.storage.engine.shared, "reserve"), True, 3),
+    "before the slot is given up": (lambda rb: (rb.storage.shared, "reserve"), False, 3),
+    "after the slot is given up": (lambda rb: (rb.storage.shared, "reserve"), True, 3),
     "before the priority": (lambda rb: (rb.storage.priorities, "start"), False, 3),
     "before the memtable has it": (lambda rb: (rb.storage.state.memtable, "add"), False, 3),
     "after the memtable has it": (lambda rb: (rb.storage.state.memtable, "add"), True, 3),
@@ -139,7 +139,7 @@ CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
     "after its episode": (lambda rb: (rb.storage.episodes, "commit"), True, 4),
     "before the window": (lambda rb: (rb.storage.state, "commit"), False, 4),
     "after the window": (lambda rb: (rb.storage.state, "commit"), True, 4),
-    "before others see it": (lambda rb: (rb.storage.engine.shared, "publish"), False, 4),
+    "before others see it": (lambda rb: (rb.storage.shared, "publish"), False, 4),
 }
 
 
@@ -236,7 +236,7 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning, "SPARE_SLOTS", 40)
     found = taken(monkeypatch)
     with opened(tmp_path / "a.exp") as rb, rb.record("env-0") as episode:
-        rb.storage.engine.background.stop()  # else it would be ahead of the spare slots
+        rb.storage.background.stop()  # else it would be ahead of the spare slots
         for number in range(250):
             step(episode, number)
             if number == 120:
@@ -245,7 +245,7 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
         slots = rb.storage.geometry.slot_of(rb.storage.window.ids())
         assert set(rb.storage.priorities.values[slots]) == {7.0}
         assert rb.episodes().arrow()["length"].to_pylist() == [250]
-        covered = rb.storage.engine.checkpointer.covered
+        covered = rb.storage.checkpoints.covered
         assert rb.storage.last - covered <= rb.storage.geometry.spare
     assert sum(found) > 100  # where half of the spare slots wait for a checkpoint, more has to be done
     assert verify(tmp_path / "a.exp") == []
@@ -362,7 +362,7 @@ def trajectories() -> Iterator[tuple[str | None, dict[str, Any]]]:
 def add_rows(path: Path, rows: Iterable[tuple[str | None, dict[str, Any]]]) -> tuple[Any, ...]:
     """Add rows; return the indices, the number of rows, the episodes, and a sample."""
     with opened(path) as rb:
-        rb.storage.engine.background.stop()
+        rb.storage.background.stop()
         indices = [rb.add(row, source=source) for source, row in rows]
         columns = ["episode_id", "trajectory_id", "length", "status", "return"]
         episodes = rb.episodes().arrow().select(columns).to_pylist()

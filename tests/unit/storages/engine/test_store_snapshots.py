@@ -24,28 +24,26 @@ class Content:
 
 
 class World:
-    """A store, its engine and what they were asked."""
+    """A store and what it was asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waiting: bool = False) -> None:
         self.acts: list[str] = []
         note = self.acts.append
-        self.engine = SimpleNamespace(
-            path=Path("run.exp"), disk=None, write_values=lambda: note("write values"),
-            block_sums=lambda: None,
-        )  # fmt: skip
         state = SimpleNamespace(
             columns=SimpleNamespace(ready=40),
+            checksums=None,
+            memtable=SimpleNamespace(replaced=True),
             write_keys=SimpleNamespace(waiting=waiting),
             journal=SimpleNamespace(sequence=7),
         )
         self.counters = SimpleNamespace(recovered=3)
         self.store: Any = SimpleNamespace(
-            engine=self.engine, state=state, capacity=10, lock=contextlib.nullcontext(),
+            path=Path("run.exp"), disk=None, write_values=lambda: note("write values"),
+            checkpoints=None, state=state, capacity=10, lock=contextlib.nullcontext(),
             writer=lambda: note("check the writer"), sync=lambda: note("sync"), counters=self.counters,
             snapshot_pin=SimpleNamespace(wait=lambda: note("wait for snapshots")),
             priorities=SimpleNamespace(note_set=lambda: note("note priorities")),
         )  # fmt: skip
-        updates: Any = SimpleNamespace(settle=lambda: note("settle"))
         self.fails = False
         monkeypatch.setattr(store_snapshots, "build_load", self.build)
         monkeypatch.setattr(store_snapshots, "commit_load", lambda disk, path: note("commit"))
@@ -55,7 +53,7 @@ class World:
         monkeypatch.setattr(
             store_snapshots, "read_resized", lambda store, capacity, sums, progress: f"to {capacity}"
         )
-        self.snapshots = StoreSnapshots(self.store, check=lambda: None, updates=updates, reopen=self.reopen)
+        self.snapshots = StoreSnapshots(self.store, check=lambda: None, reopen=self.reopen)
 
     def build(self, store: Any, path: Path, arrival: Any, *, sequence: int, ready: int) -> None:
         if self.fails:
@@ -69,7 +67,7 @@ class World:
         self.acts.append("open")
 
 
-PREPARED = ["check the writer", "wait for snapshots", "settle", "write values"]
+PREPARED = ["check the writer", "wait for snapshots", "sync", "write values"]
 REPLACED = ["stop readers", "commit", "open", "note priorities"]
 
 

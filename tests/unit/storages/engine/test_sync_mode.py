@@ -24,7 +24,7 @@ from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.engine import engine
+from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
@@ -63,7 +63,7 @@ def open_store(
     store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
     """A factory of buffers in sync mode without a background thread."""
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     opened = []
 
     def make(capacity: int | None = None, *, path: Path = store_path, **more: Any) -> TensorDictReplayBuffer:
@@ -116,7 +116,7 @@ def test_no_row_is_visible_before_it_is_on_the_disk(
     rb = open_store(5000)
     rb.extend(make_batch(3))
     seen: list[tuple[int, int]] = []
-    state = rb.storage.engine.shared.page  # type: ignore[attr-defined]
+    state = rb.storage.shared.page  # type: ignore[attr-defined]
     disk.before = lambda name: seen.append((len(rb), state.get("last")))
     for rows in (1, 100, 2000):
         rb.extend(make_batch(rows))
@@ -209,7 +209,7 @@ def test_names_of_new_files_are_on_the_disk_before_the_record(
     store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch, kind: str, folder: str
 ) -> None:
     """A power cut must not take a file that an extend which returned has made."""
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 0)
     settings = Settings(durability="sync", seed=1)
     storage: Store
@@ -232,7 +232,7 @@ def test_rows_of_an_incomplete_chunk_are_kept_until_its_shard_is_synced(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next extend writes the chunk to its shard; the disk has only its raw rows."""
-    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(store, "Keeper", NoKeeper)
     monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 50_000)
     fields = {"frame": {"layout": "packed", "rows": 16}}
     settings = Settings(durability="sync", seed=1)

@@ -14,8 +14,7 @@ from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry
 from expstore.disk.files import Disk
 from expstore.storages.engine.health import Health
-from expstore.storages.engine.replace import Updates
-from expstore.storages.format.journal import Kind
+from expstore.storages.engine.store import Store
 
 
 class Replaced:
@@ -36,24 +35,35 @@ class Replaced:
         self._acts.append("hide the columns")
 
 
-class Engine:
-    """What `Updates` needs of an engine; it writes down what it is asked."""
+class Recording(Store):
+    """A store that was not opened; it writes down what it does."""
 
     def __init__(self, slots: int | None) -> None:
         self.acts: list[Any] = []
-        self.is_behind, self.fails = False, False
-        self.health, self.disk, self.path = Health(Path("run.exp")), Disk(), Path("run.exp")
-        self.geometry = RingGeometry(slots)
-        self.locks = SimpleNamespace(episodes=contextlib.nullcontext())
         note = self.acts.append
-        self.background = SimpleNamespace(note=lambda: note("background"), hurry=lambda: note("hurry"))
-        self.shared = SimpleNamespace(
+        held: Any = SimpleNamespace(held=True, is_in_place=True)
+        self.health, self.disk, self.path = Health(Path("run.exp"), held), Disk(), Path("run.exp")
+        self.geometry, self.changes, self.fails = RingGeometry(slots), ChangeLog(), False
+        parts: Any = self
+        parts.locks = SimpleNamespace(episodes=contextlib.nullcontext())
+        parts.snapshot_pin = SimpleNamespace(wait=lambda: None)
+        parts.background = SimpleNamespace(
+            note=lambda: note("background"), hurry=lambda: note("hurry"), running=False
+        )
+        parts.shared = SimpleNamespace(
             begin_change=lambda slots: note("begin change"), end_change=lambda: note("end change")
         )
-        self.checkpointer = SimpleNamespace(
-            release=lambda pin: note(f"release {pin}"), pin=lambda lsn, segment: f"pin {lsn}"
+        parts.checkpoints = SimpleNamespace(
+            covered=5,
+            release=lambda pin: note(f"release {pin}"),
+            pin=lambda lsn, segment: f"pin {lsn}",
+            append_record=lambda store, kind, body: note(kind.name) or 7,
+            append_synced=lambda store, kind, body: (7, note(f"synced {kind.name}") or "pin 6"),
+            sync_if_durable=lambda journal: note("sync if durable"),
         )
-        self.rows = SimpleNamespace(
+        parts._state = SimpleNamespace(
+            columns=None,
+            last=5,
             journal=SimpleNamespace(sequence=6, sync_files=lambda: ["000001"]),
             memtable=SimpleNamespace(replaced=Replaced(self.acts)),
             priorities=SimpleNamespace(
@@ -69,57 +79,42 @@ class Engine:
             raise InterruptedError
         return set()
 
-    def checkpoint(self, *_: Any) -> None:
+    def sync(self) -> None:
         self.acts.append("checkpoint")
-        self.is_behind = False
-
-    def append_synced(self, kind: Kind, body: bytes) -> tuple[int, str]:
-        self.acts.append(f"synced {kind.name}")
-        return 7, "pin 6"
-
-    def append_record(self, kind: Kind, body: bytes) -> int:
-        self.acts.append(kind.name)
-        return 7
-
-    def sync_if_durable(self) -> None:
-        self.acts.append("sync if durable")
 
 
-def change(engine: Engine, *, replaces: bool) -> ChangeLog:
-    changed = ChangeLog()
-    updates = Updates(engine, changed)  # type: ignore[arg-type]
+def change(store: Recording, *, replaces: bool) -> None:
     columns = [np.ones(2, np.float32), np.arange(2)]
-    updates.change(np.array([1, 2]), [1, 0], columns, replaces=replaces)
-    return changed
+    store._change(np.array([1, 2]), [1, 0], columns, replaces=replaces)
 
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_record_is_on_the_disk_before_the_columns_change(behind: bool) -> None:
-    engine = Engine(8)
-    engine.is_behind = behind
-    changed = change(engine, replaces=False)
-    assert engine.acts == [
+    store = Recording(8)
+    store.state.last += behind
+    change(store, replaces=False)
+    assert store.acts == [
         *(["checkpoint"] if behind else []),  # or a power cut could bring the change without its row
         *["synced REDO", "begin change", "columns", "end change", "touched", "release pin 6", "background"],
     ]
-    assert changed.since(0) is not None
-    assert engine.health.is_sound
+    assert store.changes.since(0) is not None
+    assert store.health.is_sound
 
 
 def test_a_change_that_fails_stays_pinned_and_hides_the_columns() -> None:
-    engine = Engine(None)
-    engine.fails = True
+    store = Recording(None)
+    store.fails = True
     with pytest.raises(InterruptedError):
-        change(engine, replaces=True)
-    assert engine.acts[-2:] == ["columns", "hide the columns"]
-    assert "end change" not in engine.acts
-    assert not any(str(act).startswith("release") for act in engine.acts)
-    assert engine.health.needs_recovery
+        change(store, replaces=True)
+    assert store.acts[-2:] == ["columns", "hide the columns"]
+    assert "end change" not in store.acts
+    assert not any(str(act).startswith("release") for act in store.acts)
+    assert store.health.needs_recovery
 
 
 def test_rows_that_replace_others_wait_behind_a_pin() -> None:
-    engine = Engine(8)
-    changed = change(engine, replaces=True)
-    assert engine.acts == ["REDO", "sync if durable", "keep, pin 6", "background"]
-    assert changed.number == 2
-    assert engine.rows.priorities.values[:2].tolist() == [1, 1]
+    store = Recording(8)
+    change(store, replaces=True)
+    assert store.acts == ["REDO", "sync if durable", "keep, pin 6", "background"]
+    assert store.changes.number == 2
+    assert store.state.priorities.values[:2].tolist() == [1, 1]
