@@ -373,5 +373,18 @@ def _episode_columns(log: LogColumns, chosen: IntArray) -> dict[str, Array]:
 
 
 def _columns_of(entries: Sequence[LogEntry]) -> dict[str, Array]:
-    """Return the columns of `Delta.episodes` for all of some entries of episodes."""
-    return _episode_columns(LogColumns.of(entries), np.arange(len(entries)))
+    """Return the columns of `Delta.episodes` for entries of episodes."""
+    return {
+        "episode_id": np.array([entry.episode for entry in entries], np.int64),
+        "source": np.array([entry.source for entry in entries], np.int64),
+        "trajectory_id": np.array([entry.trajectory or 0 for entry in entries], np.int64),
+        "has_trajectory": np.array([entry.trajectory is not None for entry in entries], bool),
+        "start_time": np.array([entry.start for entry in entries], np.int64),
+        "end_time": np.array([-1 if entry.status == OPEN else entry.end for entry in entries], np.int64),
+        "length": np.array([entry.length for entry in entries], np.int64),
+        "return": np.array([entry.ret or 0.0 for entry in entries], np.float64),
+        "has_return": np.array([entry.ret is not None for entry in entries], bool),
+        "status": np.array([entry.status for entry in entries], np.uint8),
+        "last_id": np.array([entry.last_id for entry in entries], np.int64),
+        "info": np.array([entry.text or None for entry in entries], object),
+    }
