@@ -74,6 +74,7 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
     Raises:
         SchemaError: The dtype does not exist, or no dim is None.
 
+    >>> from expstore.schema.arrow_types import ragged_text
     >>> ragged_text("int32", (None, 3))
     '{"ragged":["int32",[null,3]]}'
     """
@@ -109,6 +110,7 @@ def type_text(kind: pa.DataType) -> str:
     Raises:
         SchemaError: Fields cannot have this type.
 
+    >>> from expstore.schema.arrow_types import type_text
     >>> import pyarrow as pa
     >>> type_text(pa.list_(pa.string()))
     '{"list":"string"}'
@@ -135,6 +137,7 @@ def check_text(text: str) -> None:
 def describe(text: str) -> str:
     """Return a readable description of a type given as text, for messages.
 
+    >>> from expstore.schema.arrow_types import describe
     >>> describe('{"list":{"fixed":["int32",2]}}'), describe('{"ragged":["int32",[null,3]]}')
     ('list<int32[2]>', 'int32[?, 3]')
     """

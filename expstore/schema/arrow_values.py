@@ -41,6 +41,7 @@ def column_of(key: Key, values: Sequence[Any]) -> pa.Array:
     Raises:
         SchemaError: Arrow cannot represent a value, or the values have no common type.
 
+    >>> from expstore.schema.arrow_values import column_of
     >>> column_of(("tags",), [["a", "b"], [], None]).to_pylist()
     [['a', 'b'], [], None]
     """

@@ -34,6 +34,7 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
         TypeError: `types` is not a mapping, or a key is not a string or a tuple of strings.
 
     Example:
+        >>> from expstore.schema.field_parser import schema_of
         >>> schema_of({"prompt": str, "tokens": ("int32", (None,)), "next": {"reward": "float32"}})
         Schema(prompt: string, tokens: int32[?], next.reward: float32[])
     """

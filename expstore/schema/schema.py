@@ -125,6 +125,7 @@ class Schema:
             values, more than 63 dims, or more than 2^30 values per row.
 
     Example:
+        >>> from expstore import Field, Schema
         >>> schema = Schema([Field(("observation",), "float32", (4,)), Field(("action",), "int64", ())])
         >>> schema.row_bytes
         24

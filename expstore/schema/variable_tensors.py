@@ -26,6 +26,7 @@ def shape_of(shapes: IntArray, *, jagged: bool = False) -> tuple[int | None, ...
         shapes: One per row. Shape `(n, dims)`, with at least one row.
         jagged: Make the first dim None even if it is equal in all tensors while another dim differs.
 
+    >>> from expstore.schema.variable_tensors import shape_of
     >>> shape_of(np.array([[2, 3], [5, 3]])), shape_of(np.array([[2, 3], [2, 4]]))
     ((None, 3), (2, None))
     """

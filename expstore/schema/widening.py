@@ -18,6 +18,7 @@ def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
     Integers fit integers of any width and floats; the cast checks each value. Nothing becomes text, and text
     becomes nothing else. A struct may lack members.
 
+    >>> from expstore.schema.widening import fits
     >>> import pyarrow as pa
     >>> fits(pa.int64(), pa.float64()), fits(pa.float64(), pa.int64()), fits(pa.int64(), pa.string())
     (True, False, False)

@@ -75,6 +75,7 @@ class TensorSpec(ABC):
         domain: "continuous", "discrete", or neither.
 
     Example:
+        >>> from expstore import Bounded, TensorSpec
         >>> spec = Bounded(-1, 1, shape=(3,))
         >>> isinstance(spec, TensorSpec), spec.shape, spec.dtype
         (True, torch.Size([3]), torch.float32)
@@ -383,6 +384,7 @@ class LeafSpec(TensorSpec):
     For threads, processes and crashes see TensorSpec.
 
     Example:
+        >>> from expstore import Categorical
         >>> from expstore.specs.base import LeafSpec
         >>> isinstance(Categorical(3), LeafSpec)
         True

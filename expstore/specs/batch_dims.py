@@ -36,6 +36,7 @@ class BatchDims(TensorSpec):
     For threads, processes and crashes see TensorSpec.
 
     Example:
+        >>> from expstore import Bounded, Composite
         >>> spec = Composite(observation=Bounded(-1, 1, shape=(4, 3)), shape=(4,))
         >>> spec.expand(2, 4).shape, spec.expand(2, 4)["observation"].shape
         (torch.Size([2, 4]), torch.Size([2, 4, 3]))

@@ -32,6 +32,7 @@ class Binary(Categorical):
         ValueError: The last dim differs from n, or n is negative.
 
     Example:
+        >>> from expstore import Binary
         >>> spec = Binary(3)
         >>> spec.is_in(torch.tensor([0, 1, 1], dtype=torch.int8))
         True

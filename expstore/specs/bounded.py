@@ -43,6 +43,7 @@ class Bounded(LeafSpec):
         TypeError: An argument is unknown, or a bound is missing.
 
     Example:
+        >>> from expstore import Bounded
         >>> spec = Bounded(low=-1, high=torch.tensor([1.0, 2.0]))
         >>> spec.shape
         torch.Size([2])
@@ -188,6 +189,7 @@ class BoundedContinuous(Bounded):
     """Spec whose elements are numbers from `low` to `high`. See Bounded.
 
     Example:
+        >>> from expstore import BoundedContinuous
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
         'continuous'
     """
@@ -208,6 +210,7 @@ class BoundedDiscrete(Bounded):
     """Spec whose elements are integers from `low` to `high`. See Bounded.
 
     Example:
+        >>> from expstore import BoundedDiscrete
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain
         'discrete'
     """

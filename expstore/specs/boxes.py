@@ -15,6 +15,7 @@ class Box:
     """Base class of sets of values. Boxes are immutable; threads can share them.
 
     Example:
+        >>> from expstore import Categorical
         >>> from expstore.specs import Box
         >>> isinstance(Categorical(3).space, Box)
         True
@@ -33,6 +34,7 @@ class ContinuousBox(Box):
         high: The largest value of each element.
 
     Example:
+        >>> from expstore import Bounded
         >>> low, high = Bounded(-1, 1, shape=(2,)).space
         >>> high
         tensor([1., 1.])
@@ -86,6 +88,7 @@ class CategoricalBox(Box):
         n: Number of values; -1 if it is unknown.
 
     Example:
+        >>> from expstore import Categorical
         >>> Categorical(3).space
         CategoricalBox(n=3)
     """

@@ -34,6 +34,7 @@ class Categorical(LeafSpec):
         RuntimeError: The mask has another shape.
 
     Example:
+        >>> from expstore import Categorical
         >>> spec = Categorical(3, shape=(2,))
         >>> spec.is_in(torch.tensor([0, 2])), spec.is_in(torch.tensor([0, 3]))
         (True, False)
@@ -259,6 +260,7 @@ class OneHot(LeafSpec):
         RuntimeError: The mask has another shape.
 
     Example:
+        >>> from expstore import OneHot
         >>> spec = OneHot(3)
         >>> spec.encode(1)
         tensor([False,  True, False])

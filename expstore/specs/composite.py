@@ -46,6 +46,7 @@ class Composite(Lockable, BatchDims):
         RuntimeError: A spec is on another device.
 
     Example:
+        >>> from expstore import Bounded, Categorical, Composite
         >>> spec = Composite(observation=Bounded(-1, 1, shape=(3,)), next=Composite(done=Categorical(2)))
         >>> list(spec.keys(include_nested=True, leaves_only=True))
         ['observation', ('next', 'done')]

@@ -40,6 +40,7 @@ def from_space(space: Any) -> Any:
         TypeError: `space` is not a supported space.
 
     Example:
+        >>> from expstore.specs import from_space
         >>> import gymnasium.spaces
         >>> from_space(gymnasium.spaces.Discrete(4)).n
         4
@@ -99,6 +100,8 @@ def to_space(spec: TensorSpec | None) -> Any:
         ModuleNotFoundError: gymnasium is not installed.
 
     Example:
+        >>> from expstore import Bounded
+        >>> from expstore.specs import to_space
         >>> to_space(Bounded(2, 5, shape=(), dtype=torch.int64))
         Discrete(4, start=2)
     """

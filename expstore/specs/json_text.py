@@ -41,6 +41,9 @@ def to_text(spec: TensorSpec) -> str:
             numbers, lists and dicts.
 
     Example:
+        >>> import math
+        >>> from expstore import Bounded
+        >>> from expstore.specs import from_text, to_text
         >>> text = to_text(Bounded(-math.inf, 1, shape=(2,)))
         >>> from_text(text).low
         tensor([-inf, -inf])

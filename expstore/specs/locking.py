@@ -18,6 +18,7 @@ class Lockable:
     guards against mistakes, not against other threads. Pickled copies are locked too; clones are not.
 
     Example:
+        >>> from expstore import Categorical, Composite
         >>> spec = Composite(a=Composite(b=Categorical(3))).lock_()
         >>> spec["a"].is_locked
         True

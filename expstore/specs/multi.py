@@ -39,6 +39,7 @@ class MultiCategorical(Categorical):
         RuntimeError: `nvec` or the mask have another shape.
 
     Example:
+        >>> from expstore import MultiCategorical
         >>> spec = MultiCategorical((3, 2))
         >>> spec.is_in(torch.tensor([2, 1])), spec.is_in(torch.tensor([1, 2]))
         (True, False)
@@ -321,6 +322,7 @@ class MultiOneHot(OneHot):
         RuntimeError: The mask has another shape.
 
     Example:
+        >>> from expstore import MultiOneHot
         >>> spec = MultiOneHot((3, 2))
         >>> spec.is_in(torch.tensor([False, False, True, True, False]))
         True

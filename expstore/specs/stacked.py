@@ -276,6 +276,7 @@ class Stacked(_Stack[TensorSpec]):
         dim: The dim of a stack of values along which the specs are stacked.
 
     Example:
+        >>> from expstore import Bounded
         >>> spec = torch.stack([Bounded(-1, 1, shape=(2,)), Bounded(0, 5, shape=(2,))])
         >>> spec.shape, spec.is_in(torch.tensor([[0.0, 0.0], [3.0, 3.0]]))
         (torch.Size([2, 2]), True)
@@ -336,6 +337,7 @@ class StackedComposite(_Stack[Composite], Composite):
         dim: The dim of a batch along which they are stacked.
 
     Example:
+        >>> from expstore import Bounded, Categorical, Composite
         >>> one = Composite(observation=Bounded(-1, 1, shape=(3,)), hint=Categorical(2))
         >>> two = Composite(observation=Bounded(-1, 1, shape=(4,)))
         >>> spec = torch.stack([one, two])

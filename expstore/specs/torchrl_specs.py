@@ -24,6 +24,7 @@ def from_torchrl(spec: Any) -> Any:
         ValueError: The spec has `use_register=True`.
 
     Example:
+        >>> from expstore.specs import from_torchrl
         >>> import torchrl.data
         >>> from_torchrl(torchrl.data.Composite(action=torchrl.data.OneHot(4)))["action"].n
         4
@@ -44,6 +45,7 @@ def from_env(env: Any) -> specs.Composite:
         TypeError: `env` is not a TorchRL environment.
 
     Example:
+        >>> from expstore.specs import from_env
         >>> from torchrl.envs import GymEnv
         >>> from_env(GymEnv("CartPole-v1"))["next", "observation"].shape
         torch.Size([4])
@@ -70,6 +72,8 @@ def to_torchrl(spec: TensorSpec | None) -> Any:
         ModuleNotFoundError: TorchRL is not installed.
 
     Example:
+        >>> from expstore import Bounded
+        >>> from expstore.specs import to_torchrl
         >>> to_torchrl(Bounded(-1, 1, shape=(3,))).shape
         torch.Size([3])
     """

@@ -34,6 +34,7 @@ class Unbounded(LeafSpec):
         TypeError: An unknown argument is given.
 
     Example:
+        >>> from expstore import Unbounded
         >>> spec = Unbounded(shape=(2,))
         >>> spec.is_in(torch.tensor([0.0, 1e30]))
         True
@@ -136,6 +137,7 @@ class UnboundedContinuous(Unbounded):
     """Spec whose elements are any numbers of a dtype. See Unbounded.
 
     Example:
+        >>> from expstore import UnboundedContinuous
         >>> UnboundedContinuous((2,)).domain
         'continuous'
     """
@@ -145,6 +147,7 @@ class UnboundedDiscrete(Unbounded):
     """Spec whose elements are any integers of a dtype. See Unbounded.
 
     Example:
+        >>> from expstore import UnboundedDiscrete
         >>> UnboundedDiscrete((2,)).dtype
         torch.int64
     """
