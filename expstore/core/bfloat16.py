@@ -10,6 +10,7 @@ from expstore.core.values import Array
 def widen_bfloat16(bits: Array) -> Array:
     """Return bfloat16 numbers, stored as uint16 bits, as float32. Any shape.
 
+    >>> from expstore.core.bfloat16 import widen_bfloat16
     >>> widen_bfloat16(np.array([0x3F80, 0xC000], np.uint16)).tolist()
     [1.0, -2.0]
     """

@@ -25,6 +25,7 @@ def find_lost(values: Array, cast: Array) -> Any:
         values: The numbers before the cast.
         cast: The numbers after the cast. Same shape.
 
+    >>> from expstore.core.casts import find_lost
     >>> find_lost(np.array([1, 2**53 + 1]), np.array([1.0, 2.0**53]))
     9007199254740993
     >>> find_lost(np.array([0.1, 1e300]), np.array([0.1, np.inf], np.float32))
@@ -63,6 +64,7 @@ def find_rounded(values: Any, array: Array, dtype: str) -> int | None:
         array: The same numbers as NumPy converts them.
         dtype: Name of the float type.
 
+    >>> from expstore.core.casts import find_rounded
     >>> find_rounded([0.5, 2**24 + 1], np.array([0.5, 2**24 + 1]), "float32")
     16777217
     """

@@ -38,6 +38,7 @@ class ChangeLog:
     Nothing is stored on disk.
 
     Example:
+        >>> from expstore.core.change_log import ChangeLog
         >>> changed = ChangeLog()
         >>> changed.begin()
         >>> changed.number

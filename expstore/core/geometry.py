@@ -21,6 +21,7 @@ UNBOUNDED = 2**63 - 1
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple that is not less than a number.
 
+    >>> from expstore.core.geometry import round_up
     >>> round_up(100, 3)
     102
     """
@@ -59,6 +60,7 @@ class RingGeometry:
         reach: Further slots, which keep overwritten rows that packed rows may refer to.
 
     Example:
+        >>> from expstore.core.geometry import RingGeometry
         >>> ring = RingGeometry(100, spare=28)
         >>> ring.slots, ring.slot_of(np.array([1, 129])).tolist(), ring.index_of(np.array([101])).tolist()
         (128, [0, 0], [0])

@@ -24,6 +24,7 @@ class IdSet:
         last: Last id of each run. Shape `(n,)`, int64.
 
     Example:
+        >>> from expstore.core.id_set import IdSet
         >>> deleted = IdSet.of([(3, 5), (9, 9)])
         >>> deleted.holds(np.array([2, 3, 9])).tolist(), deleted.upto(4)
         ([False, True, True], 2)

@@ -47,8 +47,10 @@ class LockOrder:
     are a lock that its thread already holds, and a lock that is tried without waiting.
 
     Example:
+        >>> import threading
+        >>> from expstore.core.lock_order import LockOrder
         >>> order = LockOrder()
-        >>> lock = order.ranked("storage", threading.RLock())
+        >>> lock = order.rank_lock("storage", threading.RLock())
         >>> with lock:
         ...     pass
     """

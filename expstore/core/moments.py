@@ -27,6 +27,7 @@ class Moments:
         largest: Maximum of each element. Shape and dtype of a row.
 
     Example:
+        >>> from expstore.core.moments import Moments
         >>> halves = [Moments.of(np.array([1.0, 2.0])), Moments.of(np.array([3.0]))]
         >>> whole = Moments.merge(halves)
         >>> whole.count, float(whole.mean), float(whole.squares), float(whole.largest)

@@ -14,6 +14,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     A name whose last part, after a dot, equals the whole name wins: `reward` finds `next.reward`.
 
+    >>> from expstore.core.nearest import nearest
     >>> nearest("rewrd", ["action", "next.reward"])
     'next.reward'
     """
@@ -32,6 +33,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def suggest(name: str, known: Collection[str], what: str) -> str:
     """Return the hint of an error about an unknown name: the most similar name, if any, and all names.
 
+    >>> from expstore.core.nearest import suggest
     >>> suggest("rewrd", ["action", "next.reward"], "the fields are")
     'did you mean next.reward? The fields are next.reward, action'
     """

@@ -42,6 +42,7 @@ class Retain:
         ArgumentError: An argument has an invalid value.
 
     Example:
+        >>> from expstore import Retain
         >>> Retain(bytes="10GB", where="episode.return > 100")
         Retain(bytes=10000000000, age=None, where='episode.return > 100')
     """

@@ -16,6 +16,7 @@ def spare_slots(capacity: int | None, row_bytes: int) -> int:
 
     With more spare slots, a writer can continue for longer before it has to wait for the disk.
 
+    >>> from expstore.core.spare_slots import spare_slots
     >>> spare_slots(1000, 100), spare_slots(1_000_000, 100)
     (4096, 125000)
     """

@@ -28,6 +28,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     Raises:
         ArgumentError: The value is not a key.
 
+    >>> from expstore.core.values import to_key
     >>> to_key("reward"), to_key(("next", "reward"))
     (('reward',), ('next', 'reward'))
     """
@@ -56,6 +57,7 @@ def check_key(argument: str, value: Any) -> Key:
 def key_name(key: Key) -> str:
     """Return a key in the notation of messages and of SQL.
 
+    >>> from expstore.core.values import key_name
     >>> key_name(("next", "reward"))
     'next.reward'
     """
@@ -102,6 +104,7 @@ Runs = tuple[tuple[int, int], ...]
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
     """Return the same ids as ascending runs that neither overlap nor adjoin.
 
+    >>> from expstore.core.values import merge_runs
     >>> merge_runs([(8, 9), (1, 3), (3, 5), (6, 6)])
     ((1, 6), (8, 9))
     """

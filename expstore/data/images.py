@@ -64,6 +64,8 @@ def find_image(entry: Field) -> ImageLayout | None:
     and float fields with such a third dim of 1 or 3 channels.
 
     Example:
+        >>> from expstore import Field
+        >>> from expstore.data.images import find_image
         >>> find_image(Field(("pixels",), "uint8", (3, 84, 84))).name
         'CHW'
     """

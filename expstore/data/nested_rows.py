@@ -54,8 +54,9 @@ def take_rows(batch: _Batch, rows: Any) -> _Batch:
         IndexError: There is no such row.
 
     Example:
-        >>> halves = take_rows(batch, slice(0, 128)), take_rows(batch, slice(128, 256))
-        >>> shuffled = take_rows(batch, torch.randperm(256))
+        >>> from expstore.data.nested_rows import take_rows
+        >>> halves = take_rows(batch, slice(0, 32)), take_rows(batch, slice(32, 64))
+        >>> shuffled = take_rows(batch, torch.randperm(64))
     """
     nested = _find_nested(batch)
     if not nested:
@@ -86,6 +87,7 @@ def join_rows(batches: Sequence[_Batch]) -> _Batch:
         SchemaError: A field is a nested tensor in some of them only, or their kinds differ.
 
     Example:
+        >>> from expstore.data.nested_rows import join_rows
         >>> both = join_rows([rb.sample(), rb.sample()])
     """
     nested = [_find_nested(batch) for batch in batches]

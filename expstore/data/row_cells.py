@@ -80,6 +80,7 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
     not fit the dtype, or a dict has other names; some cells of the row may be overwritten then.
 
     Example:
+        >>> from expstore.data.row_cells import Cells, compile_put
         >>> rows = np.zeros((2, 3), np.float32)
         >>> put = compile_put([{"observation": Cells.of(rows, takes_numbers=False)}])
         >>> put(1, {"observation": np.ones(3, np.float32)}), put(0, {"observation": [1.0, 1.0, 1.0]})

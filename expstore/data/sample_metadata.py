@@ -27,6 +27,7 @@ def encode_metadata(metadata: Any) -> Any:
         ArgumentError: A value is not a number, text, list, mapping with texts as keys, array or tensor.
 
     Example:
+        >>> from expstore.data.sample_metadata import encode_metadata
         >>> encode_metadata({"id": "Pong/1", "count": torch.tensor([5])})
         {'id': 'Pong/1', 'count': {'__tensor__': 'int64', 'values': [5]}}
     """

@@ -26,6 +26,7 @@ def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any],
         columns: Where values go, by field; none is bfloat16. Shapes `(n, *row shape)`.
 
     Example:
+        >>> from expstore.data.tensordict_cells import compile_put_tensordict
         >>> rows = np.zeros((2, 3), np.float32)
         >>> put = compile_put_tensordict({("observation",): rows})
         >>> put(1, TensorDict({"observation": torch.ones(3)})), put(0, TensorDict({"observation": 1.0}))

@@ -26,6 +26,7 @@ class FairLock(_ReentrantLock):  # type: ignore[misc]
     Processes: not shared. Interrupts: a KeyboardInterrupt during an acquire leaves the lock unchanged.
 
     Example:
+        >>> from expstore.disk.fair_lock import FairLock
         >>> lock = FairLock()
         >>> with lock, lock:
         ...     pass

@@ -26,7 +26,11 @@ class InterruptibleCalls:
     in a new thread for each call DuckDB would take 300 us longer. A forked child may not use it.
 
     Example:
-        >>> InterruptibleCalls().run(lambda: cursor.sql(query).to_arrow_table(), cursor.interrupt)
+        >>> import duckdb
+        >>> from expstore.disk.interruptible_calls import InterruptibleCalls
+        >>> cursor = duckdb.connect()
+        >>> InterruptibleCalls().run(lambda: cursor.sql("SELECT 1").fetchall(), cursor.interrupt)
+        [(1,)]
     """
 
     def __init__(self) -> None:

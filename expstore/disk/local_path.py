@@ -59,6 +59,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
 def hide_credentials(url: str) -> str:
     """Return a URL for a message: without user, password, options and fragment.
 
+    >>> from expstore.disk.local_path import hide_credentials
     >>> hide_credentials("s3://key:a/b@bucket/run?token=c")
     's3://bucket/run'
     """

@@ -249,6 +249,7 @@ class LogColumns:
         CorruptionError: An entry does not match its checksum.
 
     Example:
+        >>> from expstore.episodes.log import LogColumns, LogEntry
         >>> ended = LogEntry(episode=7, source=1, ret=2.5, length=10, status=1)
         >>> LogColumns.of([ended]).heads["ret"]
         array([2.5])

@@ -182,6 +182,7 @@ class OpenEpisodes:
     No call scans all of them, except to return all of them: a store may have 100,000s of truncated ones.
 
     Example:
+        >>> from expstore.episodes.table import Episode, OpenEpisodes
         >>> episodes = OpenEpisodes()
         >>> episodes.put(Episode(7, source=1, trajectory=None, start=0))
         >>> episodes.find(1, None) is episodes.find_by_id(7)

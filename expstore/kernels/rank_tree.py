@@ -83,6 +83,7 @@ class RankTree:
         size: Number of places.
 
     Example:
+        >>> from expstore.kernels.rank_tree import RankTree
         >>> tree = RankTree(4)
         >>> tree.set(np.arange(4), np.array([3.0, 1.0, 2.0, 1.0]))
         >>> tree.take(np.array([0.5, 2.5, 1.0, 4.0])).tolist()

@@ -382,6 +382,7 @@ class RunTable:
         low: The newest id that can no longer be read.
 
     Example:
+        >>> from expstore.kernels.step_runs import RunTable
         >>> table = RunTable(np.array([[7, 7], [0, 2], [2, 3], [1, 9], [1, 2]]), low=1)
         >>> table.first.tolist(), table.stop.tolist()
         ([1], [5])

@@ -166,6 +166,7 @@ class SumTree:
         size: Number of places; `grow` adds more.
 
     Example:
+        >>> from expstore.kernels.sum_tree import SumTree
         >>> tree = SumTree(4)
         >>> tree.set(np.array([1, 3]), np.array([1.0, 3.0]))
         >>> tree.total, tree.smallest
