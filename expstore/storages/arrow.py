@@ -49,6 +49,7 @@ class ArrowStorage(Store):
         SchemaError: There is no such compression, layout, codec or option.
 
     Example:
+        >>> from expstore import ArrowStorage, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(storage=ArrowStorage("rollouts.exp", 100_000), batch_size=256)
     """
 

@@ -27,6 +27,7 @@ class StorageEnsemble(Members):
         ArgumentError: The number of transforms differs from the number of storages.
 
     Example:
+        >>> from expstore import MemoryStorage, StorageEnsemble
         >>> storages = StorageEnsemble(MemoryStorage(10), MemoryStorage(20))
         >>> len(storages)
         2

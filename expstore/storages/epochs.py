@@ -35,8 +35,9 @@ class Epochs:
     follower; any number read. Crashes: nothing is stored.
 
     Example:
+        >>> from expstore.storages.epochs import Epochs
         >>> epochs = Epochs()
-        >>> with epochs.changing_fields():
+        >>> with epochs.note_field_change():
         ...     epochs.fields
         1
         >>> epochs.fields

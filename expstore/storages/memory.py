@@ -53,6 +53,7 @@ class MemoryStorage(PortableStorage):
             as in stores on disk.
 
     Example:
+        >>> from expstore import MemoryStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
     """
 

@@ -50,6 +50,7 @@ class EpisodeList:
     """Entries of ended episodes, in RAM.
 
     Example:
+        >>> from expstore.storages.row_state import EpisodeList
         >>> log = EpisodeList()
         >>> log.append([])
         >>> list(log.read())

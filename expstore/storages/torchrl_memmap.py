@@ -85,6 +85,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         ArgumentError: An argument is out of range, or not supported.
 
     Example:
+        >>> from expstore import LazyMemmapStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
     """
 

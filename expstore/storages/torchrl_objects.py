@@ -37,6 +37,7 @@ class ListStorage(MemoryStorage):
         StateError: torch cannot use the device.
 
     Example:
+        >>> from expstore import ListStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=ListStorage(100), collate_fn=list, batch_size=2)
         >>> rb.extend(["a", "longer text", {"any": "thing"}])
     """
@@ -76,6 +77,7 @@ class LazyStackStorage(ListStorage):
         StateError: torch cannot use the device.
 
     Example:
+        >>> from expstore import LazyStackStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyStackStorage(100), batch_size=2)
         >>> rb.add(TensorDict({"tokens": torch.arange(3)}))
         >>> rb.add(TensorDict({"tokens": torch.arange(5)}))

@@ -54,6 +54,7 @@ class TensorStorage(MemoryStorage):
         SchemaError: Rows of this kind cannot be stored.
 
     Example:
+        >>> from expstore import TensorStorage
         >>> storage = TensorStorage(TensorDict({"a": torch.arange(3)}, [3]))
         >>> storage.get(1)["a"]
         tensor(1)
@@ -134,6 +135,7 @@ class LazyTensorStorage(TensorStorage):
         StateError: torch cannot use the device.
 
     Example:
+        >>> from expstore import LazyTensorStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
     """
 

@@ -44,6 +44,7 @@ class ZarrStorage(Store):
         SchemaError: There is no such layout, codec or option.
 
     Example:
+        >>> from expstore import TensorDictReplayBuffer, ZarrStorage
         >>> rb = TensorDictReplayBuffer(storage=ZarrStorage("run.exp", 100_000), batch_size=256)
     """
 

@@ -106,6 +106,7 @@ class Writer(ABC):
             StateError: No storage is registered, it cannot be written, or there are no rows.
 
         Example:
+            >>> from expstore import LazyTensorStorage, RoundRobinWriter
             >>> writer, storage = RoundRobinWriter(), LazyTensorStorage(4)
             >>> writer.register_storage(storage)
             >>> writer.extend(torch.arange(6))
@@ -252,6 +253,7 @@ class RoundRobinWriter(Writer):
             same purpose.
 
     Example:
+        >>> from expstore import MemoryStorage, ReplayBuffer, RoundRobinWriter
         >>> rb = ReplayBuffer(storage=MemoryStorage(100), writer=RoundRobinWriter(), batch_size=8)
     """
 
@@ -300,6 +302,7 @@ class RoundRobinWriter(Writer):
                 that were appended, so that a row which is replaced keeps its own.
 
         Example:
+            >>> from expstore import LazyTensorStorage, ReplayBuffer, RoundRobinWriter
             >>> writer = RoundRobinWriter()
             >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=writer)
             >>> index = rb.extend(torch.arange(4))
@@ -321,6 +324,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     """The same as `RoundRobinWriter`, under torchrl's name for rows that are TensorDicts.
 
     Example:
+        >>> from expstore import MemoryStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), writer=TensorDictRoundRobinWriter())
     """
 
@@ -334,6 +338,7 @@ class ImmutableDatasetWriter(Writer):
         compilable: Only False: `torch.compile` does not trace writers.
 
     Example:
+        >>> from expstore import ImmutableDatasetWriter
         >>> former = rb.set_writer(ImmutableDatasetWriter())
     """
 
@@ -416,6 +421,7 @@ class TensorDictMaxValueWriter(Writer):
         ArgumentError: `reduction` is unknown.
 
     Example:
+        >>> from expstore import MemoryStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(
         ...     storage=MemoryStorage(2), writer=TensorDictMaxValueWriter("score"), batch_size=2
         ... )
@@ -686,6 +692,7 @@ class WriterEnsemble(Members):
         members: One writer per member.
 
     Example:
+        >>> from expstore import RoundRobinWriter, WriterEnsemble
         >>> len(WriterEnsemble(RoundRobinWriter(), RoundRobinWriter()))
         2
     """

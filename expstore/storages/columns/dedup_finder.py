@@ -27,6 +27,7 @@ class NextRows:
         reach: Number of preceding rows that are searched.
 
     Example:
+        >>> from expstore.storages.columns.dedup_finder import NextRows
         >>> known = NextRows(4, 8)
         >>> frames = np.arange(10, dtype=np.int32)
         >>> known.find(100, frames[:3], frames[1:4])  # row 101 equals what comes next in row 100

@@ -62,6 +62,7 @@ class Priorities:
         former: The priorities of the storage before it was opened again; its watchers are taken over.
 
     Example:
+        >>> from expstore.storages.columns.priorities import Priorities
         >>> priorities = Priorities()
         >>> priorities.start([(0, 0, 3)], slots=None)
         >>> priorities.values[:3].tolist(), priorities.largest

@@ -29,6 +29,7 @@ class Sampled:
         size: Initial number of slots; the counts grow when rows need more.
 
     Example:
+        >>> from expstore.storages.columns.sample_counts import Sampled
         >>> sampled = Sampled(8)
         >>> sampled.add(np.array([1, 3]))
         >>> sampled.values.tolist()

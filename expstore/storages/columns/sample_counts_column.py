@@ -43,6 +43,11 @@ class SampledColumn(Sampled, Checkpointed):
         CorruptionError: zarr.json is missing or describes another column.
 
     Example:
+        >>> from pathlib import Path
+        >>> from expstore.disk.files import Disk
+        >>> from expstore.storages.columns.sample_counts_column import SampledColumn
+        >>> disk, folder = Disk(), Path("columns")
+        >>> folder.mkdir()
         >>> SampledColumn.make(disk, folder, 1000, ready=0)
         >>> sampled = SampledColumn(disk, folder, 1000)
     """

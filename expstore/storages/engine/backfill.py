@@ -139,6 +139,7 @@ def check_going(storage: ReadView, key: Key) -> None:
 def places_without(count: int, place: int) -> Sequence[int]:
     """Return the positions of the fields that remain when the one at `place` is dropped.
 
+    >>> from expstore.storages.engine.backfill import places_without
     >>> places_without(4, 1)
     [0, 2, 3]
     """

@@ -694,6 +694,7 @@ class Store(Storage):
             StorageError: The disk failed or is full; existing snapshots are unchanged.
 
         Example:
+            >>> from expstore import MemoryStorage
             >>> storage.dumps("backup")
             >>> MemoryStorage(1000).loads("backup")
         """

@@ -53,9 +53,10 @@ class Packing:
             rows. If no row is in the frame, there is no frame.
 
     Example:
+        >>> from expstore.storages.format.chunk_encoding import Packing
         >>> packing = Packing("lz4hc", rows=16, shard=4096)
         >>> rows = np.zeros((16, 84, 84), np.uint8)
-        >>> (packing.unpack(packing.pack(rows), rows.nbytes) == rows.tobytes()).all()
+        >>> packing.unpack(packing.pack(rows), rows.nbytes).tobytes() == rows.tobytes()
         True
     """
 

@@ -29,9 +29,10 @@ class Codec:
         options: The codec's `configuration` in zarr.json.
 
     Example:
+        >>> from expstore.storages.format.codecs import CODECS
         >>> codec = CODECS["lz4hc"]
-        >>> codec.unpack(codec.pack(np.zeros(1000, np.uint8)), 1000).sum()
-        0
+        >>> codec.unpack(codec.pack(np.arange(4, dtype=np.uint8)), 4).tolist()
+        [0, 1, 2, 3]
     """
 
     name: str

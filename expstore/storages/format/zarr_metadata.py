@@ -246,6 +246,7 @@ def read_layout(disk: Disk, folder: Path, entry: Field) -> Layout:
 def shard_name(number: int, dims: int, separator: str) -> str:
     """Return the path of a shard in its array's folder.
 
+    >>> from expstore.storages.format.zarr_metadata import shard_name
     >>> shard_name(3, 1, "/"), shard_name(3, 0, ".")
     ('c/3/0', 'c.3')
     """

@@ -95,6 +95,7 @@ def _checksum(data: dict[str, Any]) -> str:
 def version_name(number: int) -> str:
     """Return the name of a snapshot's folder.
 
+    >>> from expstore.storages.snapshots.catalog import version_name
     >>> version_name(7)
     'v0007'
     """
@@ -155,8 +156,10 @@ def versions(path: str | Path) -> list[Version]:
         NotFoundError: There is no such folder.
 
     Example:
+        >>> version = rb.dumps("backup")
         >>> for version in expstore.versions("backup"):
         ...     print(version.number, version.rows)
+        1 200
     """
     disk, path = Disk(), local_path(path)
     if not disk.exists(path):

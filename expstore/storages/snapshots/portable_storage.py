@@ -26,9 +26,9 @@ class PortableStorage(Storage):
     Threads: other threads can read and add rows meanwhile. Processes and crashes: as the storage.
 
     Example:
-        >>> state = storage.state_dict()
-        >>> other = MemoryStorage(storage.capacity)
-        >>> other.load_state_dict(state)
+        >>> from expstore import MemoryStorage
+        >>> storage, other = MemoryStorage(1000), MemoryStorage(1000)
+        >>> other.load_state_dict(storage.state_dict())
     """
 
     _save_hooks: tuple[Hook, ...] = ()
@@ -123,6 +123,7 @@ class PortableStorage(Storage):
             StorageError: The disk failed or is full; existing snapshots are unchanged.
 
         Example:
+            >>> from expstore import MemoryStorage
             >>> storage.dumps("backup")
             >>> MemoryStorage(1000).loads("backup")
         """
