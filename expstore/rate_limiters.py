@@ -410,6 +410,7 @@ class MinSize(RateLimiter):
         timeout: Seconds that `sample` waits; 0 to fail at once; None to wait without a limit.
 
     Example:
+        >>> from expstore import MinSize
         >>> rb = expstore.open("run.exp", batch_size=32, batches={"rate_limiter": MinSize(1000)})
     """
 
@@ -441,6 +442,7 @@ class SampleToInsertRatio(RateLimiter):
         ArgumentError: The bounds could block both sides forever.
 
     Example:
+        >>> from expstore import SampleToInsertRatio
         >>> limiter = SampleToInsertRatio(4.0, min_size_to_sample=1000, error_buffer=2000)
         >>> rb = expstore.open("run.exp", batch_size=256, batches={"rate_limiter": limiter})
     """

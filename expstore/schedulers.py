@@ -82,7 +82,11 @@ class LambdaScheduler(ParameterScheduler):
         max_value: Upper bound of the attribute; None: no bound.
 
     Example:
+        >>> from expstore import PrioritizedSampler
+        >>> from expstore.schedulers import LambdaScheduler
+        >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
         >>> scheduler = LambdaScheduler(sampler, "beta", lambda steps: 1 + steps / 100, max_value=1.0)
+        >>> scheduler.step()
     """
 
     def __init__(
@@ -110,7 +114,11 @@ class LinearScheduler(ParameterScheduler):
         num_steps: Number of steps until the last value.
 
     Example:
+        >>> from expstore import PrioritizedSampler
+        >>> from expstore.schedulers import LinearScheduler
+        >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
         >>> scheduler = LinearScheduler(sampler, "beta", final_value=1.0, num_steps=1000)
+        >>> scheduler.step()
     """
 
     def __init__(
@@ -140,7 +148,11 @@ class StepScheduler(ParameterScheduler):
         max_value: Upper bound of the attribute; None: no bound.
 
     Example:
+        >>> from expstore import PrioritizedSampler
+        >>> from expstore.schedulers import StepScheduler
+        >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
         >>> scheduler = StepScheduler(sampler, "beta", gamma=0.1, n_steps=10, mode="additive", max_value=1.0)
+        >>> scheduler.step()
     """
 
     def __init__(

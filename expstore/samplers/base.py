@@ -220,6 +220,7 @@ class Sampler(metaclass=SamplerKind):
             NotReadyError: No row can be drawn.
 
         Example:
+            >>> from expstore import PrioritizedSampler
             >>> index, info = PrioritizedSampler().sample(storage, 32)
             >>> info["priority_weight"].shape
             torch.Size([32])

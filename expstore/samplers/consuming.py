@@ -52,6 +52,7 @@ class ConsumingSampler(Sampler):
             was given.
 
     Example:
+        >>> from expstore import ConsumingSampler, MemoryStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=ConsumingSampler(), batch_size=3)
         >>> rb.extend(TensorDict({"observation": torch.zeros(4, 3)}, [4]))
         >>> [len(batch) for batch in rb]

@@ -25,6 +25,7 @@ class EarlyPriorities:
         within: Whether new rows get the largest priority of the rows that have one, not the largest ever.
 
     Example:
+        >>> from expstore.samplers.early_priorities import EarlyPriorities
         >>> early = EarlyPriorities()
         >>> early.set(np.array([3, 4]), np.array([0.5, 2.0]))
         >>> early.largest

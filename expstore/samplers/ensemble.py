@@ -39,6 +39,7 @@ class SamplerEnsemble(Members):
             `num_buffer_sampled` is below 1.
 
     Example:
+        >>> from expstore import RandomSampler, SamplerEnsemble
         >>> samplers = SamplerEnsemble(RandomSampler(), RandomSampler(), p=[1, 3])
         >>> samplers.p
         tensor([0.2500, 0.7500])

@@ -144,10 +144,12 @@ class Filter:
         QueryError: An expression is not valid.
 
     Example:
+        >>> from expstore.samplers.filter import Filter
         >>> filter = Filter("next.reward > 0", None)
         >>> filter.attach(storage)
         >>> filter.look(storage)
-        >>> filter.masses[storage.slot_of(filter.readable(storage).ids())].sum()
+        >>> filter.masses[storage.geometry.slot_of(filter.readable(storage).ids())].sum()
+        np.float64(199.0)
     """
 
     def __init__(self, where: str | None, weight: str | None) -> None:

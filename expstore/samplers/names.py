@@ -53,6 +53,7 @@ def make_sampler(name: str, **options: Any) -> Sampler:
         ArgumentError: There is no sampler of this name, or its class does not accept these arguments.
 
     Example:
+        >>> from expstore.samplers.names import make_sampler
         >>> make_sampler("prioritized", alpha=0.7)
     """
     kind = next((kind for known, kind in SAMPLERS.items() if known == name), None)

@@ -57,6 +57,7 @@ class PrioritizedSampler(Sampler):
             `priority_weight` takes it into account: with alpha=0 and beta=1 it cancels the factor.
 
     Example:
+        >>> from expstore import MemoryStorage, PrioritizedSampler, TensorDictReplayBuffer
         >>> sampler = PrioritizedSampler(max_capacity=1000, alpha=0.7, beta=0.5)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """

@@ -81,6 +81,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
             if they say the same as the store's episodes, which the first draw checks.
 
     Example:
+        >>> from expstore import MemoryStorage, PrioritizedSliceSampler, TensorDictReplayBuffer
         >>> sampler = PrioritizedSliceSampler(1000, alpha=0.7, beta=0.5, slice_len=4)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """

@@ -75,6 +75,7 @@ class PromptGroupSampler(Sampler):
             an integer; the number is below 1, or `strategy` is unknown.
 
     Example:
+        >>> from expstore import MemoryStorage, PromptGroupSampler, TensorDictReplayBuffer
         >>> sampler = PromptGroupSampler(num_groups=2, group_key="prompt")
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=sampler, batch_size=8)
     """

@@ -38,6 +38,7 @@ class RandomSampler(Sampler):
         replacement: False constructs a `SamplerWithoutReplacement` with the other arguments.
 
     Example:
+        >>> from expstore import MemoryStorage, RandomSampler, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=RandomSampler(), batch_size=8)
     """
 

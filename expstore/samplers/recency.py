@@ -61,6 +61,7 @@ class RecencySampler(Sampler):
         weight: Factor for the probability of each row: a numeric SQL expression, at least 0; None for 1.
 
     Example:
+        >>> from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
         >>> sampler = RecencySampler(half_life=10_000)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100_000), sampler=sampler, batch_size=8)
         >>> sampler.newest = 50_000

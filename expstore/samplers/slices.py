@@ -98,6 +98,7 @@ class SliceSampler(SlicingNames, Sampler):
             argument is out of range, not supported, or does not fit another one.
 
     Example:
+        >>> from expstore import MemoryStorage, SliceSampler, TensorDictReplayBuffer
         >>> sampler = SliceSampler(slice_len=4)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """

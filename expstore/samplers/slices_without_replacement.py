@@ -73,6 +73,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         ValueError: An argument is out of range, not supported, or does not fit another one.
 
     Example:
+        >>> from expstore import MemoryStorage, SliceSamplerWithoutReplacement, TensorDictReplayBuffer
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=4)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """

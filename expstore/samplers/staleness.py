@@ -171,6 +171,7 @@ class StalenessAwareSampler(Sampler):
         ArgumentError: `max_staleness` is below -1.
 
     Example:
+        >>> from expstore import MemoryStorage, StalenessAwareSampler, TensorDictReplayBuffer
         >>> sampler = StalenessAwareSampler(max_staleness=5)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
         >>> sampler.consumer_version = 3

@@ -63,6 +63,7 @@ class StreamingSliceSampler(SliceSampler):
         ArgumentError: `slice_len` is not an integer; `slice_len` is below 1, or an option is not supported.
 
     Example:
+        >>> from expstore import MemoryStorage, StreamingSliceSampler, TensorDictReplayBuffer
         >>> sampler = StreamingSliceSampler(slice_len=4)
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=32)
     """

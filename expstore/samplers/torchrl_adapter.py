@@ -85,6 +85,7 @@ class AdaptedSampler(Sampler):
         sampler: The object.
 
     Example:
+        >>> from expstore import MemoryStorage, ReplayBuffer, Sampler
         >>> class Newest(Sampler):
         ...     def sample(self, storage, batch_size):
         ...         return torch.arange(len(storage))[-batch_size:], {}

@@ -44,6 +44,7 @@ class WindowTree:
         filter: Its masses are factors of the weights; rows that it has not evaluated yet are left out.
 
     Example:
+        >>> from expstore.samplers.window_sum_tree import WindowTree
         >>> tree = WindowTree().catch_up(storage, lambda places: np.ones(places.size))
         >>> tree.total == len(storage)
         True

@@ -62,6 +62,7 @@ class SamplerWithoutReplacement(Sampler):
         ArgumentError: A weight was given.
 
     Example:
+        >>> from expstore import MemoryStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
         >>> rb = TensorDictReplayBuffer(
         ...     storage=MemoryStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4
         ... )

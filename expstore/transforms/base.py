@@ -59,6 +59,7 @@ class StepView:
         StateError: The store replaces rows by better ones, so neighbouring rows are not consecutive steps.
 
     Example:
+        >>> from expstore.transforms import StepView
         >>> view = StepView(rb.storage, np.array([3, 9]))
         >>> ids, valid = view.at(view.ids, [-1, 0, 1])
         >>> (rewards,) = view.read(ids, [("next", "reward")])
@@ -336,6 +337,7 @@ class StepTransform(ABC):
     Processes: a copy is independent. Crashes: it stores nothing.
 
     Example:
+        >>> from expstore import StepTransform
         >>> class Remaining(StepTransform):
         ...     def look(self, view):
         ...         return view.reach(view.ids)[1]
@@ -396,6 +398,7 @@ class StepTransform(ABC):
 def below_next(key: NestedKey) -> Key:
     """Return a key below "next".
 
+    >>> from expstore.transforms.base import below_next
     >>> below_next(("agents", "reward"))
     ('next', 'agents', 'reward')
     """

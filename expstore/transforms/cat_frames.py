@@ -77,9 +77,10 @@ class CatFrames(TwinTransform):
             numbers of `in_keys` and `out_keys` differ.
 
     Example:
-        >>> rb.append_transform(CatFrames(4, dim=-3, in_keys=["pixels", ("next", "pixels")]))
-        >>> rb.sample()["pixels"].shape  # of frames of shape (1, 84, 84)
-        torch.Size([32, 4, 84, 84])
+        >>> from expstore import CatFrames
+        >>> rb.append_transform(CatFrames(4, dim=-1, in_keys=["observation", ("next", "observation")]))
+        >>> rb.sample()["observation"].shape  # of observations of shape (4,)
+        torch.Size([32, 16])
     """
 
     def __init__(

@@ -42,6 +42,7 @@ class Compose:
         ArgumentError: A value is neither a transform nor callable, or there are two `MultiStepTransform`s.
 
     Example:
+        >>> from expstore.transforms import Compose
         >>> chain = Compose(lambda batch: batch.set("double", batch["reward"] * 2))
         >>> chain(TensorDict({"reward": torch.ones(3)}, [3]))["double"]
         tensor([2., 2., 2.])

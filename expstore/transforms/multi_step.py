@@ -74,6 +74,7 @@ class MultiStepTransform(TwinTransform):
             `gamma` is out of range, or `reward_keys` is empty.
 
     Example:
+        >>> from expstore import MultiStepTransform
         >>> rb.append_transform(MultiStepTransform(n_steps=3, gamma=0.99))
         >>> rb.sample()["steps_to_next_obs"].max()
         tensor(3)

@@ -63,8 +63,10 @@ class NextStateReconstructor(TwinTransform):
             has another value than its default.
 
     Example:
-        >>> rb.append_transform(NextStateReconstructor(["pixels"], fill_value=0))
-        >>> rb.sample()["next", "pixels"]
+        >>> from expstore import NextStateReconstructor
+        >>> rb.append_transform(NextStateReconstructor(["observation"], fill_value=0))
+        >>> rb.sample()["next", "observation"].shape
+        torch.Size([32, 4])
     """
 
     def __init__(

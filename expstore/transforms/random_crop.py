@@ -38,6 +38,7 @@ class RandomCropTensorDict(nn.Module):
         ArgumentError: `sub_seq_len` is not at least 1.
 
     Example:
+        >>> from expstore import RandomCropTensorDict
         >>> data = TensorDict({"x": torch.arange(10).expand(3, 10)}, [3, 10])
         >>> crop = RandomCropTensorDict(4, generator=torch.Generator().manual_seed(0))
         >>> crop(data)["x"]

@@ -53,6 +53,7 @@ class Reward2GoTransform(TwinTransform):
             differ, or `gamma` is out of range.
 
     Example:
+        >>> from expstore import Reward2GoTransform
         >>> rb.append_transform(Reward2GoTransform(gamma=0.99, out_keys=["reward_to_go"]))
     """
 

@@ -25,8 +25,10 @@ class TwinTransform(StepTransform):
     Threads and processes as `StepTransform`; a copy does not share TorchRL's transform.
 
     Example:
+        >>> import torchrl.envs
+        >>> from expstore import CatFrames
         >>> frames = CatFrames(4, dim=-1, in_keys=["observation"])
-        >>> env = torchrl.envs.TransformedEnv(env, frames)
+        >>> env = torchrl.envs.TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), frames)
         >>> rb.append_transform(frames)
     """
 
