@@ -136,11 +136,13 @@ def connect(
         ArgumentError: `url` is not the URL of a store, or an argument is out of range or of no use here.
 
     Example:
+        >>> from pathlib import Path
         >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:
-        ...     for batch in rb:
-        ...         train(batch)
-        >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
-        >>> rb = expstore.connect(Path("cluster.json"), batch_size=256, seed=0)
+        ...     batch = rb.sample()
+        >>> shards = ["http://a:8420/run", "http://b:8420/run"]
+        >>> with expstore.connect(shards, batch_size=256, seed=0) as rb:
+        ...     batch = rb.sample()
+        >>> rb = expstore.connect(Path("cluster.json"), batch_size=256, seed=0)  # doctest: +SKIP
     """
     shared: dict[str, Any] = {
         "batch_size": batch_size, "sampler": sampler, "where": where, "seed": seed, "draw": draw,

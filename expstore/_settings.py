@@ -242,7 +242,9 @@ class Batches:
 
     Example:
         >>> with expstore.open("run.exp", batch_size=32, batches=expstore.Batches(as_numpy=True)) as rb:
-        ...     rb.sample()["observation"]  # a NumPy array
+        ...     index = rb.extend(batch)
+        ...     rb.sample()["observation"].dtype
+        dtype('float32')
     """
 
     as_numpy: bool = False

@@ -56,7 +56,7 @@ class Columns:
         sampling: The sampling part, whose sampler may need a field.
 
     Example:
-        >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
+        >>> rb.columns.add("advantage", sql="next.reward - 0.5", dtype=torch.float32)
         >>> rb.columns.drop("advantage")
     """
 
@@ -106,7 +106,7 @@ class Columns:
             StorageError: The disk failed.
 
         Example:
-            >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
+            >>> rb.columns.add("advantage", sql="next.reward - 0.5", dtype=torch.float32)
             >>> rb.columns.add(("next", "value"), fill=0.0)
         """
         storage, key = self._store.storage, to_key(name)
@@ -159,6 +159,7 @@ class Columns:
             StorageError: The disk failed; the store must be opened again.
 
         Example:
+            >>> rb.columns.add("advantage", fill=0.0)
             >>> rb.columns.drop("advantage")
         """
         storage, key = self._store.storage, to_key(name)

@@ -19,6 +19,7 @@ def record_masses() -> Iterator[list[Mass | None]]:
     The mass is None if the sampler has none.
 
     Example:
+        >>> from expstore.buffers.draw_masses import record_masses
         >>> with record_masses() as masses:
         ...     batch = rb.sample(32)
         >>> masses[-1].total == len(rb)

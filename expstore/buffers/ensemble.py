@@ -87,8 +87,13 @@ class ReplayBufferEnsemble:
             the transform reads other steps of a store's episodes; or a setting of `SamplerEnsemble` is wrong.
 
     Example:
-        >>> rb = ReplayBufferEnsemble(demonstrations, online, p=[1, 3], batch_size=32)
-        >>> rb.sample().shape
+        >>> from expstore import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble
+        >>> demonstrations = ReplayBuffer(storage=LazyTensorStorage(1000))
+        >>> online = ReplayBuffer(storage=LazyTensorStorage(1000))
+        >>> for part in (demonstrations, online):
+        ...     index = part.extend(batch)
+        >>> ensemble = ReplayBufferEnsemble(demonstrations, online, p=[1, 3], batch_size=32)
+        >>> ensemble.sample().shape
         torch.Size([2, 16])
     """
 

@@ -51,8 +51,11 @@ class Episodes:
         store: The store.
 
     Example:
-        >>> rb.episodes.resume("robot-1")  # after a restart, while the robot's episode continued
-        tensor([7])
+        >>> with expstore.open("run.exp") as rb:
+        ...     index = rb.extend(batch[:10], source="robot-1")
+        >>> rb = expstore.open("run.exp")  # a restart, while the robot's episode continued
+        >>> rb.episodes.resume("robot-1")
+        tensor([1])
         >>> rb.episodes.end("robot-1")
     """
 

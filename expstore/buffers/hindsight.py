@@ -35,6 +35,7 @@ class HindsightStrategy(StrEnum):
     """Where a row's new goal comes from. All rows that qualify have the same probability.
 
     Example:
+        >>> from expstore import HindsightStrategy
         >>> HindsightStrategy("final") is HindsightStrategy.FINAL
         True
     """
@@ -99,6 +100,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             a key; the ratio is out of bounds, or there is no such strategy.
 
     Example:
+        >>> from expstore import HERReplayBuffer, MemoryStorage
         >>> def reached(rows):
         ...     return (rows["achieved_goal"] - rows["desired_goal"]).norm(dim=-1, keepdim=True) < 0.05
         >>> rb = HERReplayBuffer(reached, storage=MemoryStorage(100), batch_size=4)

@@ -33,6 +33,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         keywords: As in `ReplayBuffer`.
 
     Example:
+        >>> from expstore import MemoryStorage, PrioritizedReplayBuffer
         >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=MemoryStorage(10), batch_size=5)
         >>> rb.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))
         >>> batch, info = rb.sample(return_info=True)
@@ -73,6 +74,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         keywords: As in `TensorDictReplayBuffer`.
 
     Example:
+        >>> from expstore import MemoryStorage, TensorDictPrioritizedReplayBuffer
         >>> storage = MemoryStorage(10)
         >>> rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=storage, batch_size=5)
         >>> rb.extend(TensorDict({"observation": torch.zeros(10, 3)}, [10]))

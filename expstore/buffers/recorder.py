@@ -98,10 +98,12 @@ class Recorder:
         ArgumentError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
 
     Example:
-        >>> with rb.record(source="env-0") as episode:
-        ...     observation, _ = env.reset()
+        >>> import gymnasium
+        >>> env = gymnasium.make("CartPole-v1")
+        >>> with expstore.open("run.exp") as rb, rb.record(source="env-0") as episode:
+        ...     observation, _ = env.reset(seed=0)
         ...     for _ in range(1000):
-        ...         action = policy(observation)
+        ...         action = env.action_space.sample()
         ...         following, reward, terminated, truncated, _ = env.step(action)
         ...         episode.step(observation, action, reward, following, terminated, truncated)
         ...         observation = env.reset()[0] if terminated or truncated else following

@@ -116,6 +116,7 @@ class ReplayBuffer:
             otherwise refused with the reason.
 
     Example:
+        >>> from expstore import MemoryStorage, ReplayBuffer
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
         >>> rb.extend(TensorDict({"observation": torch.zeros(5, 3)}, [5]))
         tensor([0, 1, 2, 3, 4])
@@ -410,8 +411,9 @@ class ReplayBuffer:
             StateError: The store is closed, or open for reading only.
 
         Example:
+            >>> observation, following = np.zeros(4, np.float32), np.ones(4, np.float32)
             >>> with rb.record("env-0") as episode:
-            ...     episode.step(observation, action, reward, following, terminated, truncated)
+            ...     episode.step(observation, 1, 0.5, following, terminated=True, truncated=False)
         """
         return Recorder(
             self._ingest, source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
@@ -552,6 +554,7 @@ class ReplayBuffer:
                 per trajectory.
 
         Example:
+            >>> from expstore import traj
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
         storage, batches = self._store.storage, self._batches
@@ -589,6 +592,7 @@ class ReplayBuffer:
             ArgumentError: The value of an argument is not allowed, or the argument requires `slice_len`.
 
         Example:
+            >>> from torch.utils.data import DataLoader
             >>> dataset = rb.to_torch_dataset()
             >>> loader = DataLoader(dataset, 256, shuffle=True, num_workers=2, collate_fn=dataset.collate)
         """
@@ -713,7 +717,10 @@ class ReplayBuffer:
                 the writer keeps the best rows, where a new row takes over the id of the row that it replaces.
 
         Example:
-            >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
+            >>> sample = rb.sample()
+            >>> reward = torch.zeros(32, 1)
+            >>> rb.update_if_present(id=sample["id"], patch={("next", "reward"): reward}).updated_count
+            32
         """
         return self._updates.update_if_present(
             index=index, generation=generation, patch=patch, version_key=version_key, version=version,
@@ -874,8 +881,10 @@ class ReplayBuffer:
             StorageError: The disk failed or is full; earlier versions are unchanged.
 
         Example:
-            >>> rb.dumps("backup")
-            >>> expstore.open("backup").sample(32)
+            >>> version = rb.dumps("backup")
+            >>> with expstore.open("backup", mode="r") as backup:
+            ...     len(backup) == len(rb)
+            True
         """
         return self.snapshots.create(path, keep=keep)
 
@@ -1046,6 +1055,7 @@ class ReplayBuffer:
             StateError: The store is closed, or open for reading only.
 
         Example:
+            >>> from expstore import Categorical, Composite, Unbounded
             >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
         """
         self._store.storage.writer().settings.describe_fields(row_text(specs))
@@ -1266,7 +1276,12 @@ class ReplayBuffer:
 
         Example:
             >>> rb.share()
-            >>> torch.multiprocessing.spawn(collect, args=(rb,), nprocs=4)  # which calls rb.extend
+            >>> processes = torch.multiprocessing.get_context("fork")
+            >>> worker = processes.Process(target=rb.extend, args=(batch,))
+            >>> worker.start()
+            >>> worker.join()
+            >>> len(rb)
+            264
         """
         if shared:
             self._sharing.start()

@@ -114,7 +114,9 @@ class PolicyRunner:
         catalog: Its SQL index.
 
     Example:
-        >>> make_runner(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
+        >>> from expstore import Retain
+        >>> rb.retention.set(Retain(age="7d"))
+        >>> rb.retention.apply(dry_run=True).rows
         0
     """
 

@@ -36,8 +36,10 @@ class SeededReplayBuffer:
         seed: Seed of all draws.
 
     Example:
-        >>> expstore.open(path, mode="r", seed=7).sample(32)  # the same rows as
-        >>> SeededReplayBuffer(rb.storage, RandomSampler(), seed=7).draw(0, 32)
+        >>> from expstore import RandomSampler
+        >>> from expstore.buffers.seeded_buffer import SeededReplayBuffer
+        >>> SeededReplayBuffer(storage, RandomSampler(), seed=7).draw(0, 32).batch_size
+        torch.Size([32])
     """
 
     def __init__(self, storage: ReadView, sampler: Sampler, *, seed: int) -> None:

@@ -48,7 +48,9 @@ class ConditionalUpdateResult:
             not compared. The same shape, bool.
 
     Example:
-        >>> result = rb.update_if_present(id=sample["id"], patch={"value": values})
+        >>> sample = rb.sample()
+        >>> actions = torch.zeros(32, dtype=torch.int64)
+        >>> result = rb.update_if_present(id=sample["id"], patch={"action": actions})
         >>> result.updated_count, result.stale_count
         (32, 0)
     """
