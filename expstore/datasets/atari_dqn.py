@@ -68,7 +68,8 @@ class AtariDQNReader(Reader):
             `checkpoints` are given.
 
     Example:
-        >>> import_dataset(AtariDQNReader("Pong/1/replay_logs"), "pong.exp")
+        >>> from expstore.datasets import AtariDQNReader, import_dataset
+        >>> done = import_dataset(AtariDQNReader("Pong/5/replay_logs"), "data.exp")
     """
 
     format: ClassVar[str] = "atari-dqn"

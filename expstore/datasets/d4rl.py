@@ -53,8 +53,8 @@ class D4RLReader(Reader):
         ModuleNotFoundError: h5py is not installed.
 
     Example:
-        >>> import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp").episodes
-        2186
+        >>> from expstore.datasets import D4RLReader, import_dataset
+        >>> done = import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "data.exp")
     """
 
     format: ClassVar[str] = "d4rl"

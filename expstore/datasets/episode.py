@@ -62,6 +62,7 @@ class Episode:
             If an episode has several pieces, those of its first piece are used.
 
     Example:
+        >>> from expstore.datasets import Episode
         >>> episode = Episode(
         ...     observation=np.zeros((4, 2)), action=np.zeros(3), reward=np.ones(3), end="terminated"
         ... )
@@ -150,6 +151,7 @@ class Rows:
         facts: Annotations of the episode.
 
     Example:
+        >>> from expstore.datasets import Rows
         >>> len(Rows(columns_by_key={"X": np.zeros((3, 5)), "y": np.zeros(3)}))
         3
     """
@@ -202,6 +204,9 @@ class Reader(ABC):
     was made. A reader keeps at most a few MB of rows in memory.
 
     Example:
+        >>> from collections.abc import Iterator
+        >>> from pathlib import Path
+        >>> from expstore.datasets import Episode, Part, Reader
         >>> class Csv(Reader):
         ...     format = "csv"
         ...

@@ -9,6 +9,7 @@ from typing import Any
 def text_fact(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     """Return the text of all steps, or a list of the steps at which the text changes.
 
+    >>> from expstore.datasets.episode_texts import text_fact
     >>> text_fact(["go", "go"])
     'go'
     >>> text_fact(["go", "stop", "stop"])

@@ -44,7 +44,8 @@ class GenDGRLReader(Reader):
         SchemaError: A file does not contain such a dict.
 
     Example:
-        >>> import_dataset(GenDGRLReader("bigfish.tar.xz"), "bigfish.exp")
+        >>> from expstore.datasets import GenDGRLReader, import_dataset
+        >>> done = import_dataset(GenDGRLReader("bigfish.tar"), "data.exp")
     """
 
     format: ClassVar[str] = "gen-dgrl"

@@ -186,7 +186,8 @@ class Hdf5EpisodesReader(_GroupedReader):
         ModuleNotFoundError: h5py is not installed.
 
     Example:
-        >>> import_dataset(Hdf5EpisodesReader("episodes.hdf5"), "episodes.exp")
+        >>> from expstore.datasets import Hdf5EpisodesReader, import_dataset
+        >>> done = import_dataset(Hdf5EpisodesReader("lift/low_dim.hdf5"), "data.exp")
     """
 
     format: ClassVar[str] = "hdf5"
@@ -248,8 +249,8 @@ class RobomimicReader(_GroupedReader):
         ModuleNotFoundError: h5py is not installed.
 
     Example:
-        >>> import_dataset(RobomimicReader("lift/ph/low_dim.hdf5"), "lift.exp").episodes
-        200
+        >>> from expstore.datasets import RobomimicReader, import_dataset
+        >>> done = import_dataset(RobomimicReader("lift/low_dim.hdf5"), "data.exp")
     """
 
     format: ClassVar[str] = "robomimic"

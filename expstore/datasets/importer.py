@@ -76,8 +76,9 @@ def import_dataset(
         LockedError: Another process is importing to the target.
 
     Example:
-        >>> import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp").rows
-        999906
+        >>> from expstore.datasets import D4RLReader, import_dataset
+        >>> done = import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp")
+        >>> episodes, rows = done.episodes, done.rows
     """
     path = local_path(target)
     layout = Layout(fields=fields or {})

@@ -55,6 +55,7 @@ Rows = dict[str, Array]
 def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
     """Return the key of a column.
 
+    >>> from expstore.datasets.lerobot import lerobot_key
     >>> lerobot_key("observation.images.top", {})
     ('observation', 'image', 'top')
     """
@@ -99,8 +100,8 @@ class LeRobotReader(Reader):
         ModuleNotFoundError: The data set has videos, and av is not installed.
 
     Example:
-        >>> import_dataset(LeRobotReader("pusht"), "pusht.exp").episodes
-        206
+        >>> from expstore.datasets import LeRobotReader, import_dataset
+        >>> done = import_dataset(LeRobotReader("pusht_image"), "data.exp")
     """
 
     format: ClassVar[str] = "lerobot"

@@ -29,6 +29,7 @@ def lerobot_columns_to_tensordict(
         ArgumentError: No column has a length, or one mixes texts with other values.
 
     Example:
+        >>> from expstore.datasets import lerobot_columns_to_tensordict
         >>> columns = {"observation.state": torch.zeros(4, 7), "task": ["pick"] * 4}
         >>> lerobot_columns_to_tensordict(columns)["observation", "state"].shape
         torch.Size([4, 7])

@@ -77,8 +77,8 @@ class MinariReader(Reader):
         ModuleNotFoundError: h5py is not installed, or Pillow is not installed and images are JPEG.
 
     Example:
-        >>> import_dataset(MinariReader("~/.minari/datasets/D4RL/pen/human-v2"), "pen.exp").rows
-        4950
+        >>> from expstore.datasets import MinariReader, import_dataset
+        >>> done = import_dataset(MinariReader("pen/human-v2"), "data.exp")
     """
 
     format: ClassVar[str] = "minari"

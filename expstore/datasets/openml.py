@@ -47,8 +47,8 @@ class OpenMLReader(Reader):
         ModuleNotFoundError: scikit-learn or pandas is not installed.
 
     Example:
-        >>> import_dataset(OpenMLReader("shuttle.arff", name="shuttle"), "shuttle.exp").rows
-        58000
+        >>> from expstore.datasets import OpenMLReader, import_dataset
+        >>> done = import_dataset(OpenMLReader("shuttle.arff", name="shuttle"), "data.exp")
     """
 
     format: ClassVar[str] = "openml"

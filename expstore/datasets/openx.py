@@ -76,8 +76,8 @@ class OpenXReader(Reader):
         ModuleNotFoundError: There are images, and Pillow is not installed.
 
     Example:
-        >>> import_dataset(OpenXReader("OpenX-Embodiment/cmu_stretch"), "stretch.exp").episodes
-        135
+        >>> from expstore.datasets import OpenXReader, import_dataset
+        >>> done = import_dataset(OpenXReader("cmu_stretch"), "data.exp")
     """
 
     format: ClassVar[str] = "openx"

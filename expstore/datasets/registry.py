@@ -45,7 +45,10 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
         KeyError: The prefix is registered already.
 
     Example:
-        >>> register_dataset("lab", lambda dataset_id, **keywords: MyDataset(dataset_id, **keywords))
+        >>> from expstore import D4RLExperienceReplay, register_dataset
+        >>> def open_dataset(dataset_id, **keywords):
+        ...     return D4RLExperienceReplay(dataset_id, source=f"/data/{dataset_id}.hdf5", **keywords)
+        >>> register_dataset("lab", open_dataset)
     """
     name = _normal(prefix)
     if not isinstance(dataset, str) and not callable(dataset):
@@ -93,7 +96,9 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
         ArgumentError: The id is no text, or its prefix is missing or unknown.
 
     Example:
-        >>> load_dataset("d4rl:hopper-medium-v2", batch_size=32).sample().batch_size
+        >>> from expstore import load_dataset
+        >>> data = load_dataset("d4rl:hopper-medium-v2", batch_size=32, source="hopper_medium-v2.hdf5")
+        >>> data.sample().batch_size
         torch.Size([32])
     """
     if not isinstance(dataset_id, str):

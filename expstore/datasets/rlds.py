@@ -135,7 +135,8 @@ class RLDSReader(Reader):
         ModuleNotFoundError: The shards are ArrayRecord files, and array_record is not installed.
 
     Example:
-        >>> import_dataset(RLDSReader("cmu_play_fusion/0.1.0", last_step="transition"), "play.exp")
+        >>> from expstore.datasets import RLDSReader, import_dataset
+        >>> done = import_dataset(RLDSReader("cmu_play_fusion/0.1.0", last_step="transition"), "data.exp")
     """
 
     format: ClassVar[str] = "rlds"

@@ -44,7 +44,8 @@ class RobosetReader(Reader):
         ModuleNotFoundError: h5py is not installed.
 
     Example:
-        >>> import_dataset(RobosetReader("DAPG(expert)/door_v2d-v1"), "door.exp")
+        >>> from expstore.datasets import RobosetReader, import_dataset
+        >>> done = import_dataset(RobosetReader("door_v2d-v1.h5"), "data.exp")
     """
 
     format: ClassVar[str] = "roboset"

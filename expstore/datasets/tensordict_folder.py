@@ -47,7 +47,8 @@ class TensorDictReader(Reader):
         StorageError: A file is shorter than its shape says.
 
     Example:
-        >>> import_dataset(TensorDictReader("~/.cache/torchrl/minari/D4RL/pen/human-v2"), "pen.exp")
+        >>> from expstore.datasets import TensorDictReader, import_dataset
+        >>> done = import_dataset(TensorDictReader("pen/torchrl"), "data.exp")
     """
 
     format: ClassVar[str] = "tensordict"

@@ -50,7 +50,8 @@ class VD4RLReader(Reader):
         ModuleNotFoundError: A file is HDF5, and h5py is not installed.
 
     Example:
-        >>> import_dataset(VD4RLReader("vd4rl/main/walker_walk/random/64px"), "walker.exp")
+        >>> from expstore.datasets import VD4RLReader, import_dataset
+        >>> done = import_dataset(VD4RLReader("walker_walk/random/64px"), "data.exp")
     """
 
     format: ClassVar[str] = "vd4rl"

@@ -129,9 +129,10 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = AtariDQNExperienceReplay("Pong/5", batch_size=128, source="Pong/5/replay_logs")
-        >>> data.sample()["observation"].shape
-        torch.Size([128, 84, 84])
+        >>> from expstore import AtariDQNExperienceReplay
+        >>> data = AtariDQNExperienceReplay("Pong/5", batch_size=32, source="Pong/5/replay_logs")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = [f"{game}/{run}" for game in _GAMES for run in range(1, 6)]

@@ -77,9 +77,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         LockedError: Another process is making the store.
 
     Example:
-        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=256, source="hopper_medium-v2.hdf5")
-        >>> data.sample()["next", "observation"].shape
-        torch.Size([256, 11])
+        >>> from expstore import BaseDatasetExperienceReplay, D4RLExperienceReplay
+        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32, source="hopper_medium-v2.hdf5")
+        >>> isinstance(data, BaseDatasetExperienceReplay)
+        True
     """
 
     def __init__(

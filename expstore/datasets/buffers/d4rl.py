@@ -58,9 +58,10 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32)
-        >>> data.sample()["observation"].shape
-        torch.Size([32, 11])
+        >>> from expstore import D4RLExperienceReplay
+        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32, source="hopper_medium-v2.hdf5")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = list(d4rl_files())

@@ -54,9 +54,10 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = GenDGRLExperienceReplay("bigfish-1M_E", batch_size=32)
-        >>> data.sample()["observation"].shape
-        torch.Size([32, 3, 64, 64])
+        >>> from expstore import GenDGRLExperienceReplay
+        >>> data = GenDGRLExperienceReplay("bigfish-1M_E", batch_size=32, source="bigfish.tar")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = [f"{game}-{name}" for name in _CATEGORIES for game in _GAMES]

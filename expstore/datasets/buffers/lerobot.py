@@ -76,9 +76,12 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = LeRobotExperienceReplay("lerobot/pusht_image", slice_len=16, batch_size=64)
-        >>> data.sample()["observation", "state"].shape
-        torch.Size([64, 2])
+        >>> from expstore import LeRobotExperienceReplay
+        >>> data = LeRobotExperienceReplay(
+        ...     "lerobot/pusht_image", slice_len=2, batch_size=32, source="pusht_image"
+        ... )
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     def __init__(
@@ -172,6 +175,7 @@ class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
                 key.
 
         Example:
+            >>> from expstore import LeRobotExperienceReplay
             >>> columns = {
             ...     "observation.state": torch.zeros(8, 7),
             ...     "action": torch.zeros(8, 7),

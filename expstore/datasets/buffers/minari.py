@@ -102,9 +102,10 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = MinariExperienceReplay("D4RL/pen/human-v2", batch_size=32)
-        >>> data.sample()["observation"].shape
-        torch.Size([32, 45])
+        >>> from expstore import MinariExperienceReplay
+        >>> data = MinariExperienceReplay("D4RL/pen/human-v2", batch_size=32, source="pen/human-v2")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets = _Available()

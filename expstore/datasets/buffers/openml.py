@@ -64,9 +64,10 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = OpenMLExperienceReplay("shuttle", batch_size=32)
-        >>> data.sample()["X"].shape
-        torch.Size([32, 9])
+        >>> from expstore import OpenMLExperienceReplay
+        >>> data = OpenMLExperienceReplay("shuttle", batch_size=32, source="shuttle.arff")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = list(get_args(OpenMLName))

@@ -65,9 +65,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = OpenXExperienceReplay("cmu_stretch", num_slices=8, download=True)
-        >>> data.sample(128).batch_size
-        torch.Size([128])
+        >>> from expstore import OpenXExperienceReplay
+        >>> data = OpenXExperienceReplay("cmu_stretch", slice_len=2, batch_size=32, source="cmu_stretch")
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = [

@@ -63,9 +63,12 @@ class RLDSExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = RLDSExperienceReplay("cmu_play_fusion/0.1.0", 32, last_step="transition")
-        >>> data.sample()["action"].shape
-        torch.Size([32, 9])
+        >>> from expstore import RLDSExperienceReplay
+        >>> data = RLDSExperienceReplay(
+        ...     "cmu_play_fusion/0.1.0", batch_size=32, source="cmu_play_fusion/0.1.0"
+        ... )
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     def __init__(

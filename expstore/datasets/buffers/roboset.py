@@ -49,9 +49,12 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32)
-        >>> data.sample()["observation"].shape
-        torch.Size([32, 75])
+        >>> from expstore import RobosetExperienceReplay
+        >>> data = RobosetExperienceReplay(
+        ...     "DAPG(expert)/door_v2d-v1", batch_size=32, source="door_v2d-v1.h5"
+        ... )
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = [

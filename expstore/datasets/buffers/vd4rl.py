@@ -58,9 +58,12 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
     Example:
-        >>> data = VD4RLExperienceReplay("main/walker_walk/random/64px", batch_size=32)
-        >>> data.sample()["pixels"].shape
-        torch.Size([32, 3, 64, 64])
+        >>> from expstore import VD4RLExperienceReplay
+        >>> data = VD4RLExperienceReplay(
+        ...     "main/walker_walk/random/64px", batch_size=32, source="walker_walk/random/64px"
+        ... )
+        >>> data.sample().batch_size
+        torch.Size([32])
     """
 
     available_datasets: ClassVar[list[str]] = [
