@@ -56,6 +56,8 @@ def export_arrow(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> import polars
+        >>> from expstore.exchange import export_arrow
         >>> done = export_arrow(rb, "rows.arrow")
         >>> polars.read_ipc("rows.arrow/rows.arrow", columns=["_step", "next"])
     """

@@ -55,6 +55,7 @@ _BUFFER = "_buf"
 def split_name(path: Key) -> Key:
     """Return a path with dots in its names as groups: other programs write the column next.reward.
 
+    >>> from expstore.exchange.field_names import split_name
     >>> split_name(("next.reward",)), split_name(("v1.",))
     (('next', 'reward'), ('v1.',))
     """
@@ -72,6 +73,7 @@ _FIELDS, _FALLBACK_FIELDS = _invert(SYNONYMS), _invert(_FALLBACKS)
 def their_path(key: Key) -> Key:
     """Return the path of a field in files: groups, then the name.
 
+    >>> from expstore.exchange.field_names import their_path
     >>> their_path(("next", "observation", "pixels")), their_path(("next", "reward"))
     (('next_observations', 'pixels'), ('rewards',))
     """
@@ -95,6 +97,7 @@ def name_fields(paths: Sequence[Key], given: Mapping[str, str]) -> dict[Key, Key
     Raises:
         SchemaError: The mapping contains a name that is not in the file, or two paths stand for one field.
 
+    >>> from expstore.exchange.field_names import name_fields
     >>> name_fields([("obs",), ("Done",), ("speed",)], {})
     {('obs',): ('observation',), ('Done',): ('next', 'done'), ('speed',): ('speed',)}
     """

@@ -79,6 +79,8 @@ def export_hdf5(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> import h5py
+        >>> from expstore.exchange import export_hdf5
         >>> done = export_hdf5(rb, "rows.hdf5")
         >>> h5py.File("rows.hdf5")["observations"].shape == (done.rows, 4)
         True
@@ -170,8 +172,8 @@ def import_hdf5(
         LockedError: Another process creates the store at the same time.
 
     Example:
-        >>> import_hdf5("hopper_medium-v2.hdf5", "hopper.exp").rows
-        1000000
+        >>> from expstore.exchange import import_hdf5
+        >>> done = import_hdf5("hopper_medium-v2.hdf5", "hopper.exp")
     """
     path, target = local_path(source), local_path(target)
     with _open_hdf5(path) as file:

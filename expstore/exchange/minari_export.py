@@ -89,8 +89,12 @@ def export_minari(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> import os
+        >>> import minari
+        >>> from expstore.exchange import export_minari
+        >>> os.makedirs("datasets/cartpole")
         >>> done = export_minari(rb, "datasets/cartpole/random-v0", dataset_id="cartpole/random-v0")
-        >>> minari.load_dataset("cartpole/random-v0").total_episodes == done.episodes
+        >>> minari.MinariDataset("datasets/cartpole/random-v0/data").total_episodes == done.episodes
         True
     """
     h5py = import_library("h5py")

@@ -82,8 +82,9 @@ def export_npz(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> from expstore.exchange import export_npz
         >>> done = export_npz(rb, "rows.npz")
-        >>> numpy.load("rows.npz")["observations"].shape == (done.rows, 4)
+        >>> np.load("rows.npz")["observations"].shape == (done.rows, 4)
         True
     """
     with open_export(
@@ -190,8 +191,10 @@ def import_npz(
         LockedError: Another process creates the store at the same time.
 
     Example:
-        >>> import_npz("hopper.npz", "hopper.exp").rows
-        1000
+        >>> from expstore.exchange import export_npz, import_npz
+        >>> done = export_npz(rb, "rows.npz")
+        >>> import_npz("rows.npz", "again.exp").rows
+        200
     """
     path, target = local_path(source), local_path(target)
     with ExitStack() as stack:

@@ -72,6 +72,8 @@ def export_parquet(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> import polars
+        >>> from expstore.exchange import export_parquet
         >>> done = export_parquet(rb, "rows.parquet", episodes="status = 'terminated'")
         >>> polars.scan_parquet("rows.parquet/rows").select("_step", "action").collect()
     """

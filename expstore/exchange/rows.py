@@ -104,6 +104,7 @@ def parse_episodes(text: str) -> str:
     Raises:
         ArgumentError: The text is not a list of ids and ranges.
 
+    >>> from expstore.exchange.rows import parse_episodes
     >>> parse_episodes("1-20,35")
     'episode_id BETWEEN 1 AND 20 OR episode_id BETWEEN 35 AND 35'
     """

@@ -87,8 +87,9 @@ def import_sb3(
         LockedError: Another process creates the store at the same time.
 
     Example:
+        >>> from expstore.exchange import import_sb3
         >>> import_sb3("replay_buffer.pkl", "run.exp").rows
-        10000
+        100
     """
     path, target, disk = local_path(source), local_path(target), disk or Disk()
     check_target(disk, target)  # before a large file is read

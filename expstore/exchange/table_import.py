@@ -100,8 +100,10 @@ def import_parquet(
         LockedError: Another process creates the store at the same time.
 
     Example:
+        >>> from expstore.exchange import export_parquet, import_parquet
+        >>> done = export_parquet(rb, "rows.parquet")
         >>> import_parquet("rows.parquet", "again.exp").rows
-        1000
+        200
     """
     source, target = local_path(source), local_path(target)
     parts = [ParquetPart(path) for path in _parquet_files(source)]
@@ -141,8 +143,10 @@ def import_arrow(
         LockedError: Another process creates the store at the same time.
 
     Example:
-        >>> import_arrow("rows.arrow", "again.exp").rows
-        1000
+        >>> from expstore.exchange import export_arrow, import_arrow
+        >>> done = export_arrow(rb, "rows.arrow")
+        >>> import_arrow("rows.arrow/rows.arrow", "again.exp").rows
+        200
     """
     source, target = local_path(source), local_path(target)
     check_links(source)
@@ -188,8 +192,12 @@ def import_csv(
         LockedError: Another process creates the store at the same time.
 
     Example:
+        >>> from pathlib import Path
+        >>> from expstore.exchange import import_csv
+        >>> lines = "observation,action,reward,done", "0.5,1,1.0,false", "0.25,0,1.0,true"
+        >>> length = Path("log.csv").write_text("\\n".join(lines))
         >>> import_csv("log.csv", "log.exp").rows
-        1000
+        2
     """
     source, target = local_path(source), local_path(target)
     parts = [CsvPart(source)]

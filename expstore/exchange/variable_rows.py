@@ -84,6 +84,8 @@ def plain_array(array: Any) -> Any:
 def plain_type(kind: Any) -> Any:
     """Return the equivalent type that a field can have, without extension types, dictionaries and views.
 
+    >>> import pyarrow as pa
+    >>> from expstore.exchange.variable_rows import plain_type
     >>> str(plain_type(pa.list_(pa.dictionary(pa.int8(), pa.string_view()))))
     'list<item: string>'
     """

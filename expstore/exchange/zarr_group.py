@@ -61,6 +61,8 @@ def export_zarr(
         StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
+        >>> import zarr
+        >>> from expstore.exchange import export_zarr
         >>> done = export_zarr(rb, "plain.zarr", fields=["observation", "next.reward"])
         >>> zarr.open_group("plain.zarr", mode="r")["next/reward"].shape == (done.rows, 1)
         True

@@ -122,8 +122,11 @@ def merge(
         StorageError: The disk failed or is full; the new store was removed.
 
     Example:
-        >>> expstore.merge(["runs/a.exp", "runs/b.exp"], out="runs/both.exp").rows
-        20000
+        >>> for name in ("a.exp", "b.exp"):
+        ...     with expstore.open(name) as rb:
+        ...         index = rb.extend(batch)
+        >>> expstore.merge(["a.exp", "b.exp"], out="both.exp").rows
+        128
     """
     disk, target = disk or Disk(), local_path(out)
     capacity = None if capacity is None else check_capacity(capacity)

@@ -76,7 +76,8 @@ def resize(
         StorageError: The disk failed or is full; the store is as it was.
 
     Example:
-        >>> expstore.resize("runs/demo.exp", capacity=500_000).given_up
+        >>> expstore.open("demo.exp", capacity=1000).close()
+        >>> expstore.resize("demo.exp", capacity=5000).given_up
         0
     """
     with open_for_resize(path, capacity=capacity, disk=disk) as (outcome, run):

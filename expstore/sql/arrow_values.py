@@ -21,8 +21,9 @@ class SqlValues:
         text: The text of the Arrow type, as in `Field.arrow`.
 
     Example:
-        >>> shown = SqlValues(ragged_text("float16", (None,)))
-        >>> shown.kind
+        >>> from expstore.schema.arrow_types import ragged_text
+        >>> from expstore.sql.arrow_values import SqlValues
+        >>> SqlValues(ragged_text("float16", (None,))).kind
         ListType(list<item: float>)
     """
 

@@ -150,6 +150,7 @@ class Conditions:
         QueryError: `where` or `weight` is not a single SQL expression over a row and its episode.
 
     Example:
+        >>> from expstore.sql.expressions import Conditions
         >>> conditions = Conditions("reward > 0 AND episode.status = 'terminated'", None)
         >>> conditions.facts
         ('episode_id', 'status')
@@ -390,6 +391,7 @@ class Formula(Conditions):
         QueryError: `text` is not a single SQL expression over a row and its episode.
 
     Example:
+        >>> from expstore.sql.expressions import Formula
         >>> formula = Formula("2 * reward + episode.length")
     """
 

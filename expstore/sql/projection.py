@@ -31,8 +31,10 @@ def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[
         members: Paths of the members in SQL: the column's name, then the names inside the struct.
 
     Example:
+        >>> import duckdb
+        >>> from expstore.sql.projection import find_members
         >>> members = [("next", "pixels"), ("next", "state")]
-        >>> named_members(duckdb.connect(), "SELECT next.reward, next.state FROM transitions", members)
+        >>> find_members(duckdb.connect(), "SELECT next.reward, next.state FROM transitions", members)
         {('next', 'state')}
     """
     wanted = set(members)

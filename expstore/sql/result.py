@@ -28,6 +28,8 @@ class Result:
         table: The rows as an Arrow table.
 
     Example:
+        >>> import pyarrow as pa
+        >>> from expstore.sql.result import Result
         >>> result = Result(pa.table({"n": [1, 2]}))
         >>> result.fetchall(), result.columns, len(result)
         ([(1,), (2,)], ['n'], 2)

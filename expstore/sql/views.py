@@ -328,6 +328,7 @@ def _modulo(capacity: int | None) -> str:
 def call_tops(keys: Iterable[Key], taken: Iterable[str]) -> dict[str, str]:
     """Return a unique SQL name for the first part of each key, different from the names in `taken`.
 
+    >>> from expstore.sql.views import call_tops
     >>> call_tops([("a",), ("A",), ("next", "a"), ("next", "b"), ("_id",)], ["_id"])
     {'a': 'a', 'A': 'A_', 'next': 'next', '_id': '_id_'}
     """

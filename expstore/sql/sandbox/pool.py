@@ -123,8 +123,12 @@ class SqlWorker:
         ExpStoreError: The store cannot be opened for reading.
 
     Example:
+        >>> import pyarrow as pa
+        >>> from expstore.sql.sandbox.pool import SqlWorker
+        >>> with expstore.open("run.exp") as rb:
+        ...     index = rb.extend(batch)
         >>> with SqlWorker("run.exp") as worker:
-        ...     answer = worker.query("SELECT count(*) AS n FROM transitions WHERE _step < ?", [10])
+        ...     answer = worker.query("SELECT count(*) AS n FROM transitions WHERE _id <= ?", [10])
         >>> pa.ipc.open_stream(answer.data).read_all().to_pylist()
         [{'n': 10}]
     """
