@@ -125,6 +125,11 @@ def create_app(settings: Settings) -> FastAPI:
         StateError: Two folders of stores have the same name but for `.exp`.
 
     Example:
+        >>> from contextlib import asynccontextmanager
+        >>> from fastapi import FastAPI
+        >>> from pathlib import Path
+        >>> from expstore.api.app import create_app
+        >>> from expstore.api.settings import Settings
         >>> app = create_app(Settings(path=Path("runs")))
         >>> @asynccontextmanager
         ... async def lifespan(outer):

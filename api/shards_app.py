@@ -101,6 +101,10 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
             same hosts as one token would be.
 
     Example:
+        >>> from pathlib import Path
+        >>> from expstore.api.settings import Settings
+        >>> from expstore.api.shards_app import create_shards_app
+        >>> from expstore.cluster.members import FixedMembers
         >>> app = create_shards_app(FixedMembers(["http://a:8420/run"]), Settings(path=Path(".")))
     """
     stores = _ShardStores(members, settings.path)

@@ -131,8 +131,9 @@ class ShardedReplayBuffer(ServedBuffer):
         ArgumentError: An argument is out of range, or two addresses lead to the same store.
 
     Example:
-        >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"], batch_size=256, seed=0)
-        >>> rb.sample()["id"].shape
+        >>> shards = ["http://a:8420/run", "http://b:8420/run"]
+        >>> with expstore.connect(shards, batch_size=256, seed=0) as rb:
+        ...     rb.sample()["id"].shape
         torch.Size([256, 2])
     """
 
@@ -474,7 +475,9 @@ class ShardedReplayBuffer(ServedBuffer):
             QueryError: A query is refused.
 
         Example:
+            >>> rb = expstore.connect(["http://a:8420/run", "http://b:8420/run"])
             >>> rb.sql("SELECT sum(n) FROM parts", each="SELECT count(*) AS n FROM transitions").fetchone()
+            (400,)
         """
         return query_parts(query, self.sql_each(each, limit=limit), params)
 

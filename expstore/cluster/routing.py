@@ -32,6 +32,7 @@ def choose_shard(source: str, shards: Mapping[int, Place]) -> int:
         shards: The shards by number, of which one at least accepts new sources.
 
     Example:
+        >>> from expstore.cluster.routing import Place, choose_shard
         >>> choose_shard("actor-7", {0: Place("5f2c"), 1: Place("9d10")})
         0
     """

@@ -86,9 +86,9 @@ def push(
         StorageError: A file cannot be read.
 
     Example:
-        >>> with expstore.open("run.exp") as rb:
-        ...     version = expstore.cold.push(rb, "s3://bucket/run")
-        >>> print(version.number, version.new_bytes)
+        >>> version = expstore.cold.push(rb, "s3://bucket/run")
+        >>> version.rows
+        200
     """
     storage, sampler = _find_storage(source)
     path = local_path(source) if isinstance(source, str | os.PathLike) else _find_folder(storage)

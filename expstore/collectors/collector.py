@@ -86,8 +86,10 @@ class Collector:
         StateError: With workers: the rows of the buffer are objects, or it cannot be written to.
 
     Example:
-        >>> with Collector("CartPole-v1", policy, "run.exp", workers=4, lanes=16, seed=0) as collector:
-        ...     collector.collect(100_000)
+        >>> from expstore import Collector
+        >>> with Collector("CartPole-v1", None, "run.exp", lanes=2, seed=0) as collector:
+        ...     collector.collect(100) >= 100
+        True
     """
 
     def __init__(

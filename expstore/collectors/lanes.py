@@ -128,10 +128,10 @@ class LaneCollector:
             is unknown, or a space has no fixed numeric shape.
 
     Example:
-        >>> import gymnasium, expstore
+        >>> import gymnasium
+        >>> from expstore.collectors import LaneCollector
         >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4)
-        >>> rb = expstore.ReplayBuffer(storage=expstore.MemoryStorage(1000))
-        >>> with LaneCollector(envs, None, rb, seed=0) as collector:
+        >>> with expstore.open("run.exp") as rb, LaneCollector(envs, None, rb, seed=0) as collector:
         ...     collector.collect(500) >= 500
         True
     """

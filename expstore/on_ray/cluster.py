@@ -420,7 +420,8 @@ def find(name: str = "expstore") -> Cluster:
         StateError: This process is not connected to Ray.
 
     Example:
-        >>> rb = expstore.cluster.ray.find("expstore").buffer(batch_size=256)
+        >>> cluster = expstore.cluster.ray.find("expstore")  # doctest: +SKIP
+        >>> rb = cluster.buffer(batch_size=256)  # doctest: +SKIP
     """
     return Cluster(wait_for(find_registry(name).describe.remote()))
 
@@ -471,9 +472,12 @@ def start(
         RemoteError: Ray cannot start an actor.
 
     Example:
-        >>> ray.init(address="auto")
-        >>> cluster = expstore.cluster.ray.start("/data/run-{shard}.exp", shards=4, capacity=1_000_000)
-        >>> rb = cluster.buffer(batch_size=256, seed=0)
+        >>> import ray
+        >>> ray.init(address="auto")  # doctest: +SKIP
+        >>> cluster = expstore.cluster.ray.start(  # doctest: +SKIP
+        ...     "/data/run-{shard}.exp", shards=4, capacity=1_000_000
+        ... )
+        >>> rb = cluster.buffer(batch_size=256, seed=0)  # doctest: +SKIP
     """
     check_initialized()
     spec = _describe(path, capacity, token, name, file, store, server, actor)
