@@ -89,6 +89,8 @@ class Record(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
         StateError: The store has rows of another environment; nothing was changed.
 
     Example:
+        >>> import gymnasium
+        >>> from expstore.gym import Record
         >>> env = Record(gymnasium.make("CartPole-v1"), "run.exp", source="env-0")
         >>> observation, info = env.reset(seed=1)
         >>> observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
@@ -225,6 +227,8 @@ class RecordVector(VectorWrapper[Any, Any, Any, Any, Any]):
         ArgumentError: As `Record`; or the autoreset mode is unknown.
 
     Example:
+        >>> import gymnasium
+        >>> from expstore.gym import RecordVector
         >>> envs = RecordVector(gymnasium.make_vec("CartPole-v1", num_envs=4), "run.exp", source="envs")
         >>> observations, infos = envs.reset(seed=1)
         >>> step = envs.step(envs.action_space.sample())

@@ -313,7 +313,12 @@ def episode(
 
     Example:
         >>> expstore.plot.episode(rb, 3).savefig("episode.png")
-        >>> expstore.plot.episode(rb, 3, animate=True).save("episode.gif")
+        >>> frames = expstore.open("frames.exp")
+        >>> with frames.record() as recorder:
+        ...     for brightness in range(5):
+        ...         frame = np.full((3, 16, 16), brightness, np.uint8)
+        ...         recorder.step(frame, 0, 0.0, frame, terminated=brightness == 4, truncated=False)
+        >>> expstore.plot.episode(frames, 1, animate=True).save("episode.gif")
     """
     number, view = check_episode(episode_id), rb.storage
     found = rb.episodes("episode_id = ?", params=[number]).arrow().to_pylist()

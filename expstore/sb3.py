@@ -116,10 +116,15 @@ def convert(buffer: buffers.ReplayBuffer | str | Path, path: str | Path) -> Impo
         UserWarning: The buffer lacks something, such as final observations; the message says what.
 
     Example:
+        >>> from stable_baselines3 import DQN
+        >>> from expstore.sb3 import ReplayBuffer, convert
         >>> convert("replay_buffer.pkl", "run.exp").rows
-        10000
-        >>> kwargs = {"path": "run.exp"}
-        >>> model = DQN.load("dqn", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs)
+        100
+        >>> keywords = {"replay_buffer_class": ReplayBuffer, "replay_buffer_kwargs": {"path": "run.exp"}}
+        >>> model = DQN("MlpPolicy", "CartPole-v1", buffer_size=100, **keywords)
+        >>> len(model.replay_buffer.rb)
+        100
+        >>> model.replay_buffer.close()
     """
     if isinstance(buffer, ReplayBuffer):
         raise ArgumentError(
@@ -213,10 +218,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
             buffer is garbage.
 
     Example:
-        >>> kwargs = {"path": "run.exp"}
-        >>> model = DQN("MlpPolicy", env, replay_buffer_class=ReplayBuffer, replay_buffer_kwargs=kwargs)
-        >>> model.learn(10_000)
-        >>> model.replay_buffer.rb.sql("SELECT count(*) FROM episodes")
+        >>> from stable_baselines3 import DQN
+        >>> from expstore.sb3 import ReplayBuffer
+        >>> keywords = {"replay_buffer_class": ReplayBuffer, "replay_buffer_kwargs": {"path": "run.exp"}}
+        >>> model = DQN("MlpPolicy", "CartPole-v1", **keywords).learn(100)
+        >>> model.replay_buffer.rb.sql("SELECT count(*) FROM transitions").fetchall()
+        [(100,)]
+        >>> model.replay_buffer.close()
     """
 
     obs_shape: Any  # a tuple; a dict of tuples where observations are dicts
@@ -644,10 +652,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         options: As `ReplayBuffer`.
 
     Example:
-        >>> batch = model.replay_buffer.sample(64)
-        >>> error = td_error(batch)
-        >>> loss = (batch.weights * error**2).mean()
-        >>> model.replay_buffer.update_priorities(batch.ids, error.abs())
+        >>> from gymnasium import spaces
+        >>> from expstore.sb3 import PrioritizedReplayBuffer
+        >>> observations, actions = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
+        >>> buffer = PrioritizedReplayBuffer(100, observations, actions, path="run.exp")
+        >>> zeros, one = np.zeros((1, 3)), np.ones(1)
+        >>> buffer.add(zeros, zeros, one, one, done=one, infos=[{}])
+        >>> batch = buffer.sample(64)
+        >>> error = batch.rewards.flatten()  # the TD error
+        >>> loss = (batch.weights.flatten() * error**2).mean()
+        >>> buffer.update_priorities(batch.ids, error.abs())
     """
 
     _own_options = (*ReplayBuffer._own_options, "alpha", "beta")

@@ -75,11 +75,16 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         StateError: As `expstore.open`; or the storage keeps objects, or the best rows only.
 
     Example:
+        >>> import torchrl.data
+        >>> from expstore import ExpStorage
         >>> storage = ExpStorage("run.exp", capacity=100_000)
-        >>> rb = torchrl.data.TensorDictReplayBuffer(storage=storage, batch_size=256)
-        >>> rb.extend(batch)
-        >>> rb.sample()
-        >>> storage.buffer.sql("SELECT count(*) FROM episodes")
+        >>> buffer = torchrl.data.TensorDictReplayBuffer(storage=storage, batch_size=256)
+        >>> index = buffer.extend(batch)
+        >>> buffer.sample().batch_size
+        torch.Size([256])
+        >>> storage.buffer.sql("SELECT count(*) FROM episodes").fetchall()
+        [(4,)]
+        >>> storage.buffer.close()
     """
 
     supports_conditional_update = False
@@ -380,7 +385,9 @@ class TorchRLOfflineToOnline(
     `expstore.trainers.to_torchrl`, with the state of a buffer.
 
     Example:
-        >>> type(expstore.trainers.to_torchrl(rb)).__name__
+        >>> from expstore import OfflineToOnlineReplayBuffer
+        >>> both = OfflineToOnlineReplayBuffer(rb, online_capacity=100, batch_size=32)
+        >>> type(expstore.trainers.to_torchrl(both)).__name__
         'TorchRLOfflineToOnline'
     """
 

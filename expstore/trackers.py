@@ -54,7 +54,10 @@ class Tracker:
         ArgumentError: `target` has neither method, or `every` is less than 1.
 
     Example:
-        >>> tracker = expstore.trackers.Tracker(rb, SummaryWriter("runs/dqn"), every=1_000)
+        >>> class Writer:  # or torch.utils.tensorboard.SummaryWriter("runs/dqn")
+        ...     def add_scalar(self, name, value, step):
+        ...         pass
+        >>> tracker = expstore.trackers.Tracker(rb, Writer(), every=1_000)
         >>> batch = rb.sample()
         >>> tracker.log(batch)
     """

@@ -56,11 +56,11 @@ class ReplayBufferTrainer:
             not supported, and the message says why.
 
     Example:
+        >>> from expstore import ReplayBufferTrainer
         >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
-        >>> hook.register(trainer)  # of torchrl; or, in your own loop:
-        >>> hook.extend(collected)
-        >>> batch = hook.sample()
-        >>> hook.update_priority(batch.set("td_error", errors))
+        >>> hook.extend(batch)  # a trainer of TorchRL makes these calls after hook.register(trainer)
+        >>> sample = hook.sample()
+        >>> hook.update_priority(sample.set("td_error", torch.ones(32)))
     """
 
     def __init__(
@@ -266,8 +266,9 @@ def to_torchrl(replay_buffer: Any) -> Any:
         ModuleNotFoundError: TorchRL is not installed.
 
     Example:
-        >>> rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=100_000, batch_size=256)
-        >>> trainer = OfflineToOnlineTrainer(replay_buffer=expstore.trainers.to_torchrl(rb), ...)
+        >>> from expstore import OfflineToOnlineReplayBuffer
+        >>> both = OfflineToOnlineReplayBuffer(rb, online_capacity=100_000, batch_size=256)
+        >>> buffer = expstore.trainers.to_torchrl(both)  # the replay_buffer= of an OfflineToOnlineTrainer
     """
     from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer
 

@@ -50,7 +50,14 @@ class Life:
         buffer: Keywords of the buffer; samplers and writers as functions that create them.
 
     Example:
-        >>> with Life(suite, tmp_path, 20) as life:
+        >>> from pathlib import Path
+        >>> from expstore import MemoryStorage
+        >>> from expstore.testing.buffer_and_model import Life
+        >>> from expstore.testing.suite import StorageSuite
+        >>> class TestMine(StorageSuite):
+        ...     def make(self, path, capacity, *, ndim, seed):
+        ...         return MemoryStorage(capacity, ndim=ndim, seed=seed)
+        >>> with Life(TestMine(), Path("rows"), 20) as life:
         ...     life.extend(7)
         ...     life.look()
     """

@@ -20,10 +20,12 @@ class Declared:
     """Declare what a storage can do. It must refuse everything else with an error of expstore.
 
     Example:
+        >>> from expstore import MemoryStorage
+        >>> from expstore.testing.suite import StorageSuite
         >>> class TestMine(StorageSuite):
-        ...     persistent = True
+        ...     patches = True  # rb[i] = rows works
         ...     def make(self, path, capacity, *, ndim, seed):
-        ...         return MyStorage(path, capacity, ndim=ndim, seed=seed)
+        ...         return MemoryStorage(capacity, ndim=ndim, seed=seed)
     """
 
     #: Whether rows survive the end of the process and a kill: `make` with the same path finds them.

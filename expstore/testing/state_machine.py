@@ -116,7 +116,17 @@ def machine_of(suite: Declared, folder: Path) -> type[RuleBasedStateMachine]:
         folder: A folder for their files.
 
     Example:
-        >>> run_state_machine_as_test(machine_of(TestMine(), tmp_path))
+        >>> from pathlib import Path
+        >>> from hypothesis import settings
+        >>> from hypothesis.stateful import run_state_machine_as_test
+        >>> from expstore import MemoryStorage
+        >>> from expstore.testing.state_machine import machine_of
+        >>> from expstore.testing.suite import StorageSuite
+        >>> class TestMine(StorageSuite):
+        ...     def make(self, path, capacity, *, ndim, seed):
+        ...         return MemoryStorage(capacity, ndim=ndim, seed=seed)
+        >>> few = settings(max_examples=3, deadline=None)
+        >>> run_state_machine_as_test(machine_of(TestMine(), Path(".")), settings=few)
     """
     from hypothesis import stateful
     from hypothesis import strategies as st

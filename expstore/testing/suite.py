@@ -28,6 +28,7 @@ class StorageSuite(
     one writes.
 
     Example:
+        >>> from expstore.testing.suite import StorageSuite
         >>> class TestMine(StorageSuite):
         ...     persistent = True  # `make` with the same path finds the rows again
         ...     patches = False  # rb[i] = rows is refused
