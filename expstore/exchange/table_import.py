@@ -145,7 +145,7 @@ def import_arrow(
     Example:
         >>> from expstore.exchange import export_arrow, import_arrow
         >>> done = export_arrow(rb, "rows.arrow")
-        >>> import_arrow("rows.arrow/rows.arrow", "again.exp").rows
+        >>> import_arrow("rows.arrow", "again.exp").rows
         200
     """
     source, target = local_path(source), local_path(target)
