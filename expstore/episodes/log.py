@@ -251,7 +251,7 @@ class LogColumns:
     Example:
         >>> from expstore.episodes.log import LogColumns, LogEntry
         >>> ended = LogEntry(episode=7, source=1, ret=2.5, length=10, status=1)
-        >>> LogColumns.of([ended]).heads["ret"]
+        >>> LogColumns(ended.pack(), "episodes.log").heads["ret"]
         array([2.5])
     """
 
@@ -275,11 +275,6 @@ class LogColumns:
         wrong = np.flatnonzero(self.heads["size"] != np.int64(least) + self.heads["text_size"])
         if len(wrong) or at != len(data):
             raise CorruptionError(f"{name} is damaged at byte {offsets[wrong[0]] if len(wrong) else at}")
-
-    @classmethod
-    def of(cls, entries: Iterable[LogEntry]) -> LogColumns:
-        """Return the columns of some entries."""
-        return cls(b"".join([entry.pack() for entry in entries]), "the list of entries")
 
     def latest(self) -> IntArray:
         """Return the position of the last entry of each episode, in the order of their first entries."""

@@ -381,13 +381,13 @@ class Memtable(RowsOver, Generic[_Pin]):
         """
         with self._lock:
             first_id, count = self.span
-            numbers = ids - first_id
-            if numbers.min() < 0 or numbers.max() >= count:
+            numbers: list[int] = (ids - first_id).tolist()
+            if min(numbers) < 0 or max(numbers) >= count:
                 return None
             sizes = [column.row_bytes for column in columns.columns]
             entries = [columns.columns[place].entry for place in places]
             taken = [np.empty((ids.size, *entry.shape), entry.numpy_dtype) for entry in entries]
-            for at, number in enumerate(numbers.tolist()):
+            for at, number in enumerate(numbers):
                 count, payload, row = self._find(number)
                 for rows, place in zip(taken, places, strict=True):
                     start = count * sum(sizes[:place]) + row * sizes[place]

@@ -138,5 +138,5 @@ def test_columns_say_what_entries_say() -> None:
     assert heads["ret"].tolist() == [entry.ret or 0 for entry in entries]
     episodes = np.flatnonzero(heads["episode"])
     assert columns.texts(episodes) == [entry.text for entry in entries if entry.episode]
-    empty = LogColumns.of([])
+    empty = LogColumns(b"", "episodes.log")
     assert (len(empty.latest()), list(empty.sources()), empty.texts(empty.latest())) == (0, [], [])
