@@ -1,4 +1,4 @@
-"""Rows by index and by id: interpret indices, read rows, and replace whole rows.
+"""Rows by index and by id: read rows, and replace whole rows.
 
 It draws no batches and does not decide where new rows are placed.
 """
@@ -6,19 +6,19 @@ It draws no batches and does not decide where new rows are placed.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
 from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.ingest import Ingest
 from expstore.buffers.read_limits import READ_LIMIT
+from expstore.buffers.row_index import RowIndex
 from expstore.buffers.store_handle import StoreHandle
-from expstore.core.arguments import check_whole
 from expstore.core.tables import elide
-from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
-from expstore.data.containers import stack_index
+from expstore.core.values import IntArray, Key, Selection, key_name, to_key
 from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotFoundError, SchemaError
@@ -26,55 +26,6 @@ from expstore.schema.schema import OBJECT
 from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
 from expstore.storages.read_view import ReadView, read_stable
-
-if TYPE_CHECKING:
-    from expstore.buffers.ingest import Ingest
-
-
-class RowIndex:
-    """Translate indices of rows to ids and back.
-
-    Args:
-        store: The store.
-        time_dim: Dim of a written batch that is time; None: the last of the dims that make rows.
-
-    Raises:
-        ArgumentError: The dim is negative, or not an integer.
-    """
-
-    def __init__(self, store: StoreHandle, time_dim: int | None) -> None:
-        if time_dim is not None:
-            time_dim = check_whole("dim_extend", time_dim, hint="use the number of the dim that is time")
-            if time_dim < 0:
-                raise ArgumentError(f"dim_extend must be a positive value, got {time_dim}")
-        self._store = store
-        #: The dim that the user asked for; None: the default.
-        self.asked_time_dim = time_dim
-
-    @property
-    def time_dim(self) -> int:
-        """The dim of a written batch that is time."""
-        return self._store.storage.ndim - 1 if self.asked_time_dim is None else self.asked_time_dim
-
-    def find(self, index: Any) -> tuple[IntArray, tuple[int, ...]]:
-        """Return the ids of the rows at an index as a flat array, and the shape of the selection.
-
-        Raises:
-            NotFoundError: There is no such row.
-        """
-        return find(self._store.storage, index, self.time_dim)
-
-    def ravel(self, index: Any) -> Array:
-        """Return one number per row, given indices in the shape that `extend` returns."""
-        if isinstance(index, tuple):
-            index = stack_index(index)
-        numbers, storage = to_array(index), self._store.storage
-        return numbers if storage.ndim == 1 else storage.geometry.ravel(numbers, storage.window)
-
-    def to_tensor(self, numbers: IntArray) -> torch.Tensor:
-        """Return indices in the shape that users get. Shape `(n,)`, or `(n, ndim)`."""
-        geometry = self._store.storage.geometry
-        return torch.from_numpy(numbers if geometry.ndim == 1 else geometry.unravel(numbers))
 
 
 class StoredRows:

@@ -14,7 +14,7 @@ from tensordict import TensorDict, is_tensor_collection
 
 from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain, set_types
 from expstore.buffers.episodes import remote_session
-from expstore.buffers.indexing import RowIndex
+from expstore.buffers.row_index import RowIndex
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart

@@ -31,11 +31,12 @@ from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
-from expstore.buffers.indexing import RowIndex, StoredRows
+from expstore.buffers.indexing import StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
 from expstore.buffers.recorder import Recorder
 from expstore.buffers.retention import Retention
+from expstore.buffers.row_index import RowIndex
 from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from expstore.buffers.owned_rows import OwnedOrigin
-from expstore.buffers.retention import PolicyRunner, load_policy, make_runner
+from expstore.buffers.policy_runner import PolicyRunner, load_policy, make_runner
 from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core.fork_hooks import call_each
 from expstore.errors import StateError

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_non_tensor
 
-from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
+from expstore.buffers.row_index import RowIndex
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.arguments import check_numbers

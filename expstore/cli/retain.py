@@ -32,7 +32,7 @@ def retain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Delete whole episodes of a store once, and free their space; no other process may write to it."""
-    from expstore.buffers.retention import make_runner
+    from expstore.buffers.policy_runner import make_runner
     from expstore.core.retention_policy import Retain
     from expstore.disk.files import Disk
     from expstore.sql.sync import Catalog

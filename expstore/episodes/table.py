@@ -24,7 +24,7 @@ from expstore.core.values import Array, IntArray
 from expstore.episodes.annotations import merge_info
 from expstore.episodes.dirty import Touched
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
-from expstore.episodes.log import LogEntry
+from expstore.episodes.log import Episode, LogEntry
 from expstore.episodes.segmentation import (
     CUT,
     HAS_TRAJECTORY,
@@ -134,46 +134,6 @@ class Assignment:
         """Step per row. Shape `(n,)`."""
         steps: IntArray = self.numbers[2]
         return steps
-
-
-#: Attributes of an episode that are stored, in this order.
-_KEPT = ("episode", "source", "trajectory", "start", "end", "ret", "length", "last_id", "status", "text")
-
-
-@dataclass(slots=True, weakref_slot=True)
-class Episode:
-    """The running state of an episode; `fragment` is the number of its newest fragment.
-
-    `ret` is None until a row has a reward.
-    """
-
-    episode: int
-    source: int
-    trajectory: int | None
-    start: int
-    end: int = 0
-    ret: float | None = None
-    length: int = 0
-    last_id: int = 0
-    status: int = OPEN
-    text: str = ""
-    fragment: int = -1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values for a base record."""
-        return {name: getattr(self, name) for name in _KEPT}
-
-    @classmethod
-    def of(cls, entry: LogEntry) -> Episode:
-        """Return the state that a log entry describes."""
-        return cls(**{name: getattr(entry, name) for name in _KEPT})
-
-    def entry(self, sequence: int, generation: int) -> LogEntry:
-        """Return the log entry of the current state."""
-        return LogEntry(  # thousands may end in one batch: positional arguments take a third of the time
-            self.episode, self.source, self.trajectory, self.start, self.end, self.ret, self.length,
-            self.last_id, self.status, sequence, generation, self.text,
-        )  # fmt: skip
 
 
 class OpenEpisodes:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +20,23 @@ from expstore.core import tuning
 from expstore.core.values import Array, IntArray
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 
-if TYPE_CHECKING:
-    from expstore.sql.views import Packed
-
 _NUMBER = "__number"
 _NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """How to read rows of a column that cannot be viewed.
+
+    Args:
+        name: Dotted name of the field.
+        kind: Type of the result.
+        take: Copies rows, given their numbers.
+    """
+
+    name: str
+    kind: pa.DataType
+    take: Callable[[IntArray], pa.ChunkedArray]
 
 
 class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]

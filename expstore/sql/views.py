@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
@@ -22,6 +22,9 @@ from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, Query
 from expstore.schema.schema import OBJECT
 from expstore.sql.arrow_values import SqlValues
 from expstore.sql.projection import find_members
+
+if TYPE_CHECKING:
+    from expstore.sql.arrow_dataset import Packed
 
 #: The row columns of `transitions`, in their order, with their Arrow types.
 ROW_COLUMNS: dict[str, pa.DataType] = {
@@ -192,9 +195,8 @@ class Relations:
             if item.column.dtype in _HALF and item.name in {*data, *packed}
         }
         if half or lost or texts or packed:
-            from expstore.sql.arrow_dataset import (
-                ViewDataset,  # loads pyarrow.dataset, and with it pandas: 0.2 s
-            )
+            # Imported here, because it loads pyarrow.dataset, and with it pandas: 0.2 s.
+            from expstore.sql.arrow_dataset import ViewDataset
 
             raw = ViewDataset(raw, half, lost, texts, packed, refused)
         cursor.register(_TABLE, raw)
@@ -247,6 +249,8 @@ class _Item:
 
     def to_packed(self) -> Packed:
         """Return how to read rows of the column as Arrow."""
+        from expstore.sql.arrow_dataset import Packed
+
         if self.loose is not None:
             return Packed(".".join(self.column.key), self.loose.kind, self._take)
         kind: pa.DataType = pa.from_numpy_dtype(self.dtype)
@@ -277,21 +281,6 @@ class _Item:
         if self.column.dtype == "bool":
             return f"{self.name}::{self.kind}" + "".join(f"[{size}]" for size in reversed(self.shape))
         return self.name
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """How to read rows of a column that cannot be viewed.
-
-    Args:
-        name: Dotted name of the field.
-        kind: Type of the result.
-        take: Copies rows, given their numbers.
-    """
-
-    name: str
-    kind: pa.DataType
-    take: Callable[[IntArray], pa.ChunkedArray]
 
 
 def _drop_unnamed(

@@ -21,8 +21,9 @@ from expstore.errors import SchemaError, StateError
 from expstore.storages.batch import now_us
 
 if TYPE_CHECKING:
+    from expstore.episodes.log import Episode
     from expstore.episodes.segmentation import Steps
-    from expstore.episodes.table import Assignment, Episode
+    from expstore.episodes.table import Assignment
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
 

@@ -27,7 +27,7 @@ import expstore.kernels.gather_runs
 import expstore.kernels.rank_tree
 import expstore.kernels.sum_tree
 import expstore.sql.index
-from expstore.buffers import retention
+from expstore.buffers.policy_runner import PolicyRunner
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import ReadingDisk
@@ -106,7 +106,7 @@ def _shrink() -> None:
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
     store.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    retention.PolicyRunner.start = lambda runner: None  # type: ignore[method-assign]
+    PolicyRunner.start = lambda runner: None  # type: ignore[method-assign]
 
 
 class Hand:

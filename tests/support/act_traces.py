@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 import google_crc32c
 
-from expstore.buffers.retention import PolicyRunner
+from expstore.buffers.policy_runner import PolicyRunner
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import _to_error

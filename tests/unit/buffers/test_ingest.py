@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, NotReadyError, SchemaError
-from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest
+from expstore.buffers.row_index import RowIndex
 from expstore.buffers.row_styles import PlainRows
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.write_options import WriteOptions

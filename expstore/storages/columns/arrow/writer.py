@@ -22,8 +22,7 @@ from expstore.disk.mapped_files import AddressRange
 from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
-from expstore.storages.columns.arrow.compaction import compact_segment, merge_segments, worth_merging
-from expstore.storages.columns.arrow.ipc import END, encode, read_header
+from expstore.storages.columns.arrow.ipc import END, Header, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
 from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
 
@@ -31,6 +30,9 @@ _logger = logging.getLogger("expstore")
 
 #: Temporary name of a segment that is written again, until it is complete.
 AGAIN = "again"
+#: Number of segments of about the same length that are merged into one.
+_TOGETHER = 8
+_LEAST = 4096
 
 
 class SegmentWriter(Segments, WrittenPart, Appender):
@@ -446,7 +448,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         for segment, live in zip(settled, self._live(settled), strict=True):
             rows = sum(header.rows for header in segment.headers)
             if 2 * live <= rows and self._is_whole(segment):
-                self._put_for([segment], compact_segment(self, segment, self._low, self._deleted))
+                self._put_for([segment], _compact_segment(self, segment, self._low, self._deleted))
 
     def _find_settled(self) -> list[Segment]:
         """Return the segments that are sealed and synced."""
@@ -489,9 +491,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         settled = [segment for segment in self._find_settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
         size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
-        chosen = worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
+        chosen = _worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
         if chosen and all(self._is_whole(segment) for segment in chosen):
-            self._put_for(chosen, merge_segments(self, chosen, size))
+            self._put_for(chosen, _merge_segments(self, chosen, size))
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
         """Replace some neighbouring segments by one with these bytes."""
@@ -528,3 +530,101 @@ def _head_of(message: Array) -> bytes:
     """Return a message up to its body."""
     size = 8 + int.from_bytes(message[4:8].tobytes(), "little")
     return message[:size].tobytes()
+
+
+# -- compaction: which segments are merged, and the bytes of the merged segment ---------------------------
+
+# Short batches are merged into long ones, and removed rows are left out, for rows that a checkpoint covers.
+
+
+def _worth_merging(segments: Sequence[Segment], *, segment_bytes: int, batch_bytes: int) -> list[Segment]:
+    """Return neighbouring segments that should be merged, or [].
+
+    Each row is written again at most once for its batch, and once for each time its segment's length grows
+    eightfold.
+
+    Args:
+        segments: Sealed segments, in the order of their ids.
+        segment_bytes: Maximum length of a merged segment, bytes.
+        batch_bytes: Maximum length of a merged batch, bytes.
+    """
+    for segment in reversed(segments):
+        short = segment.size < len(segment.headers) * batch_bytes // 4
+        if (
+            len(segment.headers) > tuning.ARROW_COMPACTION_BATCHES
+            and short
+            and _shortens(segment, batch_bytes)
+        ):
+            return [segment]
+    levels = [_level(segment.size) for segment in segments]
+    for end in range(len(segments), _TOGETHER - 1, -1):
+        run = segments[end - _TOGETHER : end]
+        alike = len(set(levels[end - _TOGETHER : end])) == 1
+        if alike and sum(segment.size for segment in run) <= segment_bytes:
+            return list(run)
+    return []
+
+
+def _level(size: int) -> int:
+    level = 0
+    while size >= _LEAST * _TOGETHER ** (level + 1):
+        level += 1
+    return level
+
+
+def _shortens(segment: Segment, batch_bytes: int) -> bool:
+    """Return whether merging would at least halve the number of batches."""
+    groups = list(_groups([segment], batch_bytes))
+    return 2 * len(groups) <= len(segment.headers)
+
+
+def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Segment, Header, int]]]:
+    """Return the groups of consecutive batches that fit into one batch together."""
+    found: list[list[tuple[Segment, Header, int]]] = []
+    size = 0
+    for segment in segments:
+        for header, at in zip(segment.headers, segment.offsets, strict=True):
+            follows = found and found[-1][-1][1].last + 1 == header.first
+            if follows and size + header.size <= batch_bytes:
+                found[-1].append((segment, header, at))
+                size += header.size
+            else:
+                found.append([(segment, header, at)])
+                size = header.size
+    return found
+
+
+def _merge_segments(writer: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
+    """Return the bytes of a segment with the rows of these segments, without the end mark."""
+    parts = [np.frombuffer(writer.head, np.uint8)]
+    for group in _groups(segments, batch_bytes):
+        segment, header, at = group[0]
+        if len(group) == 1:
+            parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
+        else:
+            first, last = group[0][1].first, group[-1][1].last
+            rows = writer.take(np.arange(first, last + 1), range(len(writer.fields)))
+            parts += writer.encode(first, rows)
+    return parts
+
+
+def _compact_segment(writer: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
+    """Return the bytes of a segment without its removed rows, and without the end mark.
+
+    Args:
+        writer: Writes the segments.
+        segment: One of them.
+        low: All rows up to this id were removed.
+        deleted: Rows above `low` that were removed.
+    """
+    parts = [np.frombuffer(writer.head, np.uint8)]
+    near = deleted.between(segment.first - 1, segment.last)
+    for header, at in zip(segment.headers, segment.offsets, strict=True):
+        firsts, lasts = near.others(max(low, header.first - 1), header.last)
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            if (first, last) == (header.first, header.last):
+                parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
+            else:
+                rows = writer.take(np.arange(first, last + 1), range(len(writer.fields)))
+                parts += writer.encode(first, rows)
+    return parts
