@@ -13,7 +13,7 @@ from typing import Protocol
 
 from expstore.core.draw_state import DrawState
 from expstore.core.idempotency import WriteKey, WriteKeys
-from expstore.core.values import Array, IntArray, Window
+from expstore.core.values import Array, Window
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
@@ -213,14 +213,13 @@ class RowState:
         if rows.key is not None:
             self.note_key(rows, rows.key)
 
-    def take_recent(self, ids: IntArray, slots: IntArray, places: Sequence[int]) -> list[Array] | None:
+    def take_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
         """Copy a few rows in a shorter way than `ReadView.take`; None: there is none for these rows.
 
         The caller holds the storage's lock.
 
         Args:
-            ids: Ids of the rows, at least one. Shape `(n,)`.
-            slots: Their slots.
+            ids: Ids of the rows, at least one.
             places: Positions of fields of fixed size.
         """
         return None

@@ -46,13 +46,16 @@ def observations_of(storage: ReadView, columns: Sequence[Array], steps: Steps) -
 
 def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Array]]:
     """Return the next observations of those rows that are still in the store, by id."""
-    ids = np.array(numbers)
-    ids = ids[storage.window.holds(ids)]
-    if not ids.size:
+    window, places = storage.window, [after for _, after in storage.description.observations]
+    held = [number for number in numbers if number > window.low]
+    if window.deleted:
+        held = [number for number in held if window.deleted.upto(number) == window.deleted.upto(number - 1)]
+    if not held:
         return {}
-    slots, places = storage.geometry.slot_of(ids), [after for _, after in storage.description.observations]
-    columns = storage.state.take_recent(ids, slots, places) or storage.take(slots, places)
-    return {row: [column[at] for column in columns] for at, row in enumerate(ids.tolist())}
+    columns = storage.state.take_recent(held, places)
+    if columns is None:
+        columns = storage.take(storage.geometry.slot_of(np.array(held)), places)
+    return {row: [column[at] for column in columns] for at, row in enumerate(held)}
 
 
 def warn_of(

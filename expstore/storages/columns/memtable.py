@@ -371,24 +371,25 @@ class Memtable(RowsOver, Generic[_Pin]):
             rows = [*rows, priorities]
             return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]
 
-    def take_recent(self, columns: ColumnSet, ids: IntArray, places: Sequence[int]) -> list[Array] | None:
+    def take_recent(
+        self, columns: ColumnSet, ids: Sequence[int], places: Sequence[int]
+    ) -> list[Array] | None:
         """Copy a few recent rows out of their payloads; None: not all of the rows are recent.
 
         Args:
             columns: The columns.
-            ids: Ids of the rows. Shape `(n,)`.
+            ids: Ids of the rows.
             places: Positions of columns of fixed size, without the priorities.
         """
         with self._lock:
             first_id, count = self.span
-            numbers: list[int] = (ids - first_id).tolist()
-            if min(numbers) < 0 or max(numbers) >= count:
+            if min(ids) < first_id or max(ids) >= first_id + count:
                 return None
             sizes = [column.row_bytes for column in columns.columns]
             entries = [columns.columns[place].entry for place in places]
-            taken = [np.empty((ids.size, *entry.shape), entry.numpy_dtype) for entry in entries]
-            for at, number in enumerate(numbers):
-                count, payload, row = self._find(number)
+            taken = [np.empty((len(ids), *entry.shape), entry.numpy_dtype) for entry in entries]
+            for at, number in enumerate(ids):
+                count, payload, row = self._find(number - first_id)
                 for rows, place in zip(taken, places, strict=True):
                     start = count * sum(sizes[:place]) + row * sizes[place]
                     values = np.frombuffer(payload, rows.dtype, rows[at].size, start)

@@ -200,7 +200,7 @@ class OpenStore(RowState):
         memtable, columns = self.memtable, self.columns
         return bool(memtable.count) and columns is not None and memtable.holds(columns, slots)
 
-    def take_recent(self, ids: IntArray, slots: IntArray, places: Sequence[int]) -> list[Array] | None:
+    def take_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
         """Copy a few rows without draining the memtable or unpacking chunks; see `RowState.take_recent`."""
         columns, memtable = self.columns, self.memtable
         if columns is None:
@@ -208,12 +208,14 @@ class OpenStore(RowState):
         if memtable.count:
             return memtable.take_recent(columns, ids, places)
         rows: dict[int, Array] = {}
+        numbers = np.array(ids)
         for place in columns.packed.keys() & set(places):
-            recent = columns.take_recent(place, ids)  # nobody drains the memtable, which is empty
+            recent = columns.take_recent(place, numbers)  # nobody drains the memtable, which is empty
             if recent is None:
                 return None
             rows[place] = recent
         flat = [place for place in places if place not in rows]
+        slots = numbers - 1 if columns.slots is None else (numbers - 1) % columns.slots
         rows |= zip(flat, memtable.replaced.take(columns, slots, flat), strict=True)
         return [rows[place] for place in places]
 
