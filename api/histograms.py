@@ -90,8 +90,9 @@ def priorities_of(storage: ReadView, ids: IntArray) -> Histogram | None:
 
 def priority_values(storage: ReadView, ids: IntArray) -> Array:
     """Return the priorities of rows. Shapes `(n,)`, less if some have none yet."""
-    values, slots = storage.priorities.values, storage.geometry.slot_of(ids)
-    found: Array = values[slots[slots < values.size]].astype(np.float64)
+    values, base = storage.priorities.block
+    places = storage.geometry.slot_of(ids) - base
+    found: Array = values[places[(places >= 0) & (places < values.size)]].astype(np.float64)
     return found
 
 

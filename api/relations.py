@@ -30,7 +30,8 @@ _ROW_COLUMNS: _Columns = (
     ("_priority", "FLOAT", "its priority; 1 until one is set"),
     ("_sampled", "UINTEGER", "how often the row was drawn; only where a sampler counts this"),
 )
-_ROWS = "One row per transition that can be sampled."
+_ROWS = "One row per stored transition."
+_RECENT = "The transitions that can be sampled: those of the window, or all."
 _OTHERS: tuple[tuple[str, str, _Columns], ...] = (
     ("episodes", "All episodes, also those whose rows have left.", (
         ("episode_id", "BIGINT", "identifies the episode"),
@@ -136,6 +137,7 @@ def describe_relations(rb: TensorDictReplayBuffer) -> Relations:
     schema = storage.schema
     types = [] if schema is None else _find_types(rb, schema)
     found = [_describe("transitions", _ROWS, rows, reserved, schema, types, ROW_COLUMNS)]
+    found += [_describe("recent", _RECENT, rows, reserved, schema, types, ROW_COLUMNS)]
     found += [_describe(name, text, columns, reserved) for name, text, columns in _OTHERS]
     return Relations(relations=found)
 

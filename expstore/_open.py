@@ -95,6 +95,7 @@ def open(
     batches: Batches | Mapping[str, Any] | None = None,
     durability: Durability | Literal["process", "sync"] | Mapping[str, Any] = "process",
     retain: Retain | Mapping[str, Any] | None = None,
+    window: int | None = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or create one.
 
@@ -143,6 +144,11 @@ def open(
             a dict of its parts. The policy is stored and applied every few seconds. It deletes whole
             episodes, and only after they have ended. A new policy replaces the stored one; `Retain()` keeps
             all rows.
+        window: How many of the newest rows of a store without a capacity samplers see; all rows stay stored.
+            Samplers, `len`, indices and iteration keep to the window, and their memory is bounded by it. SQL,
+            `trajectory`, retention, versions and exports see all rows; the relation `recent` has the rows of
+            the window. The number is stored; another one replaces it, a larger one brings rows back with
+            their priorities, and 0 removes the window. Not allowed with mode "r", which uses the stored one.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -177,7 +183,8 @@ def open(
         device=out.device, limiter=out.rate_limiter, capacity=capacity,
     )  # fmt: skip
     check_unit(out.sample_unit, sampler)
-    _check_reading(mode, writer, retain)
+    window = None if window is None else _check_window(window, capacity)
+    _check_reading(mode, writer, retain, window)
     sampler = consume_after(None, sampler, prefetch=out.prefetch)
     transform = Compose.of(out.transform)
     fields, specs = _read_schema(schema)
@@ -189,7 +196,7 @@ def open(
         schema=fields, specs=specs, meta=meta, seed=seed, traj_key=roles.traj, done_keys=roles.done,
         reward_key=roles.reward, reward_reduce=roles.reward_reduce, done_reduce=roles.done_reduce,
         durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
-        on_sigterm=lasting.on_sigterm,
+        on_sigterm=lasting.on_sigterm, window=window,
     ).with_retention(retain)  # fmt: skip
     with _undo_on_error(path, mode) as new:
         storage = (
@@ -325,8 +332,23 @@ def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved
         disk.rename(path.with_name(moved.pop()), path)
 
 
-def _check_reading(mode: Mode, writer: Writer | None, retain: Any) -> None:
+def _check_window(window: int, capacity: int | None) -> int:
+    """Return the number of rows of a window as an int; 0: no window."""
+    rows = check_whole("window", window, hint="use a number of rows, or 0 to remove the window")
+    if rows < 0:
+        raise ArgumentError(f"window must be a number of rows, or 0 to remove the window, got {rows}")
+    if rows and capacity is not None:
+        raise ArgumentError(
+            f"capacity={capacity} and window={rows} exclude each other: capacity deletes older rows, and window "
+            "keeps them for SQL; leave one of them out"
+        )
+    return rows
+
+
+def _check_reading(mode: Mode, writer: Writer | None, retain: Any, window: int | None) -> None:
     """Raise ValueError for a setting that a reader cannot use."""
+    if window is not None and mode == "r":
+        raise ArgumentError("window= cannot be used with mode='r': a reader uses the stored one; leave it out")
     if retain is not None and mode == "r":
         raise ArgumentError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":

@@ -259,7 +259,7 @@ def _entry_of(
     if isinstance(given, _Values):
         if dtype is not None and shape is not None:
             return Field(key, dtype, shape)
-        window = storage.window
+        window = storage.stored
         ids = window.ids()[:_FEW]
         if not ids.size:
             raise SchemaError(

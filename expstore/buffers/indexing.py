@@ -95,9 +95,9 @@ class StoredRows:
         storage = self._store.storage
 
         def locate() -> IntArray:
-            held = storage.window.holds(wanted)
+            held = storage.stored.holds(wanted)
             if not held.all():
-                first, last = storage.window.low + 1, storage.window.last
+                first, last = storage.stored.low + 1, storage.stored.last
                 raise NotFoundError(
                     f"there is no row with id {wanted[~held][0]}: the oldest is {first}, the newest {last}"
                 )

@@ -47,7 +47,7 @@ class Tails:
                 reuse.
             ArgumentError: The field is not boolean.
         """
-        if not len(storage):
+        if not storage.stored.rows:
             return
         storage.writer()
         schema = storage.require_schema()
@@ -58,7 +58,7 @@ class Tails:
         found = getattr(sampler, "_trajectories", None)
         if not isinstance(found, Trajectories) or found.name in (None, storage.keys.trajectory):
             return  # the store's own episodes: later rows begin new ones, even with the same trajectory ids
-        (names,) = storage.read(storage.window.ids(), [storage.require_schema().place_of(found.name or ())])
+        (names,) = storage.read(storage.stored.ids(), [storage.require_schema().place_of(found.name or ())])
         if self.end not in (found.ends or ()) or (names != names[:1]).any():
             raise StateError(
                 f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have "
@@ -79,7 +79,7 @@ class Tails:
     def _open(self, storage: ReadView) -> IntArray:
         """Return the newest rows of the open episodes of unnamed streams."""
         lasts = np.array(storage.episodes.tails(), np.int64)
-        return np.sort(lasts[storage.window.holds(lasts)])
+        return np.sort(lasts[storage.stored.holds(lasts)])
 
     def _close_rows(self, storage: ReadView, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
         schema = storage.require_schema()

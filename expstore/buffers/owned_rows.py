@@ -123,7 +123,7 @@ class OwnedRows(ReadView):
             self._last, self._rows, self._written = facts["last"], facts["rows"], facts["write_count"]
 
     @property
-    def window(self) -> Window:
+    def stored(self) -> Window:
         """The ids that can be read in the owner's process."""
         if not self._closed:
             self.follow()
@@ -137,10 +137,10 @@ class OwnedRows(ReadView):
     @property
     def last(self) -> int:
         """The newest id."""
-        return self.window.last
+        return self.stored.last
 
     def __len__(self) -> int:
-        return self.window.rows
+        return self.stored.rows
 
     @property
     def write_count(self) -> int:

@@ -170,7 +170,7 @@ class PolicyRunner:
         """Return the fragments of episodes, and the position of each fragment's episode in the argument."""
         storage = self._storage
         with storage.locks.episodes:
-            fragments, low = storage.episodes.fragments.capture(), storage.window.low
+            fragments, low = storage.episodes.fragments.capture(), storage.stored.low
         chosen = fragments.of(episodes)
         chosen = chosen[:, chosen[3] > low]
         return chosen, np.searchsorted(episodes, chosen[0])
@@ -200,7 +200,7 @@ class PolicyRunner:
         fragments, places = self._fragments(episodes)
         rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)
         each = self._deletion.bytes_per_row()
-        excess = len(storage) - float(rows[going].sum()) - most / each
+        excess = storage.stored.rows - float(rows[going].sum()) - most / each
         rows[going] = 0
         before = np.cumsum(rows) - rows
         found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (before < excess) & ~going
@@ -212,7 +212,7 @@ class PolicyRunner:
         if self._filter is None or self._filter.where != where:
             from expstore.samplers.filter import Filter  # loads DuckDB
 
-            filter = Filter(where, None)
+            filter = Filter(where, None, whole=True)
             filter.attach(self._storage)
             self._filter = filter
         return self._filter

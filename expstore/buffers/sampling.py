@@ -285,7 +285,9 @@ class Sampling(StorePart):
         """Return whether all rows that were read for the batch are still readable."""
         ids = made.selection.ids
         oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
-        return not oldest or oldest > self._store.storage.window.low
+        storage = self._store.storage
+        here = storage.window_rows is None or not ids.size or int(ids.min()) > storage.window.low
+        return not oldest or (here and oldest > storage.stored.low)
 
     def hand_out(self, made: Made) -> None:
         """Count the oldest prefetched batch as returned."""

@@ -141,7 +141,7 @@ class RowUpdates:
         """
         storage = self._store.storage
         with storage.lock:
-            ids = numbers if by_id else storage.geometry.ids_at(numbers, storage.window)
+            ids = numbers if by_id else storage.ids_to_weigh(numbers)
             count = storage.writer().set_priorities(ids, values)
         self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
@@ -181,7 +181,7 @@ class RowUpdates:
             if (version_key is None) != (version is None):
                 raise SchemaError("version_key and version must be provided together")
             fields = {key: self._to_column(key, value, ids.size) for key, value in leaves_of(patch).items()}
-            live = storage.window.holds(ids)
+            live = storage.stored.holds(ids)
             rejected: Flags | None = None
             if version_key is not None:
                 key = _version_key(version_key, fields)

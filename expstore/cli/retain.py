@@ -51,7 +51,7 @@ def retain(
         runner = make_runner(storage, catalog)
         runner.check(policy)
         gone = runner.apply(policy, dry_run=dry_run)
-        rows, used = len(storage), storage.retention.columns_bytes()
+        rows, used = storage.stored.rows, storage.retention.columns_bytes()
         catalog.close()
     finally:
         storage.close()

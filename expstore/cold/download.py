@@ -93,6 +93,7 @@ def _restore(disk: Disk, version: Path, store: Path) -> None:
         layout=ColumnLayout(**origin.layout),
         compression=origin.compression,
         retain=Retain.of(origin.retain),
+        window=origin.window,
     )
     storage = open_storage(store, origin.capacity, settings=settings)
     try:

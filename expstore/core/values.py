@@ -144,6 +144,12 @@ class Window:
             return self.last - self.low
         return self.last - self.low - deleted.upto(self.last) + deleted.upto(self.low)
 
+    def newest(self, count: int | None) -> Window:
+        """Return the part with the newest `count` ids, deleted ones included; None: the whole window."""
+        if count is None or self.last - count <= self.low:
+            return self
+        return Window(self.last - count, self.last, self.deleted)
+
     def runs(self) -> list[tuple[int, int]]:
         """Return the readable ids as runs (first id, rows); for an empty window one run of 0 rows."""
         if not self.deleted:

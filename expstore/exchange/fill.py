@@ -268,7 +268,7 @@ class Filler:
         return summarize_import(
             path,
             rows=self.rows,
-            kept=len(self._storage),
+            kept=self._storage.stored.rows,
             statuses=self._catalog.query(STATUSES, None).fetchall(),
             schema=self.schema,
             keys=self._storage.keys,

@@ -370,7 +370,7 @@ def _read_sums(storage: FollowerStorage) -> BlockCheck | None:
 
 def _whole_steps(storage: FollowerStorage) -> IntArray:
     """Return the ids of all readable rows, without the rows of incomplete steps."""
-    ids = storage.window.ids()
+    ids = storage.stored.ids()
     if storage.geometry.lanes == 1 or not ids.size:
         return ids
     steps, counts = np.unique((ids - 1) // storage.geometry.lanes, return_counts=True)

@@ -111,7 +111,7 @@ def open_for_resize(
             path=path,
             former=storage.capacity,
             capacity=asked,
-            rows=len(storage) - given_up,
+            rows=storage.stored.rows - given_up,
             given_up=given_up,
             recovered=storage.counters.recovered,
         )

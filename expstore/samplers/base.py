@@ -613,7 +613,7 @@ def ids_of(storage: ReadView, index: Any) -> tuple[IntArray, IntArray]:
         numbers = storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
     numbers = numbers.reshape(-1)
     kept: IntArray = numbers != -1
-    return storage.geometry.ids_at(numbers[kept], storage.window), kept
+    return storage.ids_to_weigh(numbers[kept]), kept
 
 
 def _flat_index(index: Any) -> IntArray:

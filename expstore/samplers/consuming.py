@@ -157,19 +157,20 @@ class ConsumingSampler(Sampler):
             tree, sampled = self._catch_up(storage)
             self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]
-            held = storage.geometry.slot_of(kept)
+            held = storage.window_ring.slot_of(kept)
             tree.set(held, np.zeros(held.size))
             left = int(tree.total)
             count = min(size - kept.size, left)
-            places = _NONE
+            new = _NONE
             if count:
                 ranks = generator.choice(left, count, replace=False)
                 places, _ = tree.find(ranks.astype(np.float64) + 0.5)
-                sampled.add(places)
-            changed = np.concatenate([held, places])
-            self._live.change(storage, changed, lambda known: self._weigh(sampled, known))
+                new = self._live.ids_at(storage, places)
+                sampled.add(storage.geometry.slot_of(new))
+            ids = np.concatenate([kept, new])
+            slots = storage.geometry.slot_of(ids)
+            self._live.change(storage, slots, lambda known: self._weigh(sampled, known))
             self._mirrored = sampled, sampled.moves
-            ids = np.concatenate([kept, storage.geometry.ids_in(places, self._live.window.last)])
             self._ran_out = tree.total == 0
         return ids
 

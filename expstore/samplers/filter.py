@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray, Key, Window
 from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ArgumentError, ExpStoreError, NotReadyError, StateError
@@ -57,20 +58,20 @@ class _Seen:
     touched: int
 
     @classmethod
-    def of(cls, storage: ReadView, *, episodes: bool) -> Self:
-        """Return the present state of a storage. Rows and episodes that are written later are not covered."""
+    def of(cls, storage: ReadView, *, episodes: bool, rows: int | None) -> Self:
+        """Return the present state of the newest `rows` rows of a storage (None: all), without later ones."""
         content, changes, table, count = storage.epochs.content, storage.changes.number & ~1, None, 0
         if episodes:
             storage.follow()
             with storage.locks.episodes:
                 table = storage.episodes
                 count = table.touched.count
-        return cls(storage.query_window if episodes else storage.window, content, changes, table, count)
+        window = storage.query_window if episodes else storage.stored
+        return cls(window.newest(rows), content, changes, table, count)
 
     def holds(self, storage: ReadView) -> bool:
         """Return whether nothing was written or changed since."""
-        window = storage.window
-        table = self.table
+        window, table = storage.stored, self.table
         return (
             (window.last, window.deleted) == (self.window.last, self.window.deleted)
             and (storage.epochs.content, storage.changes.number) == (self.content, self.changes)
@@ -123,10 +124,10 @@ class Filter:
     """Compute the mass of each row: the factor by which `where` and `weight` multiply its probability.
 
     A mass is 0 for rows that do not match, and otherwise 1 or the value of `weight`. A sampler calls `attach`
-    with its storage, and `look` at each draw. Then `masses` has the masses, by slot, of the rows in `window`;
+    with its storage, and `look` at each draw. Then `masses` has the masses of the rows in `window`, by place;
     newer rows are not drawn yet. The masses of evicted rows remain in `masses`, so draw only rows that
     `readable` returns. To follow changes, hold `lock`, remember `version`, and pass it to `moved` at the next
-    draw, which returns the slots whose masses have changed since then (None for all slots).
+    draw, which returns the places whose masses have changed since then (None for all).
 
     New and changed rows and episodes are evaluated in the background, within 0.1 s of a `look` that finds
     them; `look` waits for the first evaluation only. `refresh` evaluates everything before it returns; then
@@ -139,6 +140,7 @@ class Filter:
     Args:
         where: Boolean SQL expression; None for all rows.
         weight: Numeric SQL expression; None for 1.
+        whole: Whether to evaluate all stored rows, not only those that samplers see.
 
     Raises:
         QueryError: An expression is not valid.
@@ -148,14 +150,14 @@ class Filter:
         >>> filter = Filter("next.reward > 0", None)
         >>> filter.attach(storage)
         >>> filter.look(storage)
-        >>> filter.masses[storage.geometry.slot_of(filter.readable(storage).ids())].sum()
+        >>> filter.masses_of(storage, filter.readable(storage).ids()).sum()
         np.float64(199.0)
     """
 
-    def __init__(self, where: str | None, weight: str | None) -> None:
+    def __init__(self, where: str | None, weight: str | None, *, whole: bool = False) -> None:
         from expstore.sql.expressions import Conditions  # loads DuckDB
 
-        self.where, self.weight = where, weight
+        self.where, self.weight, self._whole = where, weight, whole
         self._conditions = Conditions(where, weight)
         self._renew()
 
@@ -214,8 +216,12 @@ class Filter:
 
     def readable(self, storage: ReadView) -> Window:
         """Return the rows whose masses are known and that can still be read."""
-        window = storage.window
+        window = storage.stored if self._whole else storage.window
         return replace(window, last=max(window.low, min(window.last, self.window.last)))
+
+    def _ring(self, storage: ReadView) -> RingGeometry:
+        """How ids correspond to places in `masses`."""
+        return storage.geometry if self._whole else storage.window_ring
 
     def look(self, storage: ReadView) -> None:
         """Request an evaluation of new rows in the background; wait for the first evaluation.
@@ -262,13 +268,13 @@ class Filter:
         return True
 
     def find_moved(self, version: int) -> IntArray | None:
-        """Return the slots whose masses have changed since `version`; None for all. Shape `(n,)`."""
+        """Return the places whose masses have changed since `version`; None for all. Shape `(n,)`."""
         if version == self.version:
             return _NONE
-        found = [slots for number, slots in self._moved if number > version]
+        found = [places for number, places in self._moved if number > version]
         if len(found) != self.version - version:
             return None
-        known = [slots for slots in found if slots is not None]
+        known = [places for places in found if places is not None]
         if len(known) != len(found):
             return None
         return np.concatenate(known)
@@ -278,7 +284,7 @@ class Filter:
         with self.lock:
             known = ids <= self.window.last
             masses: Floats = np.zeros(ids.size)
-            masses[known] = self.masses[storage.geometry.slot_of(ids[known])]
+            masses[known] = self.masses[self._ring(storage).slot_of(ids[known])]
         return masses
 
     def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
@@ -294,7 +300,8 @@ class Filter:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which evaluates for itself."""
-        return {"where": self.where, "weight": self.weight, "_conditions": copy.copy(self._conditions)}
+        own = {"where": self.where, "weight": self.weight, "_whole": self._whole}
+        return own | {"_conditions": copy.copy(self._conditions)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""
@@ -354,7 +361,8 @@ class Filter:
 
     def _evaluate(self, storage: ReadView) -> bool:
         """Evaluate new and changed rows; return False if the storage's content was replaced meanwhile."""
-        now, before = _Seen.of(storage, episodes=bool(self._conditions.facts)), self._seen
+        rows = None if self._whole else storage.window_rows
+        now, before = _Seen.of(storage, episodes=bool(self._conditions.facts), rows=rows), self._seen
         if storage.schema is None:
             return True
         facts = _Facts(self._catalog_of(storage), self._conditions.facts)
@@ -369,25 +377,25 @@ class Filter:
         if storage.epochs.content != now.content:
             return False
         # Rows that were overwritten while they were read may be torn.
-        kept = storage.window.holds(ids)
+        kept = storage.stored.newest(rows).holds(ids)
         if not kept.all():
             ids, masses = ids[kept], masses[kept]
         self._conditions.check(ids, masses)
-        self._show(storage, now, storage.geometry.slot_of(ids), masses, whole=whole)
+        self._show(storage, now, self._ring(storage).slot_of(ids), masses, whole=whole)
         return True
 
-    def _show(self, storage: ReadView, now: _Seen, slots: IntArray, masses: Floats, *, whole: bool) -> None:
+    def _show(self, storage: ReadView, now: _Seen, places: IntArray, masses: Floats, *, whole: bool) -> None:
         last = now.window.last
-        size = storage.geometry.slots or 1 << max(12, (last - 1).bit_length())
+        size = self._ring(storage).slots or 1 << max(12, (last - 1).bit_length())
         with self.lock:
             held = self.masses
             if whole or held.size < size:
                 held = np.zeros(size)
                 if not whole:
                     held[: self.masses.size] = self.masses
-            if whole or slots.size:
-                self._moved.append((self.version + 1, None if whole else slots))
-                held[slots] = masses
+            if whole or places.size:
+                self._moved.append((self.version + 1, None if whole else places))
+                held[places] = masses
                 self.masses = held
                 self.version += 1
             self.evaluation += 1

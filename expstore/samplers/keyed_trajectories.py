@@ -20,7 +20,7 @@ from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError
 from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.schema.schema import OBJECT
-from expstore.storages.run_index import Runs, Taken, as_names
+from expstore.storages.run_index import Runs, Taken, as_names, window_of_runs
 
 if TYPE_CHECKING:
     from expstore.schema.schema import Schema
@@ -171,14 +171,14 @@ class KeyedRuns(Runs):
         return self._names
 
     def _is_current(self, storage: ReadView) -> bool:
-        return self._state == self._state_of(storage) and storage.query_window == self._window
+        return self._state == self._state_of(storage) and window_of_runs(storage) == self._window
 
     def _state_of(self, storage: ReadView) -> tuple[object, int]:
         return storage.episodes, storage.changes.number
 
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         for _ in range(_TRIES):
-            state, window = self._state_of(storage), storage.query_window
+            state, window = self._state_of(storage), window_of_runs(storage)
             if state != self._state:
                 self._forget()
             if self._read_on(storage, window):

@@ -174,7 +174,7 @@ class PrioritizedSampler(Sampler):
         places, chances, (total, smallest) = found
         bias = self._undo_bias(chances)
         mass = Mass(total, window.rows, smallest, self._beta)
-        ids = storage.geometry.ids_in(places, window.last)
+        ids = storage.window_ring.ids_in(places, window.last)
         return Selection(ids, {("priority_weight",): bias}, mass=mass)
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass:
@@ -209,10 +209,11 @@ class PrioritizedSampler(Sampler):
 
     # -- the tree --------------------------------------------------------------------------------
 
-    def _weigh(self, storage: ReadView, places: IntArray) -> Array:
+    def _weigh(self, storage: ReadView, slots: IntArray) -> Array:
         with compiling:
             from expstore.kernels.sum_tree import raise_priorities
-        weights: Array = raise_priorities(storage.priorities.values, places, eps=self._eps, alpha=self._alpha)
+        priorities, places = storage.priorities.locate(slots)
+        weights: Array = raise_priorities(priorities, places, eps=self._eps, alpha=self._alpha)
         return weights
 
     def on_priorities(self, storage: ReadView, places: IntArray) -> None:

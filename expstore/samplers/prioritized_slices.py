@@ -228,9 +228,10 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         weights.change(storage, here, lambda places: self._weigh(storage, places))
         return tree
 
-    def _weigh(self, storage: ReadView, places: IntArray) -> Array:
-        held = self._starts.can_begin(places, storage.geometry.ids_in(places, storage.window.last))
-        weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
+    def _weigh(self, storage: ReadView, slots: IntArray) -> Array:
+        ids = storage.geometry.ids_in(slots, storage.window.last)
+        held = self._starts.can_begin(storage.window_ring.slot_of(ids), ids)
+        weights: Array = np.where(held, super()._weigh(storage, slots), 0.0)
         return weights
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
@@ -277,9 +278,9 @@ class _Starts:
     """
 
     def __init__(self) -> None:
-        self._id = np.zeros(0, np.int64)  # by slot; 0: no slice can begin there
-        self._step = np.zeros(0, np.int64)  # by slot
-        self._name = np.zeros(0, np.int64)  # by slot: the trajectory of the row's run
+        self._id = np.zeros(0, np.int64)  # by place; 0: no slice can begin there
+        self._step = np.zeros(0, np.int64)  # by place
+        self._name = np.zeros(0, np.int64)  # by place: the trajectory of the row's run
         self._done = np.zeros(0, np.int64)  # by run: steps below this one were searched
         self._seen: tuple[Runs, int, int] | None = None  # runs, `least` and `runs.moves` of the last `find`
 
@@ -287,7 +288,7 @@ class _Starts:
         """Return whether a slice can begin at each of some rows. Shapes `(n,)`.
 
         Args:
-            places: Slots of the rows.
+            places: Places of the rows in the window.
             ids: Ids of the rows.
         """
         size = self._id.size
@@ -299,7 +300,7 @@ class _Starts:
         return held
 
     def at(self, places: IntArray, runs: Runs) -> tuple[IntArray, IntArray]:
-        """Return the run and the step of the rows in some slots. Shapes `(n,)`."""
+        """Return the run and the step of the rows at some places. Shapes `(n,)`."""
         steps = self._step[places]
         return runs.table.find(self._name[places], steps), steps
 
@@ -335,7 +336,7 @@ class _Starts:
         self._done[changed] = np.maximum(self._done[changed], end)
         ids = runs.rows(changed, begin, more)
         self._note(
-            storage.geometry.slot_of(ids),
+            storage.window_ring.slot_of(ids),
             ids,
             steps=np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more),
             names=np.repeat(runs.episode[changed], more),

@@ -102,11 +102,11 @@ class RandomSampler(Sampler):
     def _draw_by_mass(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
-            total, window = tree.total, self._masses.window
+            total, rows = tree.total, self._masses.window.rows
             if not total > 0:
                 return None
             places, _ = tree.find(generator.random(size) * total)
-            return Selection(storage.geometry.ids_in(places, window.last), mass=Mass(total, window.rows))
+            return Selection(self._masses.ids_at(storage, places), mass=Mass(total, rows))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""

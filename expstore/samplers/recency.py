@@ -180,7 +180,7 @@ class RecencySampler(Sampler):
             total = tree.total
             if total > _FAINT:
                 places, _ = tree.find(generator.random(size) * total)
-                ids = storage.geometry.ids_in(places, self._weights.window.last)
+                ids = self._weights.ids_at(storage, places)
                 return Selection(ids, mass=self._build_mass(total, self._scale[1]))
             return self._draw_by_faint_weight(storage, self._weights.window, size, generator)
 

@@ -35,7 +35,7 @@ def new_sum_tree(size: int) -> SumTree:
 
 
 class WindowTree:
-    """Keep the weights of rows, by slot.
+    """Keep the weights of rows, by their places in the storage's `window_ring`.
 
     Threads: the caller holds the sampler's lock. Processes: each has its own. Crashes: it is rebuilt from the
     rows.
@@ -63,6 +63,10 @@ class WindowTree:
         """Forget all weights."""
         self.tree = None
 
+    def ids_at(self, storage: ReadView, places: IntArray) -> IntArray:
+        """Return the ids of the rows at places of the tree. Shapes `(n,)`."""
+        return storage.window_ring.ids_in(places, self.window.last)
+
     def catch_up(
         self, storage: ReadView, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
     ) -> SumTree:
@@ -84,11 +88,15 @@ class WindowTree:
                 self.drop()
             readable = filter.readable(storage)
             window = readable if narrow is None else narrow(readable)
-            return self._follow(storage, window, self._times_mass(filter, weigh), moved)
+            return self._follow(storage, window, weigh, moved)
 
-    @staticmethod
-    def _times_mass(filter: Filter, weigh: Weigh) -> Weigh:
-        return lambda places: weigh(places) * filter.masses[places]
+    def _weigh(self, storage: ReadView, window: Window, places: IntArray, weigh: Weigh) -> Array:
+        """Return the weights of places, which `window` gives to rows. Shapes `(n,)`."""
+        slots = places
+        if storage.window_rows is not None:
+            slots = storage.geometry.slot_of(storage.window_ring.ids_in(places, window.last))
+        weights = weigh(slots)
+        return weights if self._filter is None else weights * self._filter.masses[places]
 
     def _follow(
         self, storage: ReadView, window: Window, weigh: Weigh, moved: IntArray | None = None
@@ -98,38 +106,42 @@ class WindowTree:
         if tree is not None and (deleted, window) == (self.deleted, readable) and not changed:
             return tree
         # The size decides how sums are rounded. So it must depend on the rows alone, not on their history.
-        size = storage.geometry.slots or 1 << max(12, (window.last - 1).bit_length())
+        ring = storage.window_ring
+        size = ring.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = (
             readable.low <= window.low <= readable.last <= window.last and readable.deleted == window.deleted
         )
         if tree is None or deleted != self.deleted or not followed:
             tree = new_sum_tree(size)
-            places = storage.geometry.slot_of(window.ids())
+            places = ring.slot_of(window.ids())
             weights = np.zeros(tree.size)
-            weights[places] = weigh(places)
+            weights[places] = self._weigh(storage, window, places, weigh)
             tree.fill(weights)
         else:
             tree.grow(size)
-            gone = storage.geometry.slot_of(np.arange(readable.low + 1, window.low + 1))
+            gone = ring.slot_of(np.arange(readable.low + 1, window.low + 1))
             tree.set(gone, np.zeros(gone.size))
-            new = storage.geometry.slot_of(np.arange(readable.last + 1, window.last + 1))
+            new = ring.slot_of(np.arange(readable.last + 1, window.last + 1))
             if changed and moved is not None:
-                new = np.concatenate([new, moved[window.holds(storage.geometry.ids_in(moved, window.last))]])
-            tree.set(new, weigh(new))
+                new = np.concatenate([new, moved[window.holds(ring.ids_in(moved, window.last))]])
+            tree.set(new, self._weigh(storage, window, new, weigh))
         self.tree, self.deleted, self.window = tree, deleted, window
         return tree
 
-    def change(self, storage: ReadView, places: IntArray, weigh: Weigh) -> None:
+    def change(self, storage: ReadView, slots: IntArray, weigh: Weigh) -> None:
         """Weigh slots again, if their rows are in the tree."""
-        tree, window, filter = self.tree, self.window, self._filter
+        tree, window, filter, places = self.tree, self.window, self._filter, slots
         if tree is None or self.deleted != storage.epochs.deleted:
             return  # `catch_up` builds it from all weights
-        if window != storage.window:  # rows were written that are not in the tree
+        if storage.window_rows is not None:
+            ids = storage.geometry.ids_in(slots, window.last)
+            places = storage.window_ring.slot_of(ids[window.holds(ids)])
+        elif window != storage.window:  # rows were written that are not in the tree
             places = places[places < tree.size]
             places = places[window.holds(storage.geometry.ids_in(places, window.last))]
         if filter is None:
-            tree.set(places, weigh(places))
+            tree.set(places, self._weigh(storage, window, places, weigh))
             return
         with filter.lock:
             places = places[places < filter.masses.size]
-            tree.set(places, self._times_mass(filter, weigh)(places))
+            tree.set(places, self._weigh(storage, window, places, weigh))

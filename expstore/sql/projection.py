@@ -14,8 +14,8 @@ import duckdb
 
 from expstore.core.values import Key
 
-#: The relation that has rows.
-_TABLE = "transitions"
+#: The relations that have rows.
+_TABLES = {"transitions", "recent"}
 #: FROM items whose only columns are those that they name themselves.
 _OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
 #: FROM items that refer to columns only in ways that this module recognizes.
@@ -47,7 +47,7 @@ def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[
         if tree.get("error", True) or _is_wide(tree, tops, visible=True):
             return wanted
         tables = [one for one in _dicts(tree) if one.get("alias") and "class" not in one]
-        aliases = {_TABLE, *(str(one["alias"]).lower() for one in tables)}
+        aliases = {*_TABLES, *(str(one["alias"]).lower() for one in tables)}
         names = [[str(part).lower() for part in ref] for ref in _references(tree)]
     except (duckdb.Error, ValueError, KeyError, TypeError, AttributeError):
         return wanted
@@ -78,7 +78,8 @@ def _is_wide(tree: Any, tops: set[str], *, visible: bool) -> bool:
     if isinstance(tree, list):
         return any(_is_wide(one, tops, visible=visible) for one in tree)
     if not isinstance(tree, dict):
-        return isinstance(tree, str) and tree.lower() != _TABLE and _TABLE in tree.lower()
+        text = tree.lower() if isinstance(tree, str) else ""
+        return text not in _TABLES and any(table in text for table in _TABLES)
     if "from_table" in tree:
         visible = _reads_rows(tree["from_table"])
     if tree.get("class") == "POSITIONAL_REFERENCE":
@@ -101,7 +102,7 @@ def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
 
 def _reads_rows(source: Any) -> bool:
     """Return whether a FROM clause reads rows directly, not only in a nested SELECT."""
-    return any(str(one.get("table_name", _TABLE)).lower() == _TABLE for one in _tables(source))
+    return any(str(one.get("table_name", "recent")).lower() in _TABLES for one in _tables(source))
 
 
 def _tables(source: Any) -> Iterator[dict[str, Any]]:

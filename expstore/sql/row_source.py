@@ -69,7 +69,8 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
         )
         for place, entry in enumerate(schema.fields)
     ]
-    return Relations(columns, window, storage.capacity, rows=own)
+    recent = window.newest(storage.window_rows).low
+    return Relations(columns, window, storage.capacity, rows=own, recent=recent)
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:

@@ -275,7 +275,7 @@ class Catalog:
                 weighed = storage.priorities.were_set and storage.schema is not None
                 index = self.catch_up(None if weighed else meta_relation(storage))
                 if weighed:
-                    window = storage.window
+                    window = storage.stored
                     parts = readable(storage, [priority_place(storage.require_schema())], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(window.ids(), values)

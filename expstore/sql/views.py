@@ -46,7 +46,7 @@ _HALF = {"float16", "bfloat16"}
 #: another way, or something that lists relations. Creating the views takes up to 2 ms. If another statement
 #: hides a name, DuckDB does not find the relation.
 _MAY_READ_ROWS = re.compile(
-    "transitions|priorities|query|show|desc|summar|schema|duckdb_|pragma|sqlite|pg_|u&"
+    "transitions|recent|priorities|query|show|desc|summar|schema|duckdb_|pragma|sqlite|pg_|u&"
 )
 #: The type and the error of a column that cannot be read.
 _Lost = tuple[pa.DataType, CorruptionError]
@@ -119,6 +119,7 @@ class Relations:
         capacity: Capacity of the ring; `_index` is computed from it if it is not a column. None: unbounded.
         tops: Names of the first parts of the fields' keys, as `call_tops` returns them for all fields; None:
             computed from the fields in `columns`.
+        recent: The newest id that is not in `recent`.
         rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
             column. None: every column with such a name is a row column.
     """
@@ -128,6 +129,7 @@ class Relations:
     capacity: int | None = None
     tops: Mapping[str, str] | None = None
     rows: Collection[str] | None = None
+    recent: int = 0
 
     def attach(self, cursor: duckdb.DuckDBPyConnection, sql: str) -> list[ExpStoreError]:
         """Create the views that `sql` needs, on this cursor only; they last until it is closed.
@@ -145,6 +147,8 @@ class Relations:
         if _MAY_READ_ROWS.search(text):
             visible = self._show(cursor, sql, refused)
             cursor.execute(f"CREATE TEMP VIEW transitions AS {visible}")
+            if "recent" in text:
+                cursor.execute(f"CREATE TEMP VIEW recent AS FROM transitions WHERE _id > {int(self.recent)}")
             if self.columns and "priorities" in text:
                 cursor.execute(
                     f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
@@ -157,7 +161,7 @@ class Relations:
         taken = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
         tops = call_tops((column.key for column in fields), taken) if self.tops is None else self.tops
         names = [*(".".join((tops[column.key[0]], *column.key[1:])) for column in fields), *taken]
-        return {"transitions": names}
+        return {"transitions": names, "recent": names}
 
     def _show(self, cursor: duckdb.DuckDBPyConnection, sql: str, refused: list[ExpStoreError]) -> str:
         """Register the columns that `sql` needs, on this cursor only; return the SELECT that reads them.

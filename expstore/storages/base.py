@@ -160,9 +160,10 @@ class Storage(ReadView):
         """
         state, geometry, last = self._state, self.geometry, rows.last_id
         capacity = geometry.capacity
-        if state.priorities.within and capacity is not None:
-            low = min(last - capacity, state.window.last - 1)
-            state.priorities.lower_largest(low, state.window, geometry)
+        most = self.window_rows if capacity is None else capacity
+        if state.priorities.within and most is not None:
+            low = min(last - most, state.window.last - 1)
+            state.priorities.lower_largest(low, self.window, geometry)
         skipped = 0 if capacity is None else max(0, rows.count - capacity)
         state.reserve(last)
         if state.sampled is not None:
@@ -245,7 +246,7 @@ class Storage(ReadView):
         values = check_priorities(values)
         with self.lock:
             self.writer()
-            here = self._state.window.holds(ids)
+            here = self.window.holds(ids)
             if not here.all():
                 ids, values = ids[here], values[here]
             slots = self.geometry.slot_of(ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from expstore.core.geometry import RingGeometry
+from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Ranking
 from expstore.schema.field_roles import Keys, find_keys, find_observations
 from expstore.schema.schema import Schema
@@ -31,6 +31,8 @@ class Description:
         ranking: The criterion by which only the best rows are kept; None: the newest rows are kept.
         specs: The specs of the fields, as `expstore.schema.spec_text` writes them; "": there are no specs.
         uuid: The store's uuid; zeros in RAM.
+        window_rows: How many of the newest ids samplers see in a storage without a capacity, whole steps of
+            time; None: all of them.
     """
 
     geometry: RingGeometry = field(default_factory=lambda: RingGeometry(None, 1))
@@ -41,13 +43,14 @@ class Description:
     ranking: Ranking | None = None
     specs: str = ""
     uuid: str = "0" * 32
+    window_rows: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Description:
         """Return the description in expstore.json."""
-        schema = manifest.schema
+        schema, geometry, rows = manifest.schema, manifest.geometry, manifest.window
         return cls(
-            geometry=manifest.geometry,
+            geometry=geometry,
             schema=schema,
             keys=Keys() if schema is None else manifest.find_keys(schema),
             seed=manifest.seed,
@@ -55,6 +58,7 @@ class Description:
             ranking=manifest.ranking,
             specs=manifest.specs,
             uuid=manifest.uuid,
+            window_rows=None if rows is None else round_up(rows, geometry.lanes),
         )
 
     @cached_property

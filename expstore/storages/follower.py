@@ -458,7 +458,7 @@ class FollowerStorage(ReadView):
         return self._source
 
     @property
-    def window(self) -> Window:
+    def stored(self) -> Window:
         """The ids that can be read now."""
         if self._closed or not self._current().live:
             return self._state.window
@@ -497,10 +497,7 @@ class FollowerStorage(ReadView):
     @property
     def last(self) -> int:
         """The newest id that can be read."""
-        return self.window.last
-
-    def __len__(self) -> int:
-        return self.window.rows
+        return self.stored.last
 
     def intact(self, ids: IntArray) -> bool:
         """Return whether no slot of these ids has been overwritten by a later row.

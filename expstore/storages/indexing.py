@@ -183,7 +183,7 @@ def read_present(
     Raises:
         StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
     """
-    return read_rows(storage, lambda: ids[storage.window.holds(ids)], places)
+    return read_rows(storage, lambda: ids[storage.stored.holds(ids)], places)
 
 
 def get(storage: ReadView, index: Any, dim: int = 0) -> Any:

@@ -78,13 +78,17 @@ class ReadView(ABC):
     path: Path | None
     #: The description of the storage; replaced as a whole.
     description: Description
-    #: How ids, slots and indices correspond. This and the next three attributes are copied from the
+    #: How ids, slots and indices correspond. This and the next five attributes are copied from the
     #: description, because they are read for every batch.
     geometry: RingGeometry
     #: The fields; None: no rows were written yet.
     schema: Schema | None
     #: The fields that mark trajectories, ends and rewards.
     keys: Keys
+    #: How many of the newest ids are in `window`; None: all.
+    window_rows: int | None
+    #: The places of the rows of `window` in an array with one value for each of them, such as a sum tree.
+    window_ring: RingGeometry
     #: How rows are ranked, if only the best are kept; None: the newest are kept.
     ranking: Ranking | None
     #: The record of slots that were changed in place.
@@ -129,6 +133,8 @@ class ReadView(ABC):
         self.description = description
         self.geometry, self.schema = description.geometry, description.schema
         self.keys, self.ranking = description.keys, description.ranking
+        self.window_rows = description.window_rows
+        self.window_ring = self.geometry if self.window_rows is None else RingGeometry(self.window_rows)
 
     def _adopt(self, state: RowState) -> None:
         """Replace the rows and their draws."""
@@ -183,14 +189,31 @@ class ReadView(ABC):
         return self._state
 
     @property
-    def window(self) -> Window:
-        """The ids that can be read now."""
+    def stored(self) -> Window:
+        """The ids that can be read now: SQL, trajectories, retention, snapshots and exports see them."""
         return self._state.window
 
     @property
+    def window(self) -> Window:
+        """The ids that samplers, `len` and indices see: those of `stored`, or the newest `window_rows`."""
+        rows, stored = self.window_rows, self.stored
+        return stored if rows is None else stored.newest(rows)
+
+    @property
     def query_window(self) -> Window:
-        """The ids that SQL sees: readable rows whose episodes are known."""
-        return self.window
+        """The ids that SQL sees: those of `stored` whose episodes are known."""
+        return self.stored
+
+    def ids_to_weigh(self, indices: IntArray) -> IntArray:
+        """Return the ids of the rows with these indices, for which priorities were computed. Shapes `(n,)`.
+
+        Rows that have left the window meanwhile have ids, too: `set_priorities` ignores them.
+
+        Raises:
+            NotFoundError: An index has no row, or had none.
+        """
+        window = self.window if self.window_rows is None else Window(0, self.last)
+        return self.geometry.ids_at(indices, window)
 
     @property
     def last(self) -> int:
@@ -198,7 +221,7 @@ class ReadView(ABC):
         return self._state.window.last
 
     def __len__(self) -> int:
-        return self._state.window.rows
+        return self.window.rows
 
     def __repr__(self) -> str:
         """Return kind, path, rows and capacity as text."""
@@ -396,7 +419,7 @@ class ReadView(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the store's uuid and last id. The rows are in its folder and are saved by `dumps`."""
-        return {"uuid": self.description.uuid, "last": self.window.last}
+        return {"uuid": self.description.uuid, "last": self.last}
 
     @property
     def settings(self) -> ReadSettings:

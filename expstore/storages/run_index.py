@@ -89,7 +89,7 @@ class Runs:
         if not storage.follows:
             return self._look(storage)
         for _ in range(_TRIES):
-            if storage.query_window != storage.window:
+            if storage.query_window != storage.stored:
                 storage.follow()
             window = self._look(storage)
             if window.rows or not storage.window.rows:
@@ -125,12 +125,12 @@ class Runs:
     def _is_current(self, storage: ReadView) -> bool:
         """Return whether nothing has changed since the last update."""
         episodes = storage.episodes
-        return episodes is self._known and storage.query_window == self._window and episodes.fragments.quiet
+        return episodes is self._known and window_of_runs(storage) == self._window and episodes.fragments.quiet
 
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         """Copy the fragments that are new since the last call, or all of them."""
         with storage.locks.episodes:
-            episodes, window = storage.episodes, storage.query_window
+            episodes, window = storage.episodes, window_of_runs(storage)
             touched = episodes.fragments.take_touched()
             whole = whole or touched is None or episodes is not self._known
             fragments = episodes.fragments.capture() if whole else None
@@ -227,6 +227,11 @@ class Runs:
     def _names_place(self) -> int:
         """Return the position of the field by whose values runs are ordered."""
         return len(self._require_storage().require_schema().fields) + 1
+
+
+def window_of_runs(storage: ReadView) -> Window:
+    """Return the rows that an index of runs has: those that samplers see and whose episodes are known."""
+    return storage.query_window.newest(storage.window_rows)
 
 
 def as_names(values: Array) -> IntArray:

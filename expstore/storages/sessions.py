@@ -46,7 +46,7 @@ def observations_of(storage: ReadView, columns: Sequence[Array], steps: Steps) -
 
 def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Array]]:
     """Return the next observations of those rows that are still in the store, by id."""
-    window, places = storage.window, [after for _, after in storage.description.observations]
+    window, places = storage.stored, [after for _, after in storage.description.observations]
     held = [number for number in numbers if number > window.low]
     if window.deleted:
         held = [number for number in held if window.deleted.upto(number) == window.deleted.upto(number - 1)]
@@ -262,7 +262,7 @@ def _require_checkable(storage: ReadView, episodes: Sequence[Episode]) -> None:
     if not episodes:
         return
     last = np.array([episode.last_id for episode in episodes])
-    gone = ~storage.window.holds(last)
+    gone = ~storage.stored.holds(last)
     pairs = storage.description.observations
     if gone.any() or not pairs:
         episode = episodes[int(gone.argmax()) if pairs else 0].episode

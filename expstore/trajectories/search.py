@@ -58,7 +58,7 @@ def find_trajectories(
         ArgumentError: Rows are not TensorDicts, or the condition has a value per step.
     """
     check_predicate(predicate)
-    if not len(storage):
+    if not storage.stored.rows:
         return []
     if storage.row_traits.whole:
         found = _search_objects(storage, transform, predicate, trajectory_key)
@@ -291,7 +291,7 @@ class _Glance:
 def _read(storage: ReadView, plan: _Plan, runs: _Runs) -> _Seen:
     """Read trajectories according to a plan; trajectories without any readable row are left out."""
     ids, columns, view = plan.transform.read(
-        storage, lambda: runs.ids[storage.window.holds(runs.ids)], plan.places
+        storage, lambda: runs.ids[storage.stored.holds(runs.ids)], plan.places
     )
     left = runs.among(ids)
     if not ids.size:
@@ -363,7 +363,7 @@ def _search_objects(
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,
 ) -> Iterator[Any]:
-    _, (column,) = read_present(storage, storage.window.ids(), [0])
+    _, (column,) = read_present(storage, storage.stored.ids(), [0])
     items = column.tolist()
     wrong = next((item for item in items if not isinstance(item, TensorDictBase)), None)
     if wrong is not None:

@@ -533,6 +533,12 @@ class TensorDictMaxValueWriter(Writer):
                 "inherit its count",
                 hint="keep the best rows in a store of their own",
             )
+        if storage.window_rows is not None:
+            raise StateError(
+                f"the storage has a window of {storage.window_rows} rows, and a writer that keeps the best rows "
+                "replaces rows in any order",
+                hint="leave window= out, or use another writer",
+            )
         if storage.ranking != self._ranking and storage.window.size:
             found = "newest rows" if storage.ranking is None else f"best rows by {storage.ranking}"
             raise StateError(

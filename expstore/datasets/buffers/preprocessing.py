@@ -117,7 +117,7 @@ def _ends(rb: TensorDictReplayBuffer) -> list[int]:
         "WHERE status NOT IN ('terminated', 'truncated') GROUP BY episode_id"
     ).fetchall()
     ids = np.sort(np.array([row[0] for row in found], np.int64))
-    first = rb.storage.window.low + 1
+    first = rb.storage.stored.low + 1
     places: IntArray = ids - first + 1
     return [int(place) for place in places]
 

@@ -351,8 +351,7 @@ class Memtable(RowsOver, Generic[_Pin]):
             first_id, count = self.span
             if count:
                 pieces = cut_run(first_id, count, columns.slots)
-                values = self._priorities.values
-                priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
+                priorities = np.concatenate([self._priorities.run(slot, n) for slot, _, n in pieces])
                 columns.write_parts(pieces, self._parts(columns), priorities)
                 note(first_id + count - 1)
                 self._batches, self.span = [], (0, 0)
@@ -365,9 +364,9 @@ class Memtable(RowsOver, Generic[_Pin]):
             newer, (first_id, count) = self._numbers(columns, slots), self.span
             if not count:  # drained just now
                 return self.replaced.take(columns, slots, places)
-            pieces, values = cut_run(first_id, count, columns.slots), self._priorities.values
+            pieces = cut_run(first_id, count, columns.slots)
             rows = join_payload(columns, self._parts(columns), pieces).values
-            priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
+            priorities = np.concatenate([self._priorities.run(slot, n) for slot, _, n in pieces])
             rows = [*rows, priorities]
             return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]
 

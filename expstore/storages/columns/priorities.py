@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expstore.core.geometry import RingGeometry
+from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import File
@@ -70,8 +70,9 @@ class Priorities:
     """
 
     def __init__(self, former: Priorities | None = None) -> None:
-        #: Priorities by slot. Shape `(slots,)`, float32.
-        self.values: Array = np.ones(0, np.float32)
+        #: Priorities by slot, and the slot of the first of them; replaced by one assignment. Before a window
+        #: there are none. Shape `(slots,)`, float32.
+        self.block: tuple[Array, int] = np.ones(0, np.float32), 0
         #: The largest priority so far, or of the readable rows if `within` is set.
         self.largest: float = 1.0 if former is None else former.largest
         #: Whether new rows start at the largest priority of readable rows, not at the largest ever.
@@ -82,6 +83,39 @@ class Priorities:
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
         )
+
+    @property
+    def values(self) -> Array:
+        """The priorities in memory: by slot, unless the storage has a window. Shape `(slots,)`, float32."""
+        return self.block[0]
+
+    @values.setter
+    def values(self, values: Array) -> None:
+        self.block = values, 0
+
+    def locate(self, slots: IntArray) -> tuple[Array, IntArray]:
+        """Return the priorities in memory, and the places of slots in them. Shapes `(n,)`.
+
+        A slot before the window gets the first place.
+        """
+        values, base = self.block
+        return values, slots if not base else np.maximum(slots - base, 0)
+
+    def run(self, slot: int, count: int) -> Array:
+        """Return a view of a run of slots in memory. Shape `(count,)`."""
+        values, base = self.block
+        return values[slot - base : slot - base + count]
+
+    def take(self, slots: IntArray) -> Array:
+        """Copy the priorities of any rows. Shapes `(n,)`."""
+        values, places = self.locate(slots)
+        taken: Array = values[places]
+        return taken
+
+    def put(self, slots: IntArray, values: Array) -> None:
+        """Set the values of slots in memory. Shapes `(n,)`."""
+        held, places = self.locate(slots)
+        held[places] = values
 
     def watch(self, watcher: PriorityWatcher) -> None:
         """Call a watcher for every priority that is set from now on, for as long as the watcher lives."""
@@ -109,13 +143,14 @@ class Priorities:
             slots: Number of slots of a ring; None: the array grows with the rows.
         """
         for slot, _, n in runs:
-            if slot + n > self.values.size:
-                self._grow(max(4096, 2 * (slot + n)) if slots is None else slots)
-            self.values[slot : slot + n] = self.largest
+            values, base = self.block
+            if slot + n > base + values.size:
+                self._grow(slot, slot + n, slots)
+            self.run(slot, n)[:] = self.largest
 
     def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:
         """Set the priorities of readable rows. Shapes `(n,)`, not empty."""
-        self.values[slots] = values
+        self.put(slots, values)
         self.were_set = True
         self.raise_largest(ids, values)
         self.note_changed(slots)
@@ -142,17 +177,29 @@ class Priorities:
             return
         ids = window.ids()
         ids = ids[ids > low]
-        values = self.values[ring.slot_of(ids)]
+        held, places = self.locate(ring.slot_of(ids))
+        values = held[places]
         at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest such row, which is evicted last
         self.largest, self._largest_id = float(values[at]), int(ids[at])
 
     def note_changed(self, slots: IntArray) -> None:
         """Record that a column on disk lacks the values of these slots. Shape `(n,)`."""
 
-    def _grow(self, size: int) -> None:
-        grown = np.ones(size, np.float32)
+    def _grow(self, slot: int, stop: int, slots: int | None) -> None:
+        """Make room for new rows in the slots from `slot` to `stop` - 1; `slots` as for `start`."""
+        grown = np.ones(max(4096, 2 * stop) if slots is None else slots, np.float32)
         grown[: self.values.size] = self.values
         self.values = grown
+
+
+def find_base(last: int, window: int | None) -> int:
+    """Return the first slot of a page with rows of the window, or with rows that the columns may lack.
+
+    Args:
+        last: The newest id.
+        window: How many of the newest rows are in the window; None: all.
+    """
+    return 0 if window is None else max(0, last - window - PAGE_ROWS) // PAGE_ROWS * PAGE_ROWS
 
 
 class StoredPriorities(Priorities):
@@ -160,7 +207,8 @@ class StoredPriorities(Priorities):
 
     Invariant: a page that is not dirty has the same values in the column. Threads: as `Priorities`; `lock` is
     held while rows or pages are written to the column, so that older values of a page never overwrite
-    newer ones. Crashes: values of dirty pages are lost with the process.
+    newer ones. Crashes: values of dirty pages are lost with the process. In a storage with a window, memory
+    has the values of its rows only: values of rows that leave it stay in the column.
 
     Args:
         order: The lock order of the storage.
@@ -170,22 +218,51 @@ class StoredPriorities(Priorities):
     def __init__(self, order: LockOrder, former: Priorities | None = None) -> None:
         super().__init__(former)
         known = former.lock if isinstance(former, StoredPriorities) else None
-        self.lock: threading.Lock = known or order.rank_lock("priorities", threading.Lock())
-        self._dirty = np.zeros(0, bool)
+        self.lock: threading.RLock = known or order.rank_lock("priorities", threading.RLock())
+        self._dirty = np.zeros(0, bool)  # by page of the values in memory
+        self._window: int | None = None
+        self._column: FlatColumn | None = None
+        self._owed: set[File] = set()  # files that were written to since the last `write`
 
-    def load(self, values: Array, *, dirty: bool) -> None:
+    def load(
+        self, values: Array, column: FlatColumn, *, dirty: bool, base: int = 0, window: int | None = None
+    ) -> None:
         """Load the values of a column.
 
         Args:
-            values: By slot. Shape `(slots,)`, float32.
+            values: By slot, from `base` on. Shape `(slots,)`, float32.
+            column: The column.
             dirty: Whether the column may lack some of them.
+            base: The slot of the first value: the result of `find_base`, or 0.
+            window: How many of the newest rows need values in memory; None: all.
         """
-        self.values = values
+        self.block = values, base
         self._dirty = np.full(-(-values.size // PAGE_ROWS), dirty)
+        self._column, self._window = column, window
+
+    def show_column(self, column: FlatColumn) -> None:
+        """Write to another column from now on."""
+        self._column = column
+
+    def views(self, slot: int, count: int) -> list[Array]:
+        """View a run of slots: of the column where memory has no values. Shapes `(m,)`, together `(count,)`."""
+        values, base = self.block
+        older = 0 if self._column is None else min(max(0, base - slot), count)
+        newer = values[slot + older - base : slot + count - base]
+        return [self._column.part(slot, older), newer] if older and self._column is not None else [newer]
 
     def note_changed(self, slots: IntArray) -> None:
         """Record that the column lacks the values of these slots. Shape `(n,)`."""
-        self._dirty[slots >> _PAGE_BITS] = True
+        base = self.block[1]
+        self._dirty[(slots - base if base else slots) >> _PAGE_BITS] = True
+
+    def take(self, slots: IntArray) -> Array:
+        with self.lock:
+            values = super().take(slots)
+            older = slots < self.block[1]
+            if self._column is not None and older.any():
+                values[older] = self._column.take(slots[older])
+        return values
 
     def write(self, column: FlatColumn) -> set[File]:
         """Write dirty pages to a column; return the files that were written to.
@@ -193,27 +270,63 @@ class StoredPriorities(Priorities):
         Raises:
             StorageError: The disk failed; the pages stay dirty.
         """
-        touched: set[File] = set()
         with self.lock:
-            pages = np.flatnonzero(self._dirty)
-            if not pages.size:
-                return touched
-            limit = min(column.ready, self.values.size)
-            self._dirty[pages] = False
-            try:
-                for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
-                    start = int(run[0]) * PAGE_ROWS
-                    stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
-                    for file, offset, row, n in column.spans(start, stop - start):
-                        file.write(self.values[start + row : start + row + n].copy(), offset)
-                        touched.add(file)
-            except BaseException:
-                self._dirty[pages] = True
-                raise
+            self._owed |= self._write_pages(column, np.flatnonzero(self._dirty))
+            touched, self._owed = self._owed, set()
         return touched
 
-    def _grow(self, size: int) -> None:
-        super()._grow(size)
-        more = -(-size // PAGE_ROWS) - self._dirty.size
+    def _write_pages(self, column: FlatColumn, pages: IntArray) -> set[File]:
+        touched: set[File] = set()
+        if not pages.size:
+            return touched
+        values, base = self.block
+        limit = min(column.ready - base, values.size)
+        self._dirty[pages] = False
+        try:
+            for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+                start = int(run[0]) * PAGE_ROWS
+                stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
+                for file, offset, row, n in column.spans(base + start, stop - start):
+                    file.write(values[start + row : start + row + n].copy(), offset)
+                    touched.add(file)
+        except BaseException:
+            self._dirty[pages] = True
+            raise
+        return touched
+
+    def _grow(self, slot: int, stop: int, slots: int | None) -> None:
+        if self._window is not None:
+            self.trim(slot, stop)
+            return
+        super()._grow(slot, stop, slots)
+        more = -(-self.values.size // PAGE_ROWS) - self._dirty.size
         if more > 0:
             self._dirty = np.append(self._dirty, np.zeros(more, bool))
+
+    def trim(self, last: int, stop: int) -> None:
+        """Keep only the values that the window needs, and make room; the column gets the others.
+
+        Does nothing without a window.
+
+        Args:
+            last: The newest id.
+            stop: The number of slots for which there must be room.
+
+        Raises:
+            StorageError: The disk failed; nothing was changed.
+        """
+        window, column = self._window, self._column
+        if window is None or column is None:
+            return
+        with self.lock:
+            values, former = self.block
+            base = max(former, find_base(last, window))
+            gone = (base - former) >> _PAGE_BITS
+            self._owed |= self._write_pages(column, np.flatnonzero(self._dirty[:gone]))
+            room = round_up(stop - base + max(4096, window // 2), PAGE_ROWS)
+            grown, dirty = np.ones(room, np.float32), np.zeros(room >> _PAGE_BITS, bool)
+            kept = values[base - former :][:room]
+            grown[: kept.size] = kept
+            pages = self._dirty[gone:][: dirty.size]
+            dirty[: pages.size] = pages
+            self.block, self._dirty = (grown, base), dirty

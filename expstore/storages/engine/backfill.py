@@ -57,7 +57,7 @@ class Filler:
         """Fill the rows that exist, while other threads read and write."""
         for _ in range(_PASSES):
             self._run()
-            if self._storage.window.last - self._done <= _FEW:
+            if self._storage.stored.last - self._done <= _FEW:
                 return
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class Filler:
         if storage.epochs.content != self._content:
             raise StateError("the content of the store was replaced meanwhile", hint="add the field again")
         if self._new_field.compute is not None and storage.changes.number & ~1 != self._changes:
-            window = storage.window
+            window = storage.stored
             slots = storage.changes.since(self._changes)
             ids = window.ids() if slots is None else np.unique(storage.geometry.ids_in(slots, window.last))
             ids = ids[window.holds(ids) & (ids <= self._done)]
@@ -78,12 +78,12 @@ class Filler:
                 found, values = self._values(ids[start : start + self._step])
                 self._place.lay_rows(found, values)
         self._run()
-        if storage.window.last > self._done or storage.epochs.content != self._content:
+        if storage.stored.last > self._done or storage.epochs.content != self._content:
             raise StateError("rows were written while the values of a field were computed", hint="only read")
 
     def _run(self) -> None:
         storage, new_field = self._storage, self._new_field
-        window = storage.window
+        window = storage.stored
         for first, count in replace(window, low=max(window.low, min(self._done, window.last))).runs():
             for start in range(first, first + count, self._step):
                 n = min(self._step, first + count - start)

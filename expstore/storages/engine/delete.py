@@ -85,7 +85,7 @@ class Deletion:
     def bytes_per_row(self) -> float:
         """Return the disk space of a row in the columns, bytes; for packed fields the average."""
         columns = self._store.state.columns
-        return 1.0 if columns is None else columns.measure_row_bytes(len(self._store))
+        return 1.0 if columns is None else columns.measure_row_bytes(self._store.stored.rows)
 
     def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
@@ -116,10 +116,10 @@ class Deletion:
             going = self.rows_of(episodes)
             if not going:
                 return GivenUp()
-            before, rows = self.columns_bytes(), len(store)
+            before, rows = self.columns_bytes(), store.stored.rows
             self.delete_rows(going)
             gone = int(np.unique(episodes).size)
-            return GivenUp(gone, rows - len(store), max(0, before - self.columns_bytes()))
+            return GivenUp(gone, rows - store.stored.rows, max(0, before - self.columns_bytes()))
 
     def delete_rows(self, going: IdSet) -> None:
         """Delete rows of a growing store permanently; see `delete`."""

@@ -64,6 +64,7 @@ class Settings:
     `mode`, `durability`, `min_free_bytes` and `on_sigterm` apply to this handle only and are not stored.
     `new_layout` has the defaults of `layout` for a new store. `lock` is the writer's lock if the
     caller already holds it: the storage takes it over, and releases it when it closes or cannot be opened.
+    `window` is 0 for a store without a window.
     """
 
     mode: Mode = "a"
@@ -86,6 +87,7 @@ class Settings:
     min_free_bytes: int = 0
     on_sigterm: Literal["flush", "ignore"] = "flush"
     retain: Retain | None = None
+    window: int | None = None
     lock: WriterLock | None = None
 
     def with_retention(self, retain: Retain | Mapping[str, Any] | None) -> Settings:
@@ -153,6 +155,7 @@ def enter(
             _compare(path, manifest, capacity, settings)
             _refuse_half_repaired(disk, path)
             manifest = _with_policy(disk, path, manifest, settings.retain)
+            manifest = _with_window(disk, path, manifest, settings.window)
             probe(disk, path, new=False)
         else:
             probe(disk, path, new=True)
@@ -176,6 +179,27 @@ def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | No
             hint="leave retain out",
         )
     manifest = manifest.replace(retain=retain.to_json())
+    manifest.save(disk, path)
+    return manifest
+
+
+def _with_window(disk: Disk, path: Path, manifest: Manifest, window: int | None) -> Manifest:
+    """Return the manifest with a window of this many rows; write it to the disk if it has changed."""
+    if window is None or (window or None) == manifest.window:
+        return manifest
+    if window and manifest.capacity is not None:
+        raise StateError(
+            f"{path} keeps its newest {manifest.capacity} rows, and cannot have window={window}",
+            kind="mismatch",
+            hint="leave window out; a window is for stores that are created without a capacity",
+        )
+    if window and manifest.ranking is not None:
+        raise StateError(
+            f"{path} keeps the best rows by {manifest.ranking}, and cannot have window={window}",
+            kind="mismatch",
+            hint="leave window out: a window is for stores that keep all rows in their order",
+        )
+    manifest = manifest.replace(window=window or None)
     manifest.save(disk, path)
     return manifest
 
@@ -312,6 +336,7 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
         meta=settings.meta or {},
         specs=settings.specs,
         retain=settings.retain.to_json() if settings.retain else {},
+        window=settings.window or None,
         layout=_new_layout(settings).to_json(),
     )
 

@@ -69,6 +69,7 @@ class OpenStore(RowState):
     def replace_columns(self, columns: WritableColumns) -> None:
         """Use other columns; former columns that are among them stay open."""
         self.columns = columns
+        self.priorities.show_column(columns.row_fields[-1])
 
     def replace_checksums(self, checksums: Checksums) -> None:
         """Use the checksums of other columns; the caller closes the former checksums."""
@@ -224,9 +225,9 @@ class OpenStore(RowState):
         columns = self.columns
         if columns is None:
             return [[] for _ in places]
-        runs, priorities = cut_run(first_id, count, columns.slots), self.priorities.values
+        runs = cut_run(first_id, count, columns.slots)
         return [
-            [priorities[slot : slot + n] for slot, _, n in runs]
+            [part for slot, _, n in runs for part in self.priorities.views(slot, n)]
             if place == len(columns.columns) - 1
             else self.memtable.views(columns, place, first_id, count)
             for place in places

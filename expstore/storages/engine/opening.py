@@ -30,8 +30,9 @@ from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import Memtable
 from expstore.storages.columns.payload import split_payload
-from expstore.storages.columns.priorities import StoredPriorities
+from expstore.storages.columns.priorities import StoredPriorities, find_base
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
+from expstore.storages.description import Description
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.chunk_encoding import Packing
@@ -229,6 +230,7 @@ class Opening:
                 draws=draws,
             )
             self._make_durable(past, store)
+            priorities.trim(rows.last, rows.last)
             self._begin_generation(store, manifest)
             opened.pop_all()
         recovered = describe_past(past, sum(entry.episode > 0 for entry in cut)) if past else None
@@ -407,17 +409,19 @@ class Opening:
     def _load_priorities(self, past: Past, priorities: StoredPriorities, columns: WritableColumns) -> None:
         """Load the priorities; after a power failure, those after the checkpoint come from records."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
-        values = np.ones(slots if slots is not None else max(4096, 2 * past.state.last), np.float32)
+        last, window = past.state.last, Description.of(self._manifest).window_rows
+        base = find_base(last, window) if whole else 0  # otherwise all of them are written again
+        values = np.ones(slots if slots is not None else max(4096, 2 * (last - base)), np.float32)
         column = columns.row_fields[-1]
-        known = min(values.size, column.ready)
-        values[:known] = column.read(0, known)
+        known = min(values.size, column.ready - base)
+        values[:known] = column.read(base, known)
         if not whole:
             for publish in past.find_unsynced():
                 for slot, _, n in self._manifest.geometry.runs(*publish.written):
                     values[slot : slot + n] = publish.priority
         # After a power failure the whole column is written again, because it is unknown which pages were
         # lost.
-        priorities.load(values, dirty=not whole)
+        priorities.load(values, column, dirty=not whole, base=base, window=window)
 
     def _load_counts(self, past: Past, rows: RowState, sampled: SampledColumn) -> None:
         """Load the sample counts; after a power failure, counts of rows after the checkpoint start at 0."""

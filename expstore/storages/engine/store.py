@@ -438,7 +438,8 @@ class Store(Storage):
         state.replace_columns(columns)
         self.shared.note_layout()
         size = 4096 if ring.slots is None else ring.slots
-        self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
+        values, column = np.full(size, self.priorities.largest, np.float32), columns.row_fields[-1]
+        self.priorities.load(values, column, dirty=False, window=self.window_rows)
 
     def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
         """Replace the fields. expstore.json already has them, and the caller holds the lock."""

@@ -96,6 +96,7 @@ class Manifest:
         compression: Compression of variable-length rows: "lz4" or "zstd"; None: not compressed.
         retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
+        window: How many of the newest rows samplers see in a store without a capacity; None: all of them.
     """
 
     uuid: str
@@ -124,6 +125,7 @@ class Manifest:
     compression: str | None = None
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
+    window: int | None = None
 
     @property
     def geometry(self) -> RingGeometry:
@@ -171,6 +173,8 @@ class Manifest:
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
+        if self.window is None:
+            del data["window"]
         data["format"] = FORMAT
         data["gaps"] = pack_ids(self.deleted)
         data["crc32c"] = _checksum(data)
@@ -280,6 +284,7 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
     only place that checks their types and ranges.
     """
     data.pop("archive", None)  # `refuse_archive` looks at it
+    data.setdefault("window", None)  # only in stores that have a window
     for name, is_valid in _CHECKS.items():
         if not is_valid(data[name]):
             raise ValueError(f"{_KEYS.get(name, name)!r} is {str(data[name])[:80]!r}")
@@ -332,6 +337,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "done_reduce": lambda value: value is None or isinstance(value, str),
     "flatten": lambda value: isinstance(value, bool),
     "keyed": lambda value: isinstance(value, bool),
+    "window": lambda value: value is None or _is_whole(value, 1, _MOST_ROWS),
     "meta": lambda value: isinstance(value, dict),
     "retain": lambda value: isinstance(value, dict) and Retain.of(value) is not None,
     "layout": lambda value: (

@@ -36,7 +36,7 @@ def capacity_for(storage: Storage, capacity: int | None) -> int | None:
 
 def surplus(storage: Storage, capacity: int | None) -> int:
     """Return the number of a store's rows that do not fit into a capacity."""
-    window = storage.window
+    window = storage.stored
     if capacity is None or window.size <= capacity:
         return 0
     if storage.ranking is not None:
@@ -57,7 +57,7 @@ def read_resized(
         progress: Called with the progress of reading.
     """
     told = progress or (lambda done, total: None)
-    if storage.ranking is not None and capacity is not None and storage.window.size > capacity:
+    if storage.ranking is not None and capacity is not None and storage.stored.size > capacity:
         return _Best(storage, storage.ranking, capacity, sums, told)
     return _Newest(storage, capacity, sums, told)
 
@@ -110,7 +110,7 @@ class _Own:
     @property
     def low(self) -> int:
         """The newest id that cannot be read."""
-        return self.storage.window.low
+        return self.storage.stored.low
 
     def rows(self, first_id: int, count: int) -> list[Array]:
         """Copy a run of rows: one array per column."""
@@ -200,7 +200,7 @@ class _Best(Arrival):
 
 def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:
     """Return the ids of the `count` best rows, ascending."""
-    schema, window = storage.require_schema(), storage.window
+    schema, window = storage.require_schema(), storage.stored
     if storage.state.sampled is not None:
         raise StateError("a store that keeps the best rows cannot count samples")
     place, found = schema.place(ranking.key), []
@@ -220,12 +220,17 @@ def _manifest_for(storage: Storage, own: Manifest, capacity: int | None) -> Mani
 
     Raises:
         SchemaError: Chunks of packed fields are longer than the capacity.
-        StateError: The store has a retention policy, which requires a store without a capacity.
+        StateError: The store has a retention policy or a window, which require a store without a capacity.
     """
     if own.retain and capacity is not None:
         raise StateError(
             "this store has a retain= policy: a store with a capacity keeps the newest rows instead",
             hint="open it with retain={} first",
+        )
+    if own.window and capacity is not None:
+        raise StateError(
+            "this store has a window: a store with a capacity keeps only the newest rows",
+            hint="open it with window=0 first",
         )
     ring = RingGeometry(capacity, own.ndim, own.dims)
     if storage.schema is not None:

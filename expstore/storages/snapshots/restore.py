@@ -49,6 +49,7 @@ _OLD = "old"
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
     "retain",
+    "window",
 )
 #: Upper bound of the id shift that keeps slot positions (avoids int64 overflow).
 _FURTHEST = 1 << 50
