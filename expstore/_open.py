@@ -339,8 +339,8 @@ def _check_window(window: int, capacity: int | None) -> int:
         raise ArgumentError(f"window must be a number of rows, or 0 to remove the window, got {rows}")
     if rows and capacity is not None:
         raise ArgumentError(
-            f"capacity={capacity} and window={rows} exclude each other: capacity deletes older rows, and window "
-            "keeps them for SQL; leave one of them out"
+            f"capacity={capacity} and window={rows} exclude each other: capacity deletes older rows, and "
+            "window keeps them for SQL; leave one of them out"
         )
     return rows
 
@@ -348,7 +348,7 @@ def _check_window(window: int, capacity: int | None) -> int:
 def _check_reading(mode: Mode, writer: Writer | None, retain: Any, window: int | None) -> None:
     """Raise ValueError for a setting that a reader cannot use."""
     if window is not None and mode == "r":
-        raise ArgumentError("window= cannot be used with mode='r': a reader uses the stored one; leave it out")
+        raise ArgumentError("window= cannot be used with mode='r': a reader has the stored one; leave it out")
     if retain is not None and mode == "r":
         raise ArgumentError("retain= cannot be used with mode='r': a reader deletes no rows; leave it out")
     if writer is not None and mode == "r":

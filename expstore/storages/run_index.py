@@ -124,8 +124,8 @@ class Runs:
 
     def _is_current(self, storage: ReadView) -> bool:
         """Return whether nothing has changed since the last update."""
-        episodes = storage.episodes
-        return episodes is self._known and window_of_runs(storage) == self._window and episodes.fragments.quiet
+        episodes, window = storage.episodes, window_of_runs(storage)
+        return episodes is self._known and window == self._window and episodes.fragments.quiet
 
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         """Copy the fragments that are new since the last call, or all of them."""

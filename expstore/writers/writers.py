@@ -535,8 +535,8 @@ class TensorDictMaxValueWriter(Writer):
             )
         if storage.window_rows is not None:
             raise StateError(
-                f"the storage has a window of {storage.window_rows} rows, and a writer that keeps the best rows "
-                "replaces rows in any order",
+                f"the storage has a window of {storage.window_rows} rows, but this writer keeps the "
+                "best rows",
                 hint="leave window= out, or use another writer",
             )
         if storage.ranking != self._ranking and storage.window.size:

@@ -225,14 +225,20 @@ class StoredPriorities(Priorities):
         self._owed: set[File] = set()  # files that were written to since the last `write`
 
     def load(
-        self, values: Array, column: FlatColumn, *, dirty: bool, base: int = 0, window: int | None = None
+        self,
+        values: Array,
+        *,
+        dirty: bool,
+        column: FlatColumn | None = None,
+        base: int = 0,
+        window: int | None = None,
     ) -> None:
         """Load the values of a column.
 
         Args:
             values: By slot, from `base` on. Shape `(slots,)`, float32.
-            column: The column.
             dirty: Whether the column may lack some of them.
+            column: The column; only needed with a window.
             base: The slot of the first value: the result of `find_base`, or 0.
             window: How many of the newest rows need values in memory; None: all.
         """
@@ -245,7 +251,7 @@ class StoredPriorities(Priorities):
         self._column = column
 
     def views(self, slot: int, count: int) -> list[Array]:
-        """View a run of slots: of the column where memory has no values. Shapes `(m,)`, together `(count,)`."""
+        """View a run of slots, of the column where memory has no values. Shapes `(m,)`, `count` in all."""
         values, base = self.block
         older = 0 if self._column is None else min(max(0, base - slot), count)
         newer = values[slot + older - base : slot + count - base]
@@ -257,6 +263,7 @@ class StoredPriorities(Priorities):
         self._dirty[(slots - base if base else slots) >> _PAGE_BITS] = True
 
     def take(self, slots: IntArray) -> Array:
+        """Copy the priorities of any rows, from the column where memory has none. Shapes `(n,)`."""
         with self.lock:
             values = super().take(slots)
             older = slots < self.block[1]

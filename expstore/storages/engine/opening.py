@@ -421,7 +421,7 @@ class Opening:
                     values[slot : slot + n] = publish.priority
         # After a power failure the whole column is written again, because it is unknown which pages were
         # lost.
-        priorities.load(values, column, dirty=not whole, base=base, window=window)
+        priorities.load(values, dirty=not whole, column=column, base=base, window=window)
 
     def _load_counts(self, past: Past, rows: RowState, sampled: SampledColumn) -> None:
         """Load the sample counts; after a power failure, counts of rows after the checkpoint start at 0."""

@@ -47,6 +47,7 @@ FULL = Manifest(
     compression="zstd",
     retain={"bytes": 10},
     keyed=True,
+    window=500,
 )
 BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0)
 
