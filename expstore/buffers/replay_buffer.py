@@ -999,6 +999,7 @@ class ReplayBuffer:
             size: Number of readable rows.
             capacity: Largest number of readable rows; None: unbounded.
             utilization: size / capacity; only with a capacity.
+            window, stored: How many rows samplers see at most, and how many rows are stored; only with a window.
             spare: Number of slots beyond the capacity.
             write_count: Number of rows that were ever written.
             last_id: Id of the newest row.
@@ -1028,6 +1029,8 @@ class ReplayBuffer:
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
         if storage.capacity is not None:
             mine["utilization"] = len(storage) / storage.capacity
+        if storage.window_rows is not None:
+            mine |= {"window": storage.window_rows, "stored": storage.stored.rows}
         return describe(storage) | storage.more_stats() | self._sampling.stats() | mine
 
     @property
@@ -1095,6 +1098,7 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         storage = self._store.storage
         room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
+        room = room if storage.window_rows is None else f"the window of {storage.stored.rows}"
         sampler = self._sampling.sampler
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {sampler!r})"
 

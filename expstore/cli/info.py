@@ -52,6 +52,7 @@ def facts_of(path: Path) -> dict[str, Any]:
         "path": str(path),
         "rows": found.rows,
         "capacity": manifest.capacity,
+        "window": manifest.window,
         "written": found.written,
         "generation": manifest.generation,
         "created": iso_text(manifest.created),
@@ -102,6 +103,8 @@ def show_facts(facts: dict[str, Any]) -> None:
     from expstore.schema.spec_text import describe
 
     room = "unbounded" if facts["capacity"] is None else f"capacity {facts['capacity']:,}"
+    if facts["window"] is not None:
+        room += f", window {facts['window']:,}"
     writer = facts["open_in"]
     if writer:
         state = f"open in process {writer['pid']} on {writer['host']} since {local_text(writer['since'])}"

@@ -161,6 +161,10 @@ class VoidAttribute:
             )
 
 
+#: Options of stores on disk, and the call that takes them.
+ON_DISK = {"window": "expstore.open(path, window=...)"}
+
+
 def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Check the keywords that were passed to a constructor in addition to its own.
 
@@ -175,7 +179,7 @@ def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ..
     kind = type(owner).__name__
     for name, value in given.items():
         if name not in known:
-            raise unknown_keyword(kind, name, value, _keywords_of(type(owner)))
+            raise unknown_keyword(kind, name, value, _keywords_of(type(owner)), ON_DISK)
         void = VOID[name]
         if not void.accepts(value):
             raise ArgumentError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")

@@ -117,11 +117,15 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
         raise ArgumentError(f"an index of rows must be integers, got {numbers.dtype}")
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
     # Where rows were deleted and not replaced by newer ones, the newest row is still number -1.
-    end = storage.last if storage.capacity is None else storage.window.size
-    window, wrapped = storage.window, np.where(numbers < 0, numbers + end, numbers)
+    window, wrapped = storage.window, np.where(numbers < 0, numbers + _end_of(storage), numbers)
     if wrapped.size and wrapped.min() < 0:  # name the index that the caller passed
         raise storage.geometry.build_missing_error(int(numbers[np.argmin(wrapped)]), window)
     return storage.geometry.ids_at(wrapped, window), shape
+
+
+def _end_of(storage: ReadView) -> int:
+    """Return the index of the next row, before a ring wraps: from it negative indices are counted."""
+    return storage.last if storage.capacity is None else storage.window.size
 
 
 def read_rows(
@@ -227,8 +231,7 @@ def contains(storage: ReadView, item: Any) -> Any:
         raise ArgumentError(f"an index of rows must be integers, got {type(item).__name__}")
     there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
     there[storage.geometry.index_of(storage.window.ids())] = True
-    size = len(storage)
-    wrapped = np.where(numbers < 0, numbers + size, numbers)
+    wrapped = np.where(numbers < 0, numbers + _end_of(storage), numbers)
     inside = (wrapped >= 0) & (wrapped < there.size)
     found = inside & there[np.where(inside, wrapped, 0)] if there.size else inside
     return torch.from_numpy(np.asarray(found)) if isinstance(item, torch.Tensor) else bool(found)
@@ -236,8 +239,8 @@ def contains(storage: ReadView, item: Any) -> Any:
 
 def rows_of(storage: ReadView) -> Iterator[Any]:
     """Yield the rows in the order of their indices; steps of time if `ndim` is larger than 1."""
-    rows = len(storage) if storage.geometry.lanes == 1 else _sort_ids(storage).size // storage.geometry.lanes
-    for number in range(rows):
+    ids, lanes = _sort_ids(storage), storage.geometry.lanes
+    for number in (storage.geometry.index_of(ids[::lanes]) // lanes).tolist():
         yield get(storage, number)
 
 
@@ -282,7 +285,7 @@ def _next_rows(storage: ReadView, index: Any, batch: Batch) -> Array | None:
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
         return None
     lanes, numbers = math.prod(batch.dims), np.asarray(index).reshape(-1)
-    have = storage.window.size // lanes
+    have = _end_of(storage) // lanes
     new: Array = numbers >= have
     count = int(np.count_nonzero(new))
     fits = storage.capacity is None or storage.window.size + count * lanes <= storage.capacity

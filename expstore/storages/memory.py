@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.arguments import refuse_keywords
 from expstore.core.buffer_pool import LEAST_BYTES, Recycled
 from expstore.core.draw_state import DrawState, from_json
 from expstore.core.geometry import RingGeometry, round_up
+from expstore.core.torchrl_keywords import ON_DISK
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
@@ -61,8 +63,15 @@ class MemoryStorage(PortableStorage):
     row_traits = RowTraits(variable=True, objects=True)
 
     def __init__(
-        self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1, flatten: bool = False
+        self,
+        capacity: int | None = None,
+        *,
+        seed: int = 0,
+        ndim: int = 1,
+        flatten: bool = False,
+        **unknown: Any,
     ) -> None:
+        refuse_keywords(type(self).__name__, unknown, ("capacity", "seed", "ndim", "flatten"), ON_DISK)
         super().__init__(capacity, ndim=ndim, seed=seed, flatten=flatten)
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)

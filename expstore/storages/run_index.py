@@ -36,12 +36,14 @@ class Taken(NamedTuple):
         window: The readable rows.
         touched: Fragments that are new or longer since the last update. Shape `(5, n)`. None: unknown.
         whole: All fragments, if they were requested or are needed; otherwise None. Shape `(5, m)`.
+        low: The newest id that is no longer stored.
     """
 
     of: object
     window: Window
     touched: IntArray | None
     whole: IntArray | None
+    low: int = 0
 
 
 class Runs:
@@ -74,6 +76,7 @@ class Runs:
         self._table: RunTable | None = None
         self._known: object | None = None  # the episode table whose fragments `_table` contains
         self._changes: deque[IntArray] = deque(maxlen=_REMEMBERED)
+        self._stored: StoredRuns | None = None
         #: Incremented by each update of the index.
         self.moves = 0
 
@@ -106,15 +109,36 @@ class Runs:
             known = self._take(storage)
             followed = self._known is not None and known.of is self._known
             self._known = None  # until all is done: after an interruption the table is rebuilt
-            if known.touched is None or not followed or not self._follow(known.touched, known.window.low):
+            stored = self._stored
+            if (
+                known.touched is None
+                or not followed
+                or not self._follow(known.touched, known.window.low)
+                or (stored is not None and not stored._follow(known.touched, known.low))
+            ):
                 if known.whole is None:
                     known = self._take(storage, whole=True)
                 with compiling:
                     from expstore.kernels.step_runs import RunTable
                 assert known.whole is not None
                 self._number_anew(RunTable(known.whole, known.window.low))
+                if stored is not None:
+                    stored._number_anew(RunTable(known.whole, known.low))
             self._known, self._window = known.of, known.window
             return known.window
+
+    def with_stored(self) -> Runs:
+        """Return the runs of all stored rows, also of those before the window."""
+        storage = self._require_storage()
+        if storage.window_rows is None:
+            return self
+        with self.lock:
+            if self._stored is None:
+                self._stored, self._known = (
+                    StoredRuns(storage, self),
+                    None,
+                )  # the next look builds both tables
+            return self._stored
 
     def _require_storage(self) -> ReadView:
         storage = self._storage()
@@ -130,11 +154,11 @@ class Runs:
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         """Copy the fragments that are new since the last call, or all of them."""
         with storage.locks.episodes:
-            episodes, window = storage.episodes, window_of_runs(storage)
+            episodes, window, low = storage.episodes, window_of_runs(storage), storage.query_window.low
             touched = episodes.fragments.take_touched()
             whole = whole or touched is None or episodes is not self._known
             fragments = episodes.fragments.capture() if whole else None
-        return Taken(episodes, window, touched, None if fragments is None else fragments.columns())
+        return Taken(episodes, window, touched, None if fragments is None else fragments.columns(), low)
 
     def _follow(self, touched: IntArray, low: int) -> bool:
         table = self._table
@@ -227,6 +251,24 @@ class Runs:
     def _names_place(self) -> int:
         """Return the position of the field by whose values runs are ordered."""
         return len(self._require_storage().require_schema().fields) + 1
+
+
+class StoredRuns(Runs):
+    """The runs of all stored rows of a storage with a window, for transforms that read earlier steps.
+
+    Args:
+        storage: The storage.
+        runs: The runs of the window, which update this object, too.
+    """
+
+    def __init__(self, storage: ReadView, runs: Runs) -> None:
+        super().__init__(storage)
+        self.lock, self._runs = runs.lock, runs
+
+    def look(self) -> Window:
+        """Update both indices; return the window of the stored rows."""
+        self._runs.look()
+        return self._require_storage().query_window
 
 
 def window_of_runs(storage: ReadView) -> Window:

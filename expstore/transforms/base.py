@@ -111,7 +111,7 @@ class StepView:
             there is no such step, the id is that of the episode's first or last readable step.
         """
         offsets = np.ascontiguousarray(np.atleast_2d(offsets), np.int64)
-        runs = self.storage.runs if runs is None else runs
+        runs = self._runs_around(ids, back=bool((offsets < 0).any())) if runs is None else runs
         with runs.lock:
             there, valid = runs.near(*self._locate(runs, ids), offsets)
         self._show(there)
@@ -124,7 +124,7 @@ class StepView:
             ids: Ids of rows. Shape `(n,)`.
             runs: Which steps follow one another; None for the steps of the store's episodes.
         """
-        runs = self.storage.runs if runs is None else runs
+        runs = self._runs_around(ids, back=True) if runs is None else runs
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
             return steps - runs.first[numbers], runs.stop[numbers] - 1 - steps
@@ -139,7 +139,7 @@ class StepView:
         Returns:
             The ids of all rows, concatenated, and the number of ids of each row. Shapes `(total,)`, `(n,)`.
         """
-        runs = self.storage.runs
+        runs = self._runs_around(ids, back=False)
         with runs.lock:
             numbers, steps = self._locate(runs, ids)
             lengths = runs.stop[numbers] - steps
@@ -284,6 +284,13 @@ class StepView:
     def _show(self, ids: IntArray) -> None:
         if ids.size:
             self._oldest = min(self._oldest or int(ids.flat[0]), int(ids.min()))
+
+    def _runs_around(self, ids: IntArray, *, back: bool) -> Runs:
+        """Return the runs in which to find steps: those of all stored rows for steps before the window."""
+        storage = self.storage
+        if storage.window_rows is None or not (back or (ids <= storage.window.low).any()):
+            return storage.runs
+        return storage.runs.with_stored()
 
     def _locate(self, runs: Runs, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return the run and the step of rows; the caller holds the lock of the runs.
