@@ -999,7 +999,7 @@ class ReplayBuffer:
             size: Number of readable rows.
             capacity: Largest number of readable rows; None: unbounded.
             utilization: size / capacity; only with a capacity.
-            window, stored: How many rows samplers see at most, and how many rows are stored; only with a window.
+            window, stored: Most rows that samplers see, and number of stored rows; only with a window.
             spare: Number of slots beyond the capacity.
             write_count: Number of rows that were ever written.
             last_id: Id of the newest row.

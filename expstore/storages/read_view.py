@@ -196,7 +196,7 @@ class ReadView(ABC):
     @property
     def window(self) -> Window:
         """The ids that samplers, `len` and indices see: those of `stored`, or the newest `window_rows`."""
-        rows, stored = self.window_rows, self.stored
+        stored, rows = self.stored, self.window_rows  # in this order: a reader may learn of another window
         return stored if rows is None else stored.newest(rows)
 
     @property
