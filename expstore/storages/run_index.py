@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray, Window
+from expstore.episodes.fragments import last_ids
 from expstore.errors import StateError
 from expstore.kernels.loader import compiling
 
@@ -121,7 +122,11 @@ class Runs:
                 with compiling:
                     from expstore.kernels.step_runs import RunTable
                 assert known.whole is not None
-                self._number_anew(RunTable(known.whole, known.window.low))
+                low = known.window.low
+                whole = known.whole
+                if storage.window_rows is not None:
+                    whole = np.ascontiguousarray(whole[:, last_ids(whole) > low])
+                self._number_anew(RunTable(whole, low))
                 if stored is not None:
                     stored._number_anew(RunTable(known.whole, known.low))
             self._known, self._window = known.of, known.window

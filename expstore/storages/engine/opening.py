@@ -391,8 +391,9 @@ class Opening:
     ) -> tuple[IntArray, IntArray]:
         """Read the episodes and steps of a run of rows."""
         runs = self._manifest.geometry.runs(first_id, count)
+        # Not by the map: the pages of all stored rows would stay resident.
         episodes, steps = (
-            np.concatenate([column.view[slot : slot + n] for slot, _, n in runs])
+            np.concatenate([column.read(slot, n) for slot, _, n in runs])
             for column in columns.row_fields[1:3]
         )
         ids = np.arange(first_id, first_id + count)
