@@ -130,6 +130,11 @@ class OwnedRows(ReadView):
         return Window(self._last - self._rows, self._last)
 
     @property
+    def window(self) -> Window:
+        """The same ids: rows in RAM have no window."""
+        return self.stored
+
+    @property
     def query_window(self) -> NoReturn:
         """Raise StateError: episodes and SQL are read in the owner's process."""
         self._refuse()

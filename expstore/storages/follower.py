@@ -466,6 +466,12 @@ class FollowerStorage(ReadView):
         return self._state.window if view is None else self._window_of(view, view.last)
 
     @property
+    def window(self) -> Window:
+        """The ids that samplers, `len` and indices see."""
+        stored = self.stored  # first: it may find another writer, and thus another window
+        return stored.newest(self.window_rows)
+
+    @property
     def query_window(self) -> Window:
         """The ids that SQL sees: readable rows whose episodes are known."""
         view, tail = self._watch.look(), self._tail

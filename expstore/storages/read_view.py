@@ -196,8 +196,8 @@ class ReadView(ABC):
     @property
     def window(self) -> Window:
         """The ids that samplers, `len` and indices see: those of `stored`, or the newest `window_rows`."""
-        stored, rows = self.stored, self.window_rows  # in this order: a reader may learn of another window
-        return stored if rows is None else stored.newest(rows)
+        rows = self.window_rows
+        return self._state.window if rows is None else self._state.window.newest(rows)
 
     @property
     def query_window(self) -> Window:
