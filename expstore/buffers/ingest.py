@@ -379,12 +379,12 @@ class Ingest(StorePart):
             keyed = {} if key is None else {"key": replace(key, dropped=kept is not None)}
             if options.restarts:
                 end_stream(writable, options.source, session=options.session)
-            last = storage.state.window.last
+            last = storage.state.stored.last
             ids = self.writer.write(
                 writable, columns, steps, source=options.source, info=options.info, **keyed
             )
             # If all rows were appended, their ids are consecutive.
-            run = storage.state.window.last - last == ids.size
+            run = storage.state.stored.last - last == ids.size
             if priorities is not None:
                 writable.set_priorities(ids, priorities)
             sampler.on_write(ids if run else ids[ids != -1])

@@ -162,7 +162,7 @@ class Storage(ReadView):
         capacity = geometry.capacity
         most = self.window_rows if capacity is None else capacity
         if state.priorities.within and most is not None:
-            low = min(last - most, state.window.last - 1)
+            low = min(last - most, state.stored.last - 1)
             state.priorities.lower_largest(low, self.window, geometry)
         skipped = 0 if capacity is None else max(0, rows.count - capacity)
         state.reserve(last)
@@ -194,7 +194,7 @@ class Storage(ReadView):
             self.writer()
             if ids.size == 0:
                 return
-            if not self._state.window.holds(ids).all():
+            if not self._state.stored.holds(ids).all():
                 raise NotFoundError("cannot change rows that are no longer in the store")
             self._change(ids, places, columns, replaces=False)
 
@@ -260,8 +260,8 @@ class Storage(ReadView):
         """Delete all rows; ids continue at the next multiple of the capacity, plus 1."""
         with self.lock:
             self.writer()
-            last = self._state.window.last
-            if self._state.window.size == 0:
+            last = self._state.stored.last
+            if self._state.stored.size == 0:
                 if self.episodes.has_open(None):
                     self.annotate(End(now_us(), None))
                 return
@@ -334,7 +334,7 @@ class Storage(ReadView):
         state, depth = self._state, self.geometry.depth
         if depth is None:
             # A store without a capacity frees the space of deleted rows.
-            deleted, retired = state.window.deleted, state.retired
+            deleted, retired = state.stored.deleted, state.retired
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (deleted and deleted.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth

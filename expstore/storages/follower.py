@@ -461,9 +461,9 @@ class FollowerStorage(ReadView):
     def stored(self) -> Window:
         """The ids that can be read now."""
         if self._closed or not self._current().live:
-            return self._state.window
+            return self._state.stored
         view = self._watch.look()
-        return self._state.window if view is None else self._window_of(view, view.last)
+        return self._state.stored if view is None else self._window_of(view, view.last)
 
     @property
     def window(self) -> Window:
@@ -476,7 +476,7 @@ class FollowerStorage(ReadView):
         """The ids that SQL sees: readable rows whose episodes are known."""
         view, tail = self._watch.look(), self._tail
         if not self._source.live or view is None or tail is None:
-            return self._state.window
+            return self._state.stored
         return self._window_of(view, min(view.last, tail.state.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:

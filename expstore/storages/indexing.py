@@ -351,7 +351,7 @@ def append_rows(
     """Write rows under the next ids; the storage's lock is held. Returns the ids. Shape `(n,)`."""
     if steps.session is not None:
         reopen_session(storage, steps.session)
-    window, table, time = storage.state.window, storage.state.episodes, now_us()
+    window, table, time = storage.state.stored, storage.state.episodes, now_us()
     first, observations = window.last + 1, observations_of(storage, columns, steps)
     assignment = table.assign(
         steps, source=source, observations=observations, low=window.low, first_id=first, time=time

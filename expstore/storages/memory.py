@@ -191,7 +191,7 @@ class MemoryStorage(PortableStorage):
                 self.priorities.restore(priorities, base["max_priority"])
                 self._adopt(
                     RowState(
-                        window=Window(arrival.low, arrival.last, manifest.deleted),
+                        stored=Window(arrival.low, arrival.last, manifest.deleted),
                         horizon=arrival.last,
                         retired=arrival.low,
                         write_count=base["write_count"],

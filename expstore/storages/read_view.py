@@ -191,13 +191,13 @@ class ReadView(ABC):
     @property
     def stored(self) -> Window:
         """The ids that can be read now: SQL, trajectories, retention, snapshots and exports see them."""
-        return self._state.window
+        return self._state.stored
 
     @property
     def window(self) -> Window:
         """The ids that samplers, `len` and indices see: those of `stored`, or the newest `window_rows`."""
         rows = self.window_rows
-        return self._state.window if rows is None else self._state.window.newest(rows)
+        return self._state.stored if rows is None else self._state.stored.newest(rows)
 
     @property
     def query_window(self) -> Window:
@@ -218,7 +218,7 @@ class ReadView(ABC):
     @property
     def last(self) -> int:
         """The newest id that can be read."""
-        return self._state.window.last
+        return self._state.stored.last
 
     def __len__(self) -> int:
         return self.window.rows

@@ -103,13 +103,13 @@ class RowState:
     A storage has one such object. When its content is replaced (a snapshot is restored, a store is opened
     again, a follower finds another writer), the object is replaced by one assignment.
 
-    Invariants: `window.last` <= `horizon`; `retired` <= `window.low`.
+    Invariants: `stored.last` <= `horizon`; `retired` <= `stored.low`.
 
     Threads: a thread that changes it holds the storage's lock; window and episodes change together under the
     lock of the episodes.
 
     Args:
-        window: The ids that can be read.
+        stored: The ids that can be read.
         horizon: The newest id whose slot may have been written to.
         retired: The newest id that was removed other than by age.
         write_count: The number of rows that were ever written.
@@ -123,7 +123,7 @@ class RowState:
         index_floor: A SQL index that is older than this position must be rebuilt.
     """
 
-    window: Window = field(default_factory=lambda: Window(0, 0))
+    stored: Window = field(default_factory=lambda: Window(0, 0))
     horizon: int = 0
     retired: int = 0
     write_count: int = 0
@@ -139,11 +139,11 @@ class RowState:
     @property
     def last(self) -> int:
         """The newest id that can be read."""
-        return self.window.last
+        return self.stored.last
 
     def recover(self, found: Recovered, window: Window) -> None:
         """Adopt the journal's state of the rows, except the episodes; `window` holds the readable ids."""
-        self.window, self.horizon, self.retired = window, window.last, found.retired
+        self.stored, self.horizon, self.retired = window, window.last, found.retired
         self.write_count, self.content, self.index_floor = found.write_count, found.content, found.index_floor
         self.priorities.note_largest(found.max_priority)
 
@@ -163,7 +163,7 @@ class RowState:
         low = self.retired
         if capacity is not None and last - capacity > low:
             low = last - capacity
-        self.window = Window(min(low, last), last, self.window.deleted)
+        self.stored = Window(min(low, last), last, self.stored.deleted)
         self.write_count += count
         self.content = position
 
@@ -174,17 +174,17 @@ class RowState:
     def retire(self, through: int) -> None:
         """Remove the rows with ids <= `through`."""
         self.retired = max(self.retired, through)
-        self.window = replace(self.window, low=max(self.window.low, self.retired))
+        self.stored = replace(self.stored, low=max(self.stored.low, self.retired))
 
     def delete(self, window: Window) -> None:
         """Delete rows between the ends of the window; `window` has the remaining ids."""
         self.retired = max(self.retired, window.low)
-        self.window = window
+        self.stored = window
 
     def forget(self, last: int) -> None:
         """Remove all rows; the next id is `last` + 1."""
         self.retired = self.horizon = last
-        self.window = Window(last, last)
+        self.stored = Window(last, last)
 
     def note_content(self, position: tuple[int, int]) -> None:
         """Set the position of the newest record that concerns rows."""

@@ -215,7 +215,7 @@ def test_the_power_goes_while_rows_in_segments_leave(
 def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
     """Free segments before the record is written, which the protocol forbids."""
     rows = deletion._store.state
-    (segments,), window = rows.columns.shared, rows.window
+    (segments,), window = rows.columns.shared, rows.stored
     segments.note_left(window.low, window.deleted.join(going))
     segments.give_up()
     return RECORD(deletion, going)

@@ -89,7 +89,7 @@ class Deletion:
 
     def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
-        window, episodes_known = self._store.state.window, self._store.state.episodes
+        window, episodes_known = self._store.state.stored, self._store.state.episodes
         with self._store.locks.episodes:
             still_open = [entry.episode for entry in episodes_known.open_entries()]
             fragments = episodes_known.fragments.capture()
@@ -149,7 +149,7 @@ class Deletion:
             checkpoints from covering the record until that is done.
         """
         store, rows = self._store, self._store.state
-        window = rows.window
+        window = rows.stored
         deleted = window.deleted.join(going)
         through = window.low
         if deleted and deleted.first[0] <= window.low + 1:
@@ -184,7 +184,7 @@ class Deletion:
         if rows.columns is None or rows.checksums is None:
             return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
-        deleted, low, last = rows.window.deleted, rows.window.low, rows.window.last
+        deleted, low, last = rows.stored.deleted, rows.stored.low, rows.stored.last
         empty = {
             block
             for block in blocks

@@ -82,7 +82,7 @@ class OpenStore(RowState):
             slots: Number of slots of a ring; None: the store is unbounded.
         """
         if slots is None:
-            return self.window.low, self.window.deleted
+            return self.stored.low, self.stored.deleted
         return max(self.retired, self.last - slots), NO_IDS
 
     def base_record(self, generation: int, *, opening: bool) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Opening:
             keys = self._open_keys(past)
             opened.callback(keys.close)
             sequence = past.state.sequence if past else 0
-            manifest = former.replace(generation=former.generation + 1, deleted=rows.window.deleted)
+            manifest = former.replace(generation=former.generation + 1, deleted=rows.stored.deleted)
             if cut:  # the index does not know that these episodes have ended
                 rows.note_content((manifest.generation, sequence + 1))
             if first:
@@ -212,7 +212,7 @@ class Opening:
             )
             opened.callback(journal.close)
             store = OpenStore(
-                window=rows.window,
+                stored=rows.stored,
                 horizon=rows.horizon,
                 retired=rows.retired,
                 write_count=rows.write_count,
@@ -429,9 +429,9 @@ class Opening:
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
         last = past.state.last
         newest = last if whole else min(last, past.synced)
-        if newest > rows.window.low:
+        if newest > rows.stored.low:
             sampled.require(newest if slots is None else min(newest, slots))
-        before = max(past.synced, rows.window.low)
+        before = max(past.synced, rows.stored.low)
         if not whole and last > before:  # exactly the rows that are written again: others must not change
             sampled.forget(self._manifest.geometry.runs(before + 1, last - before))
 
@@ -476,7 +476,7 @@ class Opening:
         if columns is None or past.clean:
             return files, folders
         geometry = self._manifest.geometry
-        before = max(past.synced, store.window.low)
+        before = max(past.synced, store.stored.low)
         if store.last > before:
             newer = geometry.runs(before + 1, store.last - before)
             columns.rewrite(newer)
@@ -522,7 +522,7 @@ class Opening:
         return checksums.file
 
     def _readable_blocks(self, store: OpenStore) -> set[int]:
-        window = store.window
+        window = store.stored
         if not window.size:
             return set()
         return blocks_of(self._manifest.geometry.runs(window.low + 1, window.size))

@@ -106,7 +106,7 @@ class RowAppender:
             if not (is_known or self._adopt(state)):
                 return 0
             number = self._sources.get(source) or self._find_source(state, source)
-            window = state.window
+            window = state.stored
             first_id = window.last + 1
             last_id = first_id + rows - 1
             table, spare = state.episodes, store.geometry.spare

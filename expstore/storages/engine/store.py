@@ -305,14 +305,14 @@ class Store(Storage):
         A batch longer than the spare slots evicts the rows that it overwrites.
         """
         ring = self.geometry
-        last = self._state.window.last
+        last = self._state.stored.last
         if last + count > self.space.last_id:
             self._check_space(count)
         if count > ring.spare:
             self.sync()
             if ring.depth is not None:
                 through = min(last, last + count - ring.depth)
-                if through > self._state.window.low:
+                if through > self._state.stored.low:
                     self._retire(through)
         else:
             free = ring.spare - (last - self.checkpoints.covered)

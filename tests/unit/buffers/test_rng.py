@@ -35,7 +35,7 @@ class Readable(MemoryStorage):
 
     def __init__(self, low: int, last: int) -> None:
         super().__init__()
-        self._state.window = Window(low, last)
+        self._state.stored = Window(low, last)
 
 
 def draw(
@@ -111,7 +111,7 @@ def test_threads_do_not_disturb_one_another() -> None:
 def test_a_store_whose_rows_leave_at_this_moment(deleted: Runs) -> None:
     """The buffer has looked before; then `empty` or a very long extend has given them up."""
     storage = Readable(5, 5 + 4 * len(deleted))
-    storage._state.window = replace(storage.window, deleted=IdSet.of(deleted))
+    storage._state.stored = replace(storage.window, deleted=IdSet.of(deleted))
     for sampler in (RandomSampler(), RecencySampler(half_life=3), RecencySampler(newest=3)):
         with pytest.raises(NotReadyError, match="empty storage"):
             sampler.sample(storage, 4, Draws(1).generator(0))

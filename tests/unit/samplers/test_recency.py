@@ -24,7 +24,7 @@ class Readable(MemoryStorage):
 
     def __init__(self, low: int, last: int, deleted: Runs = ()) -> None:
         super().__init__()
-        self._state.window = Window(low, last, IdSet.of(deleted))
+        self._state.stored = Window(low, last, IdSet.of(deleted))
 
 
 def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:

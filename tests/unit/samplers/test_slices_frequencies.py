@@ -112,7 +112,7 @@ def with_deleted_rows(sampler: Any) -> Kept:
         ids = kept.rb.storage.window.ids()[first : first + count]
         removed = int(ids[0]), int(ids[-1])
         storage: Any = kept.rb.storage
-        storage._state.window = replace(
+        storage._state.stored = replace(
             storage.window, deleted=storage.window.deleted.join(IdSet.of([removed]))
         )
         storage.episodes.give_up(IdSet.of([removed]))

@@ -15,7 +15,7 @@ def test_rows_leave_by_age() -> None:
     state = RowState()
     state.reserve(8)
     state.commit(8, 8, 5, (1, 4))
-    assert (state.window, state.last, state.horizon, state.write_count) == (Window(3, 8), 8, 8, 8)
+    assert (state.stored, state.last, state.horizon, state.write_count) == (Window(3, 8), 8, 8, 8)
     assert (state.retired, state.content) == (0, (1, 4))
 
 
@@ -24,27 +24,27 @@ def test_rows_leave_otherwise(capacity: int | None) -> None:
     state = RowState()
     state.commit(8, 8, capacity, (1, 1))
     state.retire(3)
-    assert (state.window, state.retired) == (Window(3, 8), 3)
+    assert (state.stored, state.retired) == (Window(3, 8), 3)
     state.retire(2)
-    assert (state.window, state.retired) == (Window(3, 8), 3)
+    assert (state.stored, state.retired) == (Window(3, 8), 3)
     state.commit(10, 2, capacity, (1, 2))
-    assert state.window == Window(3, 10)
+    assert state.stored == Window(3, 10)
 
 
 def test_rows_between_others_leave() -> None:
     state = RowState()
     state.commit(8, 8, None, (1, 1))
     state.delete(Window(2, 8, IdSet.of([(5, 6)])))
-    assert (state.retired, state.window.rows) == (2, 4)
+    assert (state.retired, state.stored.rows) == (2, 4)
     state.commit(9, 1, None, (1, 2))
-    assert state.window == Window(2, 9, IdSet.of([(5, 6)]))
+    assert state.stored == Window(2, 9, IdSet.of([(5, 6)]))
 
 
 def test_all_rows_leave() -> None:
     state = RowState()
     state.commit(8, 8, None, (1, 1))
     state.forget(10)
-    assert (state.window, state.horizon, state.retired) == (Window(10, 10), 10, 10)
+    assert (state.stored, state.horizon, state.retired) == (Window(10, 10), 10, 10)
     assert state.write_count == 8
 
 
@@ -52,7 +52,7 @@ def test_rows_are_recovered() -> None:
     state = RowState()
     found = SimpleNamespace(retired=1, write_count=9, content=(3, 4), index_floor=(3, 2), max_priority=5.0)
     state.recover(found, Window(2, 7))
-    assert (state.window, state.horizon, state.retired, state.write_count) == (Window(2, 7), 7, 1, 9)
+    assert (state.stored, state.horizon, state.retired, state.write_count) == (Window(2, 7), 7, 1, 9)
     assert (state.content, state.index_floor, state.priorities.largest) == ((3, 4), (3, 2), 5.0)
 
 

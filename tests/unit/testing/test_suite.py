@@ -53,7 +53,7 @@ class Short(MemoryStorage):
     def _append(self, rows: Rows) -> None:
         super()._append(rows)
         if self.window.size == self.capacity and self.capacity > 1:
-            self._state.window = replace(self.window, low=self.window.low + 1)
+            self._state.stored = replace(self.window, low=self.window.low + 1)
 
 
 class Torn(ZarrStorage):
