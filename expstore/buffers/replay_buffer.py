@@ -1029,8 +1029,8 @@ class ReplayBuffer:
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
         if storage.capacity is not None:
             mine["utilization"] = len(storage) / storage.capacity
-        if storage.window_rows is not None:
-            mine |= {"window": storage.window_rows, "stored": storage.stored.rows}
+        if storage.description.window_rows is not None:
+            mine |= {"window": storage.description.window_rows, "stored": storage.stored.rows}
         return describe(storage) | storage.more_stats() | self._sampling.stats() | mine
 
     @property
@@ -1098,7 +1098,7 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         storage = self._store.storage
         room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
-        room = room if storage.window_rows is None else f"the window of {storage.stored.rows}"
+        room = room if storage.description.window_rows is None else f"the window of {storage.stored.rows}"
         sampler = self._sampling.sampler
         return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {sampler!r})"
 

@@ -286,7 +286,7 @@ class Sampling(StorePart):
         ids = made.selection.ids
         oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
         storage = self._store.storage
-        here = storage.window_rows is None or not ids.size or int(ids.min()) > storage.window.low
+        here = storage.description.window_rows is None or not ids.size or int(ids.min()) > storage.window.low
         return not oldest or (here and oldest > storage.stored.low)
 
     def hand_out(self, made: Made) -> None:

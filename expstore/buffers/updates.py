@@ -31,6 +31,7 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
 from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.indexing import ids_to_weigh
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
@@ -141,7 +142,7 @@ class RowUpdates:
         """
         storage = self._store.storage
         with storage.lock:
-            ids = numbers if by_id else storage.ids_to_weigh(numbers)
+            ids = numbers if by_id else ids_to_weigh(storage, numbers)
             count = storage.writer().set_priorities(ids, values)
         self._sampling.sampler.on_priority_update(storage, ids, values)
         return count

@@ -29,6 +29,7 @@ from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.early_priorities import EarlyPriorities
 from expstore.samplers.filter import Filter, Where, split_where
+from expstore.storages.indexing import ids_to_weigh
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -613,7 +614,7 @@ def ids_of(storage: ReadView, index: Any) -> tuple[IntArray, IntArray]:
         numbers = storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
     numbers = numbers.reshape(-1)
     kept: IntArray = numbers != -1
-    return storage.ids_to_weigh(numbers[kept]), kept
+    return ids_to_weigh(storage, numbers[kept]), kept
 
 
 def _flat_index(index: Any) -> IntArray:

@@ -157,7 +157,7 @@ class ConsumingSampler(Sampler):
             tree, sampled = self._catch_up(storage)
             self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]
-            held = storage.window_ring.slot_of(kept)
+            held = storage.description.window_ring.slot_of(kept)
             tree.set(held, np.zeros(held.size))
             left = int(tree.total)
             count = min(size - kept.size, left)

@@ -221,7 +221,7 @@ class Filter:
 
     def _ring(self, storage: ReadView) -> RingGeometry:
         """How ids correspond to places in `masses`."""
-        return storage.geometry if self._whole else storage.window_ring
+        return storage.geometry if self._whole else storage.description.window_ring
 
     def look(self, storage: ReadView) -> None:
         """Request an evaluation of new rows in the background; wait for the first evaluation.
@@ -361,7 +361,7 @@ class Filter:
 
     def _evaluate(self, storage: ReadView) -> bool:
         """Evaluate new and changed rows; return False if the storage's content was replaced meanwhile."""
-        rows = None if self._whole else storage.window_rows
+        rows = None if self._whole else storage.description.window_rows
         now, before = _Seen.of(storage, episodes=bool(self._conditions.facts), rows=rows), self._seen
         if storage.schema is None:
             return True

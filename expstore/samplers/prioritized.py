@@ -174,7 +174,7 @@ class PrioritizedSampler(Sampler):
         places, chances, (total, smallest) = found
         bias = self._undo_bias(chances)
         mass = Mass(total, window.rows, smallest, self._beta)
-        ids = storage.window_ring.ids_in(places, window.last)
+        ids = storage.description.window_ring.ids_in(places, window.last)
         return Selection(ids, {("priority_weight",): bias}, mass=mass)
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass:

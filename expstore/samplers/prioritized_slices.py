@@ -230,7 +230,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
 
     def _weigh(self, storage: ReadView, slots: IntArray) -> Array:
         ids = storage.geometry.ids_in(slots, storage.window.last)
-        held = self._starts.can_begin(storage.window_ring.slot_of(ids), ids)
+        held = self._starts.can_begin(storage.description.window_ring.slot_of(ids), ids)
         weights: Array = np.where(held, super()._weigh(storage, slots), 0.0)
         return weights
 
@@ -336,7 +336,7 @@ class _Starts:
         self._done[changed] = np.maximum(self._done[changed], end)
         ids = runs.rows(changed, begin, more)
         self._note(
-            storage.window_ring.slot_of(ids),
+            storage.description.window_ring.slot_of(ids),
             ids,
             steps=np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more),
             names=np.repeat(runs.episode[changed], more),

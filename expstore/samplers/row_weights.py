@@ -40,7 +40,7 @@ class RowMasses:
             window, evaluation = filter.readable(storage), filter.evaluation
             masses = np.zeros(window.size + 1)
             ids = window.ids()
-            masses[ids - window.low] = filter.masses[storage.window_ring.slot_of(ids)]
+            masses[ids - window.low] = filter.masses[storage.description.window_ring.slot_of(ids)]
         return cls(evaluation, window.low, np.cumsum(masses), np.cumsum(masses > 0))
 
     def between(self, first: IntArray, last: IntArray) -> tuple[Floats, IntArray]:

@@ -62,7 +62,7 @@ class Candidates:
             tree = new_sum_tree(max(256, 2 * count))
             changed = np.arange(count)
         elif moved.size:
-            ids = np.unique(storage.window_ring.ids_in(moved, storage.window.last))
+            ids = np.unique(storage.description.window_ring.ids_in(moved, storage.window.last))
             numbers, _ = runs.locate(ids[storage.window.holds(ids)])
             changed = np.concatenate([changed, numbers[numbers >= 0]])
         changed = np.unique(changed)

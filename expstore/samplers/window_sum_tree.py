@@ -65,7 +65,7 @@ class WindowTree:
 
     def ids_at(self, storage: ReadView, places: IntArray) -> IntArray:
         """Return the ids of the rows at places of the tree. Shapes `(n,)`."""
-        return storage.window_ring.ids_in(places, self.window.last)
+        return storage.description.window_ring.ids_in(places, self.window.last)
 
     def catch_up(
         self, storage: ReadView, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
@@ -93,8 +93,8 @@ class WindowTree:
     def _weigh(self, storage: ReadView, window: Window, places: IntArray, weigh: Weigh) -> Array:
         """Return the weights of places, which `window` gives to rows. Shapes `(n,)`."""
         slots = places
-        if storage.window_rows is not None:
-            slots = storage.geometry.slot_of(storage.window_ring.ids_in(places, window.last))
+        if storage.description.window_rows is not None:
+            slots = storage.geometry.slot_of(storage.description.window_ring.ids_in(places, window.last))
         weights = weigh(slots)
         return weights if self._filter is None else weights * self._filter.masses[places]
 
@@ -106,7 +106,7 @@ class WindowTree:
         if tree is not None and (deleted, window) == (self.deleted, readable) and not changed:
             return tree
         # The size decides how sums are rounded. So it must depend on the rows alone, not on their history.
-        ring = storage.window_ring
+        ring = storage.description.window_ring
         size = ring.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = (
             readable.low <= window.low <= readable.last <= window.last and readable.deleted == window.deleted
@@ -133,9 +133,9 @@ class WindowTree:
         tree, window, filter, places = self.tree, self.window, self._filter, slots
         if tree is None or self.deleted != storage.epochs.deleted:
             return  # `catch_up` builds it from all weights
-        if storage.window_rows is not None:
+        if storage.description.window_rows is not None:
             ids = storage.geometry.ids_in(slots, window.last)
-            places = storage.window_ring.slot_of(ids[window.holds(ids)])
+            places = storage.description.window_ring.slot_of(ids[window.holds(ids)])
         elif window != storage.window:  # rows were written that are not in the tree
             places = places[places < tree.size]
             places = places[window.holds(storage.geometry.ids_in(places, window.last))]

@@ -69,7 +69,7 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
         )
         for place, entry in enumerate(schema.fields)
     ]
-    recent = window.newest(storage.window_rows).low
+    recent = window.newest(storage.description.window_rows).low
     return Relations(columns, window, storage.capacity, rows=own, recent=recent)
 
 

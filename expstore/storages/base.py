@@ -160,7 +160,7 @@ class Storage(ReadView):
         """
         state, geometry, last = self._state, self.geometry, rows.last_id
         capacity = geometry.capacity
-        most = self.window_rows if capacity is None else capacity
+        most = self.description.window_rows if capacity is None else capacity
         if state.priorities.within and most is not None:
             low = min(last - most, state.stored.last - 1)
             state.priorities.lower_largest(low, self.window, geometry)

@@ -62,6 +62,11 @@ class Description:
         )
 
     @cached_property
+    def window_ring(self) -> RingGeometry:
+        """The places of the rows that samplers see in an array with a value for each, such as a sum tree."""
+        return self.geometry if self.window_rows is None else RingGeometry(self.window_rows)
+
+    @cached_property
     def observations(self) -> list[tuple[int, int]]:
         """Positions of each observation field and of its next observation; see `find_observations`."""
         return [] if self.schema is None else find_observations(self.schema, self.keys)

@@ -469,7 +469,7 @@ class FollowerStorage(ReadView):
     def window(self) -> Window:
         """The ids that samplers, `len` and indices see."""
         stored = self.stored  # first: it may find another writer, and thus another window
-        return stored.newest(self.window_rows)
+        return stored.newest(self.description.window_rows)
 
     @property
     def query_window(self) -> Window:

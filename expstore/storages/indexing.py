@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, Window
 from expstore.errors import ArgumentError, NoRowError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
@@ -126,6 +126,18 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
 def _end_of(storage: ReadView) -> int:
     """Return the index of the next row, before a ring wraps: from it negative indices are counted."""
     return storage.last if storage.capacity is None else storage.window.size
+
+
+def ids_to_weigh(storage: ReadView, indices: IntArray) -> IntArray:
+    """Return the ids of rows for whose indices priorities were computed. Shapes `(n,)`.
+
+    Rows that have left the window meanwhile have ids, too: `Storage.set_priorities` ignores them.
+
+    Raises:
+        NotFoundError: There is no row with an index, or there never was one in a storage with a window.
+    """
+    has_window = storage.description.window_rows is not None
+    return storage.geometry.ids_at(indices, Window(0, storage.last) if has_window else storage.window)
 
 
 def read_rows(

@@ -78,17 +78,13 @@ class ReadView(ABC):
     path: Path | None
     #: The description of the storage; replaced as a whole.
     description: Description
-    #: How ids, slots and indices correspond. This and the next five attributes are copied from the
+    #: How ids, slots and indices correspond. This and the next three attributes are copied from the
     #: description, because they are read for every batch.
     geometry: RingGeometry
     #: The fields; None: no rows were written yet.
     schema: Schema | None
     #: The fields that mark trajectories, ends and rewards.
     keys: Keys
-    #: How many of the newest ids are in `window`; None: all.
-    window_rows: int | None
-    #: The places of the rows of `window` in an array with one value for each of them, such as a sum tree.
-    window_ring: RingGeometry
     #: How rows are ranked, if only the best are kept; None: the newest are kept.
     ranking: Ranking | None
     #: The record of slots that were changed in place.
@@ -133,8 +129,6 @@ class ReadView(ABC):
         self.description = description
         self.geometry, self.schema = description.geometry, description.schema
         self.keys, self.ranking = description.keys, description.ranking
-        self.window_rows = description.window_rows
-        self.window_ring = self.geometry if self.window_rows is None else RingGeometry(self.window_rows)
 
     def _adopt(self, state: RowState) -> None:
         """Replace the rows and their draws."""
@@ -195,25 +189,14 @@ class ReadView(ABC):
 
     @property
     def window(self) -> Window:
-        """The ids that samplers, `len` and indices see: those of `stored`, or the newest `window_rows`."""
-        rows = self.window_rows
+        """The ids that samplers, `len` and indices see: those of `stored`, or the newest of them."""
+        rows = self.description.window_rows
         return self._state.stored if rows is None else self._state.stored.newest(rows)
 
     @property
     def query_window(self) -> Window:
         """The ids that SQL sees: those of `stored` whose episodes are known."""
         return self.stored
-
-    def ids_to_weigh(self, indices: IntArray) -> IntArray:
-        """Return the ids of the rows with these indices, for which priorities were computed. Shapes `(n,)`.
-
-        Rows that have left the window meanwhile have ids, too: `set_priorities` ignores them.
-
-        Raises:
-            NotFoundError: An index has no row, or had none.
-        """
-        window = self.window if self.window_rows is None else Window(0, self.last)
-        return self.geometry.ids_at(indices, window)
 
     @property
     def last(self) -> int:

@@ -124,7 +124,7 @@ class Runs:
                 assert known.whole is not None
                 low = known.window.low
                 whole = known.whole
-                if storage.window_rows is not None:
+                if storage.description.window_rows is not None:
                     whole = np.ascontiguousarray(whole[:, last_ids(whole) > low])
                 self._number_anew(RunTable(whole, low))
                 if stored is not None:
@@ -135,7 +135,7 @@ class Runs:
     def with_stored(self) -> Runs:
         """Return the runs of all stored rows, also of those before the window."""
         storage = self._require_storage()
-        if storage.window_rows is None:
+        if storage.description.window_rows is None:
             return self
         with self.lock:
             if self._stored is None:
@@ -278,7 +278,7 @@ class StoredRuns(Runs):
 
 def window_of_runs(storage: ReadView) -> Window:
     """Return the rows that an index of runs has: those that samplers see and whose episodes are known."""
-    return storage.query_window.newest(storage.window_rows)
+    return storage.query_window.newest(storage.description.window_rows)
 
 
 def as_names(values: Array) -> IntArray:

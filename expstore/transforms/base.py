@@ -288,7 +288,7 @@ class StepView:
     def _runs_around(self, ids: IntArray, *, back: bool) -> Runs:
         """Return the runs in which to find steps: those of all stored rows for steps before the window."""
         storage = self.storage
-        if storage.window_rows is None or not (back or (ids <= storage.window.low).any()):
+        if storage.description.window_rows is None or not (back or (ids <= storage.window.low).any()):
             return storage.runs
         return storage.runs.with_stored()
 

@@ -533,10 +533,10 @@ class TensorDictMaxValueWriter(Writer):
                 "inherit its count",
                 hint="keep the best rows in a store of their own",
             )
-        if storage.window_rows is not None:
+        window_rows = storage.description.window_rows
+        if window_rows is not None:
             raise StateError(
-                f"the storage has a window of {storage.window_rows} rows, but this writer keeps the "
-                "best rows",
+                f"the storage has a window of {window_rows} rows, but this writer keeps the best rows",
                 hint="leave window= out, or use another writer",
             )
         if storage.ranking != self._ranking and storage.window.size:

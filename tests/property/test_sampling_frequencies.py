@@ -91,7 +91,7 @@ def with_deleted_rows(sampler: Sampler) -> TensorDictReplayBuffer:
     rb = memory_buffer(24, seed=1, sampler=sampler)
     storage: Any = rb.storage
     rb.extend(rows(30))
-    storage._state.window = replace(storage.window, deleted=IdSet.of([(3, 8), (11, 11), (20, 24)]))
+    storage._state.stored = replace(storage.window, deleted=IdSet.of([(3, 8), (11, 11), (20, 24)]))
     return rb
 
 

@@ -146,7 +146,8 @@ class Priorities:
             values, base = self.block
             if slot + n > base + values.size:
                 self._grow(slot, slot + n, slots)
-            self.run(slot, n)[:] = self.largest
+                values, base = self.block
+            values[slot - base : slot - base + n] = self.largest
 
     def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:
         """Set the priorities of readable rows. Shapes `(n,)`, not empty."""

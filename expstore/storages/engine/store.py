@@ -439,7 +439,7 @@ class Store(Storage):
         self.shared.note_layout()
         size = 4096 if ring.slots is None else ring.slots
         values, column = np.full(size, self.priorities.largest, np.float32), columns.row_fields[-1]
-        self.priorities.load(values, dirty=False, column=column, window=self.window_rows)
+        self.priorities.load(values, dirty=False, column=column, window=self.description.window_rows)
 
     def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
         """Replace the fields. expstore.json already has them, and the caller holds the lock."""

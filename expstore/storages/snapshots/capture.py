@@ -171,7 +171,9 @@ def _freeze(storage: Storage) -> Frozen:
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
-        if storage.window_rows is not None and columns[-1]:  # some may be in the column, others in memory
+        if (
+            storage.description.window_rows is not None and columns[-1]
+        ):  # some may be in the column, others in memory
             columns[-1] = [np.concatenate(columns[-1])]
     pieces = storage.geometry.runs(window.low + 1, window.size)
     sampled = storage.state.sampled

@@ -234,7 +234,7 @@ def test_versions_follow_the_rows(kind: str, tmp_path: Path) -> None:
             rb[index] = changed
         elif step % 9 == 4 and storage.window.size > 20:
             first = storage.window.low + int(rng.integers(1, 10))
-            storage._state.window = replace(storage.window, deleted=IdSet.of([(first, first + 4)]))
+            storage._state.stored = replace(storage.window, deleted=IdSet.of([(first, first + 4)]))
         count = int(rng.integers(1, 30))
         rb.extend(rows(torch.from_numpy(np.sort(rng.integers(0, 4, count)))))
         rb.add(rows([3])[0])

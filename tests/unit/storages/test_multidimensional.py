@@ -267,13 +267,13 @@ def test_a_kill_leaves_whole_steps(tmp_path: Path) -> None:
 def test_steps_of_which_a_repair_gave_up_cells(make: Callable[..., Storage]) -> None:
     storage = make(30, ndim=2)
     storage.set(range(4), TensorDict({"n": torch.arange(12).reshape(4, 3)}, [4, 3]))
-    storage._state.window = dataclasses.replace(storage.window, deleted=IdSet.of([(5, 5)]))
+    storage._state.stored = dataclasses.replace(storage.window, deleted=IdSet.of([(5, 5)]))
     assert storage.get(0)["n"].tolist() == [0, 1, 2]
     assert len(storage) == 11
     assert storage.get(slice(None))["n"].tolist() == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
     assert storage.get((1, 2))["n"] == 8
     assert [row["n"].tolist() for row in storage] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
-    storage._state.window = dataclasses.replace(storage.window, deleted=NO_IDS)
+    storage._state.stored = dataclasses.replace(storage.window, deleted=NO_IDS)
     assert len(list(storage)) == 4
 
 
