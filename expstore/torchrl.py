@@ -188,10 +188,15 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
 
         Raises:
             NotFoundError: There is no such row.
-            StateError: Indices have gaps, because rows between others were deleted.
+            StateError: Indices have gaps because rows were deleted, or the store has a window.
         """
         kept = self.buffer.storage
         window = kept.window
+        if kept.description.window_rows is not None:
+            raise StateError(
+                "the store has a window, and torchrl's samplers need indices that begin at 0",
+                hint="sample with expstore's own buffer, expstore.open(path)",
+            )
         hole = window.low if kept.capacity is None else window.low % kept.capacity
         if window.deleted or (hole and window.size != kept.capacity):
             raise StateError(

@@ -430,6 +430,7 @@ class Sampling(StorePart):
         self._draws = self._prefetcher = None
         self.sampler.attach(storage)
         if self.limiter is not None and not storage.follows:
+            self.limiter.check(storage.description.window_rows)
             self.limiter.attach(storage)
         if self.generator is not None:
             self._use(GivenDraws(self.generator, storage.draws, resume=self._resumes))

@@ -115,13 +115,12 @@ class StreamingSliceSampler(SliceSampler):
         If it had none, only rows that are written from now on are new.
 
         Raises:
-            ArgumentError: The storage's capacity is too small for a slice.
+            ArgumentError: The storage's capacity or window is too small for a slice.
         """
         length = self.slicing.slice_len or 1
-        if storage.capacity is not None and storage.capacity < length * storage.geometry.lanes:
-            raise ArgumentError(
-                f"Storage capacity {storage.capacity} cannot hold one slice_len={length} window."
-            )
+        most = storage.description.window_ring.capacity
+        if most is not None and most < length * storage.geometry.lanes:
+            raise ArgumentError(f"Storage capacity {most} cannot hold one slice_len={length} window.")
         super().attach(storage)
         self._begins = _Begins()
         self._storage = weakref.ref(storage)

@@ -148,7 +148,7 @@ class SamplerWithoutReplacement(Sampler):
         self, storage: ReadView, size: int, batch_size: int, generator: np.random.Generator
     ) -> Selection:
         step = self._step(size, batch_size, generator)
-        ids = storage.geometry.ids_at(_indices(storage, size, step.places), storage.window)
+        ids = _ids(storage, size, step.places)
         self._settle(step)
         return Selection(ids, progress=(self._kind, *step.after))
 
@@ -186,7 +186,7 @@ class SamplerWithoutReplacement(Sampler):
         size, reach = named[2], max(_LOOK, 2 * count)
         while position < size and self.filter is not None:
             places = self._place(*named, np.arange(position, min(position + reach, size)))
-            ids = storage.geometry.ids_at(_indices(storage, size, places), storage.window)
+            ids = _ids(storage, size, places)
             good = np.flatnonzero(self.filter.masses_of(storage, ids))
             found.append(ids[good[:count]])
             if good.size > count:
@@ -234,7 +234,8 @@ class SamplerWithoutReplacement(Sampler):
         """Choose the rows that are now at the indices of a selection, because some were overwritten."""
         filter = self.filter
         with suppress(NotFoundError):
-            ids = storage.geometry.ids_at(storage.geometry.index_of(selection.ids), storage.window)
+            ring = storage.description.window_ring
+            ids = ring.ids_at(ring.index_of(selection.ids), storage.window)
             if filter is not None and not (good := filter.masses_of(storage, ids) > 0).all():
                 more = self.select(storage, int(np.count_nonzero(~good)), generator)
                 return replace(more, ids=np.concatenate([ids[good], more.ids]))
@@ -304,34 +305,42 @@ def _key_of(generator: np.random.Generator) -> tuple[int, int]:
     return first, second
 
 
-def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
-    """Return the indices of rows by their numbers. In a full ring a row's number is its index.
+def _ids(storage: ReadView, size: int, places: IntArray) -> IntArray:
+    """Return the ids of rows by their numbers. In a full ring or window, a number stays that of its place.
 
     Args:
         storage: The storage with the rows.
         size: Number of readable rows.
         places: Numbers of the rows, from 0 to less than `size`. Shape `(n,)`.
+
+    Raises:
+        NotFoundError: A row was removed at this moment.
     """
-    window = storage.window
+    ring = storage.description.window_ring
+    indices = _indices(ring.capacity, storage.window, size, places)
+    return ring.ids_at(indices, storage.window)
+
+
+def _indices(capacity: int | None, window: Window, size: int, places: IntArray) -> IntArray:
     if window.deleted:
-        return _skip_deleted(storage, window, places)
-    if storage.capacity is None:
+        return _skip_deleted(capacity, window, places)
+    if capacity is None:
         return places + window.low
-    if size == storage.capacity:
+    if size == capacity:
         return places
-    indices: IntArray = (places + window.low) % storage.capacity
+    indices: IntArray = (places + window.low) % capacity
     return indices
 
 
-def _skip_deleted(storage: ReadView, window: Window, places: IntArray) -> IntArray:
+def _skip_deleted(capacity: int | None, window: Window, places: IntArray) -> IntArray:
     """Return the indices of rows by their numbers, in the order of indices, if some rows were deleted."""
-    if storage.capacity is None:
+    if capacity is None:
         indices: IntArray = window.nth(places) - 1
         return indices
     runs = [
         (index, count)
         for first, n in window.runs()
-        for index, _, count in cut_run(first, n, storage.capacity)
+        for index, _, count in cut_run(first, n, capacity)
         if count
     ]
     first, count = np.array(sorted(runs)).T

@@ -169,6 +169,28 @@ def test_a_pass_has_the_rows_of_a_ring(make: Make, sampler: Callable[[], Any]) -
             fill(rb, rb.storage.last + 30)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "rows_drawn"),
+    [
+        (lambda: samplers.RandomSampler(), 10),
+        (lambda: samplers.RecencySampler(half_life=30), 10),
+        (lambda: samplers.StalenessAwareSampler(version_key="version"), 10),
+        (lambda: samplers.SamplerWithoutReplacement(), 10),
+        (lambda: samplers.SamplerWithoutReplacement(shuffle=False, drop_last=True), 10),
+        (lambda: samplers.SliceSampler(slice_len=2), 10),
+        (lambda: samplers.StreamingSliceSampler(slice_len=2), 10),
+    ],
+)
+def test_the_same_seed_draws_the_same_rows_as_from_a_ring(
+    make: Make, sampler: Callable[[], Any], rows_drawn: int
+) -> None:
+    """Also while rows are written: a pass without replacement draws no row twice."""
+    both = two(make, sampler, through=30, batch_size=rows_drawn)
+    for through in range(30, 400, 3):
+        batches = [fill(rb, through).sample()["id_"].tolist() for rb in both]
+        assert batches[0] == batches[1]
+
+
 def test_new_slices_come_once(make: Make) -> None:
     rb = make(window=WINDOW, sampler=samplers.StreamingSliceSampler(slice_len=3), batch_size=3)
     fill(rb, 100)
@@ -196,7 +218,7 @@ def test_len_indices_and_iteration_keep_to_the_window(make: Make, window: int) -
         assert not rb.storage.contains(first - 2)
     rb[ROWS - 1] = rows(ROWS, 1)[0].set("version", torch.tensor(77))
     assert rb[ROWS - 1]["version"] == 77
-    rb.storage.set(ROWS, rows(ROWS + 1, 1)[0])
+    rb.storage.writer().set(ROWS, rows(ROWS + 1, 1)[0])
     assert rb[-1]["id_"] == ROWS + 1
     assert set(rb.sample(200)["index"].tolist()) <= set(range(max(0, ROWS - window + 1), ROWS + 1))
 
@@ -330,7 +352,7 @@ def test_readers_follow_the_stored_window(make: Make) -> None:
 
 def test_deleted_episodes_shorten_the_window(make: Make) -> None:
     rb = fill(make(window=WINDOW, sampler="prioritized", batch_size=50))
-    inside = rb.sql(f"SELECT _episode FROM transitions WHERE _id = {ROWS - 20}").fetchone()[0]
+    inside = rb.sql(f"SELECT _episode FROM transitions WHERE _id = {ROWS - 20}").fetchall()[0][0]
     length = rb.trajectory(inside).shape[0]
     rb.episodes.delete(f"episode_id IN (1, {inside})")
     assert len(rb) == WINDOW - length  # by id: no older rows come into view instead
@@ -377,6 +399,12 @@ def test_frames_before_the_window_are_read(make: Make) -> None:
         steps = batch["id_"][:, None] + torch.arange(-3, 1)
         expected = torch.maximum(steps, first[:, None]).float()
         torch.testing.assert_close(batch["frames"], expected)
+    rb.flush()
+    reader = make(mode="r", batch_size=50, batches={"transform": stack})
+    batch = reader.sample()
+    first = (batch["id_"] - 1) // EPISODE * EPISODE + 1
+    expected = torch.maximum(batch["id_"][:, None] + torch.arange(-3, 1), first[:, None]).float()
+    torch.testing.assert_close(batch["frames"], expected)
     rb.episodes.delete("episode_id = 29")
     assert rb.sample()["frames"][:, -1].min() > through - 5
 
@@ -412,7 +440,8 @@ def _write_and_wait(path: Path, ready: Any) -> None:
     signal.pause()
 
 
-def test_a_killed_writer_keeps_the_window(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("power", [False, True])
+def test_a_killed_writer_keeps_the_window(make: Make, tmp_path: Path, power: bool) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     process = context.Process(target=_write_and_wait, args=(tmp_path / "store.exp", ready))
@@ -421,6 +450,8 @@ def test_a_killed_writer_keeps_the_window(make: Make, tmp_path: Path) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
+    if power:
+        (tmp_path / "store.exp" / "STATE").unlink()  # as after another boot
     reader = make(mode="r")
     assert (len(reader), reader.storage.stored.rows) == (WINDOW, ROWS)
     rb = make(sampler=samplers.PrioritizedSampler(alpha=1.0), batch_size=40)
@@ -458,6 +489,11 @@ def test_contradictions_are_refused(make: Make, tmp_path: Path) -> None:
         MemoryStorage(10, window=5)
     with pytest.raises(ArgumentError, match=r"use expstore\.open\(path, window=\.\.\.\)"):
         expstore.LazyTensorStorage(10, window=5)
+    with pytest.raises(ArgumentError, match="slice_len=6"):
+        make("short", window=5, sampler=samplers.StreamingSliceSampler(slice_len=6))
+    limiter = expstore.rate_limiters.MinSize(6)
+    with pytest.raises(ArgumentError, match="min_size_to_sample is 6"):
+        make("limited", window=5, batches={"rate_limiter": limiter})
     fill(make("resized", window=5)).close()
     with pytest.raises(StateError, match="window=0 first"):
         resize(tmp_path / "resized.exp", capacity=10)
