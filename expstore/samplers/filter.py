@@ -216,7 +216,7 @@ class Filter:
 
     def readable(self, storage: ReadView) -> Window:
         """Return the rows whose masses are known and that can still be read."""
-        window = storage.stored if self._whole else storage.window
+        window = storage.window
         return replace(window, last=max(window.low, min(window.last, self.window.last)))
 
     def _ring(self, storage: ReadView) -> RingGeometry:

@@ -251,8 +251,9 @@ def contains(storage: ReadView, item: Any) -> Any:
 
 def rows_of(storage: ReadView) -> Iterator[Any]:
     """Yield the rows in the order of their indices; steps of time if `ndim` is larger than 1."""
-    ids, lanes = _sort_ids(storage), storage.geometry.lanes
-    for number in (storage.geometry.index_of(ids[::lanes]) // lanes).tolist():
+    ids = _sort_ids(storage)
+    steps = np.arange(ids.size // storage.geometry.lanes)
+    for number in (storage.geometry.index_of(ids) if storage.ndim == 1 else steps).tolist():
         yield get(storage, number)
 
 

@@ -42,7 +42,7 @@ def test_every_column_can_be_queried(tmp_path: Path, layout: str, read_only: boo
     with Serving(settings) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         told = ask(client)
         assert list(told) == [
-            "transitions", "episodes", "fragments", "sources", "priorities", "commits", "meta"
+            "transitions", "recent", "episodes", "fragments", "sources", "priorities", "commits", "meta"
         ]  # fmt: skip
         for name, relation in told.items():
             columns = [column["sql"] for column in relation["columns"]]
