@@ -204,8 +204,11 @@ def episode_rows(
     for place in (fields + 1, fields + 2):
         parts: list[Array] = []
         try:
+            column = columns.row_fields[place - fields]
             for slot, _, n in pieces:
-                parts += overlay.parts(place, columns.columns[place], slot, n)
+                mapped = overlay.parts(place, column, slot, n)
+                # By the map, the pages of all stored rows would stay resident.
+                parts += mapped if overlay else [column.read(slot, n)]
         except CorruptionError as exc:
             # Fields can be read without episodes; queries read the same file, and raise the error.
             _logger.warning("episodes of older rows are not known: %s", exc)

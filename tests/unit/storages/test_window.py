@@ -144,6 +144,33 @@ def test_samplers_draw_as_from_a_ring_of_the_same_size(make: Make, name: str) ->
             set_priorities(rb, through)  # the next round draws by other priorities
 
 
+@pytest.mark.parametrize("name", ["uniform", "slices", "prioritized", "prioritized slices", "staleness"])
+def test_conditions_are_evaluated_again_for_changed_rows(make: Make, name: str) -> None:
+    kind: Any = type(DRAWS[name][0]())
+    options: dict[str, Any] = {"slice_len": 3} if "slices" in name else {}
+    both = two(
+        make,
+        lambda: (
+            kind(where="version % 2 = 0", **options)
+            if name != "staleness"
+            else kind(version_key="version", where="version % 2 = 0")
+        ),
+        batch_size=30,
+    )
+    changed = np.arange(ROWS - 30, ROWS - 20)
+    drawn: list[set[int]] = []
+    for rb in both:
+        rb.sample()
+        new = rows(ROWS - 30, 10)
+        new["version"] = new["version"] + 1
+        rb[torch.from_numpy(rb.storage.geometry.index_of(changed))] = new
+        assert rb.sampler.filter is not None
+        rb.sampler.filter.refresh(rb.storage)
+        drawn.append({id for _ in range(80) for id in first_ids(rb.sample(), DRAWS[name][1]).tolist()})
+    assert drawn[0] == drawn[1]
+    assert drawn[0] & set(changed.tolist()) == {id for id in changed.tolist() if (id // 20) % 2}
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
