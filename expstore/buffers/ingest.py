@@ -149,7 +149,8 @@ class Ingest(StorePart):
 
     def _tell_sampler(self, ids: IntArray) -> None:
         """Notify the sampler of rows that were passed to the writer directly."""
-        self._sampling.sampler.on_write(ids)
+        if (sampler := self._sampling.sampler).hears_writes:
+            sampler.on_write(ids)
 
     def leave_parent(self) -> None:
         """Drop what was cached for the schema."""
@@ -387,7 +388,8 @@ class Ingest(StorePart):
             run = storage.state.stored.last - last == ids.size
             if priorities is not None:
                 writable.set_priorities(ids, priorities)
-            sampler.on_write(ids if run else ids[ids != -1])
+            if sampler.hears_writes:
+                sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if options.return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else _spread(numbers, kept)
 

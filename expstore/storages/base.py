@@ -165,7 +165,7 @@ class Storage(ReadView):
             low = min(last - most, state.stored.last - 1)
             state.priorities.lower_largest(low, self.window, geometry)
         skipped = 0 if capacity is None else max(0, rows.count - capacity)
-        state.reserve(last)
+        state.horizon = last
         if state.sampled is not None:
             with self.locks.sampled:
                 state.sampled.renew(geometry.runs(rows.first_id + skipped, rows.count - skipped))

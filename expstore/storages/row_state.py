@@ -110,7 +110,7 @@ class RowState:
 
     Args:
         stored: The ids that can be read.
-        horizon: The newest id whose slot may have been written to.
+        horizon: The newest id whose slot may have been written to; set before the slot changes.
         retired: The newest id that was removed other than by age.
         write_count: The number of rows that were ever written.
         episodes: The episodes of the rows.
@@ -146,10 +146,6 @@ class RowState:
         self.stored, self.horizon, self.retired = window, window.last, found.retired
         self.write_count, self.content, self.index_floor = found.write_count, found.content, found.index_floor
         self.priorities.note_largest(found.max_priority)
-
-    def reserve(self, last: int) -> None:
-        """Record that slots up to the one of id `last` are about to be written."""
-        self.horizon = last
 
     def commit(self, last: int, count: int, capacity: int | None, position: tuple[int, int]) -> None:
         """Make rows readable.

@@ -39,8 +39,7 @@ from expstore.storages.snapshots import create, restore
 def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None:
     """Append the record, and let a sync cover it, before the rows are written."""
     state, write = kept.state, _BatchWrite(kept, rows)
-    write.reserve(state)
-    skipped = write._skipped
+    skipped = write._skipped = kept._reserve(rows)
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
         state.columns.ensure(slot + n)  # a sync computes checksums of the columns
     write._payload = Payload(checksum(skipped))
@@ -103,7 +102,7 @@ def break_marks() -> None:
 
 def break_sync_mode() -> None:
     """With durability="sync", return before the record is on the disk."""
-    Checkpointer.sync_if_durable = lambda self, journal: None  # type: ignore[method-assign]
+    Checkpointer.sync_record = lambda self, journal: None  # type: ignore[method-assign]
 
 
 def break_dumps() -> None:

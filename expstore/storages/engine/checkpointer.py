@@ -190,14 +190,12 @@ class Checkpointer:
         with self._journal_lock, self._health.guard():
             self._disk.sync_all(files, folders, None)
 
-    def sync_if_durable(self, journal: Journal) -> None:
-        """Sync the journal up to the record that was just appended, if every record is synced.
+    def sync_record(self, journal: Journal) -> None:
+        """Sync the journal up to the record that was just appended.
 
         The caller holds the lock of the episodes, so that no checkpoint covers a record that memory does not
         know.
         """
-        if not self.durable:
-            return
         files, folders = journal.find_unsettled()
         self.sync_journal(files, folders)
         journal.settle()

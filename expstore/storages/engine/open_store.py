@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import google_crc32c
 import numpy as np
 
-from expstore.core import tuning
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray, cut_run
@@ -97,13 +96,6 @@ class OpenStore(RowState):
         return base_of(self) | own | {"randomness": None, "write_keys": self.write_keys.number}
 
     # -- appending ---------------------------------------------------------------------------------
-
-    def keeps(self, rows: Rows, geometry: RingGeometry) -> bool:
-        """Return whether a batch is small enough for the memtable."""
-        # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
-        return rows.count <= min(tuning.MEMTABLE_BATCH_ROWS, geometry.spare) and (
-            self.require_columns().bytes_of(rows.columns, rows.count) <= tuning.MEMTABLE_BATCH_BYTES
-        )
 
     def keep(self, rows: Rows, geometry: RingGeometry) -> Payload:
         """Add a few rows to the memtable, which has room; their commit record will contain their bytes."""

@@ -140,14 +140,11 @@ class RowAppender:
 
     # The steps of `Store._append_rows`; see `Write`.
 
-    def reserve(self, state: OpenStore) -> None:
-        """Update memory for the slots that the rows are about to take."""
-        state.reserve(self.last_id)
-
     def put(self, state: OpenStore) -> bool:
         """Add the rows to the memtable."""
         rows, slots, memtable = self._rows, self._store.geometry.slots, state.memtable
         first_id = self.last_id - rows + 1
+        state.horizon = self.last_id
         if memtable.full:
             self._store.drain()
         state.priorities.start(cut_run(first_id, rows, slots), slots)
@@ -166,7 +163,7 @@ class RowAppender:
         )
         if entries:
             state.log.append(entries)
-        state.commit(last_id, rows, self._store.capacity, position)
+        state.commit(last_id, rows, self._store.geometry.capacity, position)
 
     def _adopt(self, state: OpenStore) -> bool:
         """Adapt to a store that was opened again, or whose content was replaced; return whether rows fit."""

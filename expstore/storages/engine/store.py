@@ -268,22 +268,30 @@ class Store(Storage):
         next call of `writer` reads the journal again.
         """
         state, checkpoints = self._state, self.checkpoints
-        with self.health.noting:
+        try:
             # 1. Release the slots, for readers in other processes and in memory, before they change.
             self.shared.reserve(write.last_id)
-            write.reserve(state)
             # 2. Write the payload to the columns; a few rows stay in the memtable and in their record. If
             #    every call is synced, sync the payload before its record.
             in_columns = write.put(state)
-            with self.locks.episodes, self.health.noting:  # no checkpoint covers a record that memory lacks
-                # 3. Append the commit record.
-                sequence = write.append_record(state)
-                checkpoints.sync_if_durable(state.journal)
-                # 4. Update episodes, window and key: readers in this process see the rows.
-                write.commit(state, (self.manifest.generation, sequence))
+            with self.locks.episodes:
+                try:
+                    # 3. Append the commit record.
+                    sequence = write.append_record(state)
+                    if checkpoints.durable:
+                        checkpoints.sync_record(state.journal)
+                    # 4. Update episodes, window and key: readers in this process see the rows.
+                    write.commit(state, (self.manifest.generation, sequence))
+                except BaseException:
+                    # Before the lock is released: no checkpoint may cover a record that memory lacks.
+                    self.health.note_interruption()
+                    raise
             # 5. Update the control page: other processes see the rows, if they are in the columns.
             self.shared.publish(write.last_id, sequence, drained=in_columns)
-            self.background.note()
+        except BaseException:
+            self.health.note_interruption()
+            raise
+        self.background.note()
 
     def _admit(self, rows: Rows) -> None:
         """Wait until rows may be written: a snapshot then has the rows to be overwritten.
@@ -548,7 +556,8 @@ class Store(Storage):
         # No checkpoint may run between the record and the rows, also not after a failure between them.
         with self.locks.episodes, self.health.noting:
             sequence = checkpoints.append_record(self, Kind.REDO, body)
-            checkpoints.sync_if_durable(state.journal)
+            if checkpoints.durable:
+                checkpoints.sync_record(state.journal)
             state.memtable.replaced.add(slots, columns, make_batch)
         with state.priorities.lock:
             state.priorities.values[slots] = columns[0]
@@ -574,7 +583,8 @@ class Store(Storage):
         # Before the lock is released: a checkpoint must not cover a record that memory lacks.
         with self.health.noting:
             sequence = self.checkpoints.append_record(self, kinds[type(change)], change.pack())
-            self.checkpoints.sync_if_durable(self._state.journal)
+            if self.checkpoints.durable:
+                self.checkpoints.sync_record(self._state.journal)
             self._state.annotate(change, (self.manifest.generation, sequence))
         self.shared.note_record(sequence)
         self.background.note()
@@ -882,11 +892,8 @@ class Write(Protocol):
     def last_id(self) -> int:
         """The id of the last row."""
 
-    def reserve(self, state: OpenStore) -> None:
-        """Update memory for the slots that the rows are about to take."""
-
     def put(self, state: OpenStore) -> bool:
-        """Write the rows to the columns, or add them to the memtable.
+        """Release the slots in memory; then write the rows to the columns, or add them to the memtable.
 
         Returns:
             Whether the columns have them.
@@ -914,21 +921,27 @@ class _BatchWrite:
 
     __slots__ = ("_payload", "_rows", "_skipped", "_store", "last_id")
 
+    _payload: Payload
+    _skipped: int
+
     def __init__(self, store: Store, rows: Rows) -> None:
         self._store, self._rows = store, rows
         self.last_id = rows.last_id
-        self._skipped, self._payload = 0, Payload()
-
-    def reserve(self, state: OpenStore) -> None:
-        """Update memory for the slots that the rows are about to take; see `Storage._reserve`."""
-        self._skipped = self._store._reserve(self._rows)
 
     def put(self, state: OpenStore) -> bool:
         """Write the rows to the columns, or add them to the memtable; see `Write.put`."""
-        store, rows, skipped = self._store, self._rows, self._skipped
-        ring, columns = store.geometry, state.require_columns()
-        keeps = not skipped and state.keeps(rows, ring)
-        if state.memtable.full or (not keeps and state.memtable.span[1]):
+        store, rows = self._store, self._rows
+        ring, columns = store.geometry, state.columns
+        if columns is None:
+            raise StateError("the store has no columns yet", hint="extend() it first")
+        skipped = self._skipped = store._reserve(rows)
+        # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
+        keeps = (
+            not skipped
+            and rows.count <= min(tuning.MEMTABLE_BATCH_ROWS, ring.spare)
+            and columns.bytes_of(rows.columns, rows.count) <= tuning.MEMTABLE_BATCH_BYTES
+        )
+        if state.memtable.span[1] and (not keeps or state.memtable.full):
             store.drain()
         if keeps:
             self._payload = state.keep(rows, ring)
@@ -969,7 +982,7 @@ class _BatchWrite:
 
     def commit(self, state: OpenStore, position: tuple[int, int]) -> None:
         """Make the rows readable; see `Write.commit`."""
-        state.commit_rows(self._rows, self._store.capacity, position)
+        state.commit_rows(self._rows, self._store.geometry.capacity, position)
 
 
 def forget_silently(store: Store) -> None:

@@ -221,7 +221,7 @@ def test_anchors_that_are_overwritten_while_they_are_looked_up_are_drawn_again()
     rb.extend(trajectory_rows(1, 20))
     unit, anchors = Sequence(2), Selection(np.array([12, 15]))
     assert unit.select(anchors, rb.storage) is not None
-    rb.storage._state.reserve(12 + (rb.storage.geometry.slots or 0))  # as an extend does before it writes
+    rb.storage._state.horizon = 12 + (rb.storage.geometry.slots or 0)  # as an extend does before it writes
     assert unit.select(anchors, rb.storage) is None
 
 

@@ -13,7 +13,7 @@ from expstore.storages.row_state import RowState
 
 def test_rows_leave_by_age() -> None:
     state = RowState()
-    state.reserve(8)
+    state.horizon = 8
     state.commit(8, 8, 5, (1, 4))
     assert (state.stored, state.last, state.horizon, state.write_count) == (Window(3, 8), 8, 8, 8)
     assert (state.retired, state.content) == (0, (1, 4))

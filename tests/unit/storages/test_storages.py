@@ -291,13 +291,13 @@ def test_a_row_is_void_once_its_slot_may_be_written_to(make: Callable[..., Stora
     storage = make(20)
     put(storage, 20)
     assert storage.geometry.slots is not None
-    storage._state.reserve(15 + storage.geometry.slots)
+    storage._state.horizon = 15 + storage.geometry.slots
     assert storage.intact(np.array([16, 20]))
     assert not storage.intact(np.array([15, 20]))
     assert storage.intact(np.array([], np.int64))
     unbounded = make(None)
     put(unbounded, 3)
-    unbounded._state.reserve(10**9)
+    unbounded._state.horizon = 10**9
     assert unbounded.intact(np.array([1]))
 
 
