@@ -239,8 +239,8 @@ def _make_sync(kept: Any, share: float) -> Callable[[], None]:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # No other thread runs: a held lock belongs to this thread, and the background thread would wait
             # for it.
-            held = any(
-                lock.locked() for lock in (kept.checkpoints.lock, kept.priorities.lock, kept.locks.episodes)
+            held = kept.priorities.lock._is_owned() or any(
+                lock.locked() for lock in (kept.checkpoints.lock, kept.locks.episodes)
             )
             if not held and not kept.locks.sampled._is_owned():
                 thread = threading.Thread(target=kept.sync)

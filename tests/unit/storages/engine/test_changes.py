@@ -59,7 +59,8 @@ class Recording(Store):
             pin=lambda lsn, segment: f"pin {lsn}",
             append_record=lambda store, kind, body: note(kind.name) or 7,
             append_synced=lambda store, kind, body: (7, note(f"synced {kind.name}") or "pin 6"),
-            sync_if_durable=lambda journal: note("sync if durable"),
+            durable=True,
+            sync_record=lambda journal: note("sync the record"),
         )
         parts._state = SimpleNamespace(
             columns=None,
@@ -115,6 +116,6 @@ def test_a_change_that_fails_stays_pinned_and_hides_the_columns() -> None:
 def test_rows_that_replace_others_wait_behind_a_pin() -> None:
     store = Recording(8)
     change(store, replaces=True)
-    assert store.acts == ["REDO", "sync if durable", "keep, pin 6", "background"]
+    assert store.acts == ["REDO", "sync the record", "keep, pin 6", "background"]
     assert store.changes.number == 2
     assert store.state.priorities.values[:2].tolist() == [1, 1]
