@@ -247,10 +247,6 @@ class StoredPriorities(Priorities):
         self._dirty = np.full(-(-values.size // PAGE_ROWS), dirty)
         self._column, self._window = column, window
 
-    def show_column(self, column: FlatColumn) -> None:
-        """Write to another column from now on."""
-        self._column = column
-
     def views(self, slot: int, count: int) -> list[Array]:
         """View a run of slots, of the column where memory has no values. Shapes `(m,)`, `count` in all."""
         values, base = self.block

@@ -68,7 +68,6 @@ class OpenStore(RowState):
     def replace_columns(self, columns: WritableColumns) -> None:
         """Use other columns; former columns that are among them stay open."""
         self.columns = columns
-        self.priorities.show_column(columns.row_fields[-1])
 
     def replace_checksums(self, checksums: Checksums) -> None:
         """Use the checksums of other columns; the caller closes the former checksums."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_samplers_draw_as_from_a_ring_of_the_same_size(make: Make, name: str) ->
 
 @pytest.mark.parametrize("name", ["uniform", "slices", "prioritized", "prioritized slices", "staleness"])
 def test_conditions_are_evaluated_again_for_changed_rows(make: Make, name: str) -> None:
-    kind: Any = type(DRAWS[name][0]())
+    made: Callable[[], Any] = DRAWS[name][0]
+    kind: Any = type(made())
     options: dict[str, Any] = {"slice_len": 3} if "slices" in name else {}
     both = two(
         make,
@@ -296,14 +298,18 @@ def test_priorities_of_rows_outside_are_ignored(make: Make) -> None:
     assert rb.sql("SELECT count(*) FROM transitions WHERE _priority <> 1").fetchall() == [(1,)]
 
 
-def test_rows_come_back_with_their_priorities(make: Make) -> None:
+def test_rows_come_back_with_their_priorities(make: Make, tmp_path: Path) -> None:
     """The window moves over many pages of priorities, whose values stay in the column."""
     rb = make(window=100, sampler="prioritized")
     through = 40 * PAGE_ROWS
     for first in range(1, through + 1, 500):
-        rb.extend(rows(first, min(500, through + 1 - first)))
+        batch = rows(first, min(500, through + 1 - first))
+        rb.extend(batch if first <= 10_001 else batch.exclude("version"))
         ids = np.arange(max(1, rb.storage.last - 60), rb.storage.last + 1)
         assert rb.update_priority(id=ids, priority=2.0 + ids % 7) == ids.size
+        if first == 10_001:  # fields change, the column of priorities stays
+            rb.columns.add("more", fill=1.0)
+            rb.columns.drop("version")
     block, base = rb.storage.priorities.block
     assert base > through - 100 - 8 * PAGE_ROWS
     assert block.size < 8 * PAGE_ROWS
@@ -313,6 +319,9 @@ def test_rows_come_back_with_their_priorities(make: Make) -> None:
     now = dict(rb.sql(changed).fetchall())
     assert {id: now[id] for id in expected} == expected
     exported = rb.storage.priorities.take(np.arange(through))
+    rb.dumps(tmp_path / "versions")
+    with expstore.open(tmp_path / "versions", mode="r") as version:
+        assert dict(version.sql(changed).fetchall()) == now
     rb.close()
     rb = make(window=through - 5000, sampler="prioritized")
     assert len(rb) == through - 5000
@@ -321,6 +330,30 @@ def test_rows_come_back_with_their_priorities(make: Make) -> None:
     np.testing.assert_array_equal(rb.storage.priorities.take(np.arange(through)), exported)
     total = (exported[5000:].astype(np.float64) + 1e-8) ** 0.6
     assert rb.sampler.mass(rb.storage, 1).total == pytest.approx(total.sum())
+
+
+def test_new_rows_get_the_largest_priority_of_the_window(make: Make) -> None:
+    both = two(make, lambda: samplers.PrioritizedSampler(max_priority_within_buffer=True))
+    for rb in both:
+        rb.update_priority(id=[ROWS - 10], priority=90.0)
+    largest: list[float] = []
+    for through in range(ROWS + 1, ROWS + 80):
+        for rb in both:
+            fill(rb, through).update_priority(id=[through], priority=2.0)
+        largest = [rb.storage.priorities.largest for rb in both]
+        assert largest[0] == largest[1]
+    assert largest[0] < 90
+
+
+@pytest.mark.index
+def test_a_closed_store_has_all_priorities_in_its_index(make: Make, tmp_path: Path) -> None:
+    rb = fill(make(window=WINDOW, sampler="prioritized"))
+    set_priorities(rb)
+    assert rb.sql("SELECT count(*) FROM episodes").fetchall() > [(0,)]
+    rb.close()
+    with duckdb.connect(str(tmp_path / "store.exp" / "index.duckdb"), read_only=True) as index:
+        found = index.execute("SELECT count(*), min(priority), max(priority) FROM priorities").fetchall()
+    assert found == [(ROWS, 1.0, 9.0)]
 
 
 def test_memory_is_bounded_by_the_window(make: Make) -> None:
