@@ -20,8 +20,7 @@ from expstore.data.images import ImageLayout, find_image, shrink_rows, to_pixels
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.storages.episode_lookup import steps_of_episode
-from expstore.storages.indexing import read_present, read_rows
-from expstore.storages.read_view import ReadView, read_stable
+from expstore.storages.read_view import ReadView, read_present, read_rows, read_stable
 
 #: Bytes of frames that are read at a time, and most bytes of an answer with frames.
 _PIECE_BYTES, _ANSWER_BYTES = 16 << 20, 32 << 20

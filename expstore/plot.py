@@ -23,8 +23,7 @@ from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.field_roles import find_observations
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.storages.episode_lookup import check_episode, steps_of_episode, unknown_episode
-from expstore.storages.indexing import read_present, read_rows
-from expstore.storages.read_view import ReadView, read_stable
+from expstore.storages.read_view import ReadView, read_present, read_rows, read_stable
 
 try:
     from matplotlib.animation import FuncAnimation, PillowWriter

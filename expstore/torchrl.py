@@ -21,8 +21,8 @@ from expstore.data.containers import take
 from expstore.datasets import offline_to_online
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.schema import Schema
-from expstore.storages.indexing import append_rows, contains, find, get, layout_of, prepare, replace_rows
-from expstore.storages.read_view import ReadView
+from expstore.storages.base import append_rows, prepare, replace_rows
+from expstore.storages.read_view import ReadView, contains, find, get, layout_of
 
 try:
     from torchrl.data.replay_buffers.offline_to_online import OfflineToOnlineReplayBuffer

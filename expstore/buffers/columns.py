@@ -29,9 +29,8 @@ from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
 from expstore.storages.capabilities import FieldChanges
 from expstore.storages.engine.backfill import check_going
-from expstore.storages.indexing import read_present
 from expstore.storages.new_field import NewField, Progress, check_new_field
-from expstore.storages.read_view import ReadView, read_stable
+from expstore.storages.read_view import ReadView, read_present, read_stable
 
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs

@@ -14,8 +14,7 @@ from expstore.core.moments import Moments
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import ArgumentError, NotReadyError, SchemaError, StateError
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
-from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, read_present
 
 #: Largest number of rows, and of values, that are read at a time.
 _ROWS, _VALUES = 1 << 16, 1 << 21

@@ -23,9 +23,9 @@ from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, NotFoundError, SchemaError
 from expstore.schema.schema import OBJECT
+from expstore.storages.base import replace_rows
 from expstore.storages.episode_lookup import rows_of_episode
-from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
-from expstore.storages.read_view import ReadView, read_stable
+from expstore.storages.read_view import ReadView, find, layout_of, read_rows, read_stable
 
 
 class StoredRows:

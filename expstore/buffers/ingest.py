@@ -35,12 +35,11 @@ from expstore.rate_limiters import RateLimiter
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Schema
-from expstore.storages.base import Storage
+from expstore.storages.base import Storage, add_new_fields, prepare, warn_once
 from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
-from expstore.storages.indexing import add_new_fields, layout_of, prepare
-from expstore.storages.read_view import ReadView, keys_for
-from expstore.storages.sessions import end_stream, warn_once
+from expstore.storages.read_view import ReadView, keys_for, layout_of
+from expstore.storages.sessions import end_stream
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table

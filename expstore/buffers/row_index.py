@@ -15,7 +15,7 @@ from expstore.core.values import Array, IntArray
 from expstore.data.containers import stack_index
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError
-from expstore.storages.indexing import find
+from expstore.storages.read_view import find
 
 
 class RowIndex:

@@ -31,8 +31,7 @@ from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, unwrap
-from expstore.storages.indexing import OVERTAKEN, PATIENCE
-from expstore.storages.read_view import ReadView, build_closed_error, read_stable
+from expstore.storages.read_view import OVERTAKEN, PATIENCE, ReadView, build_closed_error, read_stable
 from expstore.transforms import StepView
 
 _LIMIT = 1000  # number of draws after which a follower fails, as it cannot make the writer wait

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from expstore.core.values import IntArray
 from expstore.errors import ArgumentError, NoRowError, StateError
-from expstore.storages.indexing import OVERTAKEN
+from expstore.storages.read_view import OVERTAKEN
 
 RowKind = Literal["tensordict", "dict"]
 

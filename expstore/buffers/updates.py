@@ -31,8 +31,7 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
 from expstore.storages.columns.priorities import check_priorities
-from expstore.storages.indexing import ids_to_weigh
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, ids_to_weigh
 from expstore.writers.writers import Writer
 
 Flags = NDArray[np.bool_]

@@ -26,8 +26,7 @@ from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, read_present
 from expstore.storages.snapshots.catalog import find_version, store_meant
 from expstore.storages.stats import meta_of
 

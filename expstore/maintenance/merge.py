@@ -38,7 +38,7 @@ from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.format.manifest import Manifest, check_target
 from expstore.storages.format.paths import COLUMNS
 from expstore.storages.format.pending_swap import sums_path
-from expstore.storages.indexing import read_present
+from expstore.storages.read_view import read_present
 from expstore.storages.snapshots.catalog import store_meant
 from expstore.storages.snapshots.resize import Progress
 from expstore.storages.snapshots.restore import join_parts

@@ -29,7 +29,7 @@ from expstore.disk.files import Disk
 from expstore.errors import ArgumentError, NotReadyError, StateError
 from expstore.samplers.early_priorities import EarlyPriorities
 from expstore.samplers.filter import Filter, Where, split_where
-from expstore.storages.indexing import ids_to_weigh
+from expstore.storages.read_view import ids_to_weigh
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView

@@ -17,7 +17,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.samplers.base import Sampler, readable
-from expstore.storages.indexing import read_present
+from expstore.storages.read_view import read_present
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView

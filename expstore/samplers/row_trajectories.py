@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
 from expstore.errors import ArgumentError, StateError
-from expstore.storages.indexing import find
+from expstore.storages.read_view import find
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView

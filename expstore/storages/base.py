@@ -1,18 +1,21 @@
-"""The base of every writable storage: assign ids, append, change and delete rows.
+"""The base of every writable storage: assign ids and episodes, append, change and delete rows.
 
-Buffers use this class. A storage of your own implements the abstract methods at its end, and
-`expstore.testing.StorageSuite` tests what buffers rely on. A subclass's `_append` writes the values first,
-then commits them.
+Buffers use this class, and write by `append_rows`. A storage of your own implements the abstract methods at
+the end of the class, and `expstore.testing.StorageSuite` tests what buffers rely on. A subclass's `_append`
+writes the values first, then commits them.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,24 +23,41 @@ from expstore.core.arguments import check_whole
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
-from expstore.episodes.sessions import End, Resume
-from expstore.errors import ArgumentError, NotFoundError, StateError
+from expstore.episodes.sessions import End, Resume, SessionKey
+from expstore.episodes.table import Assignment, Observations
+from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.field_roles import Keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
+from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.read_view import ReadView, build_closed_error
+from expstore.storages.new_field import NewField, check_new_field
+from expstore.storages.read_view import (
+    ReadView,
+    build_closed_error,
+    end_of,
+    find,
+    keys_for,
+    layout_of,
+    plain_index,
+)
 from expstore.storages.row_settings import RowSettings
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshot_pin import SnapshotPin
 
+if TYPE_CHECKING:
+    from expstore.core.idempotency import WriteKey
+    from expstore.data.batch import Batch
+    from expstore.episodes.segmentation import Steps
+
+_logger = logging.getLogger("expstore")
 #: Takes rows to save or to load, and returns the rows to use instead.
 Hook = Callable[[Any], Any]
 
@@ -351,8 +371,6 @@ class Storage(ReadView):
             NotFoundError: There is no such row, and it would not be the next row.
             SchemaError: The rows do not fit the schema.
         """
-        from expstore.storages.indexing import put
-
         put(self, cursor, data, appends=set_cursor)
 
     def __setitem__(self, index: Any, data: Any) -> None:
@@ -508,3 +526,306 @@ class Storage(ReadView):
     @abstractmethod
     def sync(self) -> None:
         """Sync everything that was written to the disk."""
+
+
+# -- batches of rows, appended or by index ----------------------------------------------------------------
+
+
+def put(storage: Storage, index: Any, data: Any, *, appends: bool = True) -> None:
+    """Replace rows by index; rows right after the last one are appended.
+
+    Args:
+        storage: The storage with the rows.
+        index: One integer, several, or a slice; steps of time if `ndim` is larger than 1.
+        data: One row for a single integer, otherwise one row per index.
+        appends: Whether rows right after the last one are appended; False: such an index is an error.
+
+    Raises:
+        NotFoundError: There is no such row, and it would not be the next row.
+        SchemaError: The rows do not fit the schema.
+    """
+    from expstore.data.containers import take
+
+    index = plain_index(index)
+    single = not isinstance(index, (slice, tuple)) and np.ndim(index) == 0
+    storage.writer()
+    batch = take(data, layout_of(storage, 0), single=single)
+    add_new_fields(storage, batch)
+    with storage.lock:
+        storage.writer()
+        new = _next_rows(storage, index, batch) if appends else None
+        if new is None:
+            replace_rows(storage, find(storage, index)[0], batch)
+        elif new.all():
+            _append_batch(storage, batch)
+        else:
+            former = find(storage, np.asarray(index).reshape(-1)[~new])[0]
+            replace_rows(storage, former, _part_of(batch, ~new))
+            _append_batch(storage, _part_of(batch, new))
+
+
+def _next_rows(storage: ReadView, index: Any, batch: Batch) -> Array | None:
+    """Return which rows of a batch are appended after the last row; None: the index does not allow it.
+
+    Shape `(n,)`, bool. If `ndim` is larger than 1, either all rows are appended or none.
+    """
+    if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
+        return None
+    lanes, numbers = math.prod(batch.dims), np.asarray(index).reshape(-1)
+    have = end_of(storage) // lanes
+    new: Array = numbers >= have
+    count = int(np.count_nonzero(new))
+    fits = storage.capacity is None or storage.window.size + count * lanes <= storage.capacity
+    if not count or not fits or numbers.size * lanes != batch.count:
+        return None
+    if lanes > 1 and count < numbers.size:
+        return None
+    if not np.array_equal(numbers[new], np.arange(have, have + count)):
+        return None
+    return np.repeat(new, lanes)
+
+
+def _part_of(batch: Batch, rows: Array) -> Batch:
+    """Return some rows of a batch. Shape of `rows` `(n,)`, bool."""
+    arrays = [pick(array, rows) for array in batch.arrays]
+    return replace(batch.keep(rows), keys=batch.keys, dtypes=batch.dtypes, arrays=arrays)
+
+
+def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
+    """Return how many rows a batch has along its first dims.
+
+    Args:
+        data: Any value that `extend` accepts: a TensorDict, a tensor, a tree of tensors.
+        ndim: How many dims are rows.
+
+    Raises:
+        SchemaError: The batch has fewer dims, or cannot be stored.
+    """
+    from expstore.data.containers import Layout, take
+
+    batch = take(data, Layout(ndim=ndim))
+    return (batch.count // math.prod(batch.dims), *batch.dims)
+
+
+def append(storage: Storage, data: Any) -> None:
+    """Append a batch without informing samplers; its first `ndim` dims are rows."""
+    from expstore.data.containers import take
+
+    with storage.lock:
+        storage.writer()
+        _append_batch(storage, take(data, layout_of(storage, 0)))
+
+
+def _append_batch(storage: Storage, batch: Batch) -> None:
+    """Append rows without informing samplers."""
+    from expstore.data.batch import StepReader
+
+    schema = prepare(storage, batch)
+    columns = batch.columns(schema)
+    steps = StepReader(schema, storage.keys).read(columns, batch)
+    append_rows(storage, columns, steps)
+
+
+def append_rows(
+    storage: Storage,
+    columns: Sequence[Array],
+    steps: Steps,
+    *,
+    source: str | None = None,
+    info: str = "",
+    key: WriteKey | None = None,
+) -> IntArray:
+    """Write rows under the next ids; the storage's lock is held. Returns the ids. Shape `(n,)`."""
+    if steps.session is not None:
+        reopen_session(storage, steps.session)
+    window, table, time = storage.state.stored, storage.state.episodes, now_us()
+    first, observations = window.last + 1, observations_of(storage, columns, steps)
+    assignment = table.assign(
+        steps, source=source, observations=observations, low=window.low, first_id=first, time=time
+    )
+    rows = Rows(first, steps.count, columns, assignment, time, info, key)
+    storage.write(rows)
+    capacity = storage.geometry.capacity
+    if capacity is not None and steps.count > capacity:
+        warn_once(
+            storage,
+            f"a batch of {steps.count} rows was written to a store with capacity={capacity}: its first "
+            f"{steps.count - capacity} rows are lost at once; use a larger capacity, or smaller batches",
+            "long batch",
+        )
+    if assignment.sources or assignment.restarted:
+        warn_of(storage, assignment, source, steps.session)
+    ids: IntArray = assignment.numbers[0]
+    return ids
+
+
+def prepare(storage: Storage, batch: Batch) -> Schema:
+    """Return the schema; the first batch of rows determines it.
+
+    Raises:
+        SchemaError: The batch has another container type than the rows in the storage.
+    """
+    from expstore.data.containers import check_form
+
+    if storage.schema is None:
+        schema = Schema.infer(batch.signature(), batch.form)
+        storage.prepare(schema, keys_for(storage, schema), batch.dims, row_class=batch.kind)
+        return storage.require_schema()
+    check_form(batch, storage.schema)
+    storage.geometry.check_dims(batch.dims)
+    return storage.schema
+
+
+def add_new_fields(storage: ReadView, batch: Batch) -> bool:
+    """Add the fields of a batch that the storage lacks, if storages of this kind do so; return whether.
+
+    Rows that exist get zeros, and so do later rows without the field. Nothing is changed unless the batch
+    fits the storage with the fields. The caller holds no lock of the storage.
+
+    Raises:
+        SchemaError: The batch does not fit, or a field cannot be added.
+        StateError: The storage cannot be written.
+    """
+    known = storage.schema
+    if known is None or not storage.row_traits.grows or batch.arranged is not None:
+        return False
+    new = [place for place, key in enumerate(batch.keys) if key not in known]
+    if not new or storage.settings.specs():
+        return False
+    from expstore.data.containers import check_form
+
+    check_form(batch, known)
+    fields, grown = storage.writer().fields, known
+    found = Schema.infer(batch.signature(), batch.form)
+    added = []
+    for place in new:
+        entry = found[batch.keys[place]]
+        check_new_field(storage, entry)
+        zero = np.zeros(entry.shape, entry.numpy_dtype)
+        grown = grown.grow(entry, zero)
+        added.append(NewField(entry=entry, default=zero, fill=zero))
+    batch.select_columns(grown)
+    if fields is None:
+        return False
+    for new_field in added:
+        fields.add(new_field)
+    return True
+
+
+def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
+    """Replace rows by a batch. The caller holds the storage's lock.
+
+    Args:
+        storage: The storage with the rows.
+        ids: Ids of the rows; if an id occurs twice, its last row is used. Shape `(n,)`.
+        batch: One row for each id. A field that was added later and is not in the batch is not changed.
+
+    Raises:
+        SchemaError: The number of rows differs from the number of ids, or the rows do not fit the schema.
+    """
+    if batch.count != ids.size:
+        raise SchemaError(f"cannot replace {ids.size} rows by {batch.count} rows")
+    from expstore.data.containers import check_form
+
+    schema = storage.require_schema()
+    check_form(batch, schema)
+    places, columns = batch.select_columns(schema)
+    if ids.size > 1:
+        count = ids.size
+        ids, last = np.unique(ids[::-1], return_index=True)
+        columns = [pick(column, count - 1 - last) for column in columns]
+    storage.change(ids, places, columns)
+
+
+# -- the sessions and episodes of a batch -----------------------------------------------------------------
+
+
+def observations_of(storage: ReadView, columns: Sequence[Array], steps: Steps) -> Observations | None:
+    """Return the observations by which a batch is compared with stored rows; None: it is not compared.
+
+    Args:
+        storage: The storage of the rows.
+        columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
+        steps: Its episode fields.
+    """
+    pairs = storage.description.observations
+    if not pairs or not (storage.state.episodes.heirs or (steps.linked and steps.count > 1)):
+        return None
+    return Observations(columns, pairs, partial(_read_next, storage))
+
+
+def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Array]]:
+    """Return the next observations of those rows that are still in the store, by id."""
+    window, places = storage.stored, [after for _, after in storage.description.observations]
+    held = [number for number in numbers if number > window.low]
+    if window.deleted:
+        held = [number for number in held if window.deleted.upto(number) == window.deleted.upto(number - 1)]
+    if not held:
+        return {}
+    columns = storage.state.take_recent(held, places)
+    if columns is None:
+        columns = storage.take(storage.geometry.slot_of(np.array(held)), places)
+    return {row: [column[at] for column in columns] for at, row in enumerate(held)}
+
+
+def warn_of(
+    storage: ReadView, assignment: Assignment, source: str | None, session: SessionKey | None
+) -> None:
+    """Log, once for each source, mistakes in how it is written to.
+
+    Args:
+        storage: The storage.
+        assignment: Episodes and steps of rows that were written.
+        source: Name of their stream.
+        session: The session that has written them; None: the storage's own.
+    """
+    if assignment.restarted:
+        stream = "rows without a source" if source is None else f"source {source}"
+        if storage.keys.trajectory is None:
+            names = ", ".join(
+                key_name(storage.require_schema().fields[place].key)
+                for place, _ in storage.description.observations
+            )
+            text = (
+                f"{stream} began another episode: {names} of its newest row does not equal the next "
+                "observation of the row before, and no row has ended the episode, which is cut; set "
+                "terminated or truncated in the last row of an episode, or call episodes.end() after it"
+            )
+        else:
+            text = (
+                f"{stream} began another episode under the trajectory id of its open one, which is cut: "
+                "two collectors write under one name, or one has restarted; give each its own source=, "
+                "or call episodes.end() when one restarts"
+            )
+        warn_once(storage, text, ("restart", source))
+    if source is not None and assignment.sources:
+        table = storage.episodes
+        own = table.sources_named(source, session=session or storage.episodes.session)
+        if len(table.sources_named(source)) > len(own):
+            warn_once(
+                storage,
+                f"several sessions write to source {source} at the same time: each has episodes of its "
+                "own; give each its own source= to tell them apart",
+                ("sessions", source),
+            )
+
+
+def warn_once(storage: ReadView, text: str, once: Hashable) -> None:
+    """Log a warning about how a storage is written to, unless it was logged before.
+
+    Args:
+        storage: The storage.
+        text: The warning.
+        once: Its name.
+    """
+    if once not in storage.warned:
+        storage.warned.add(once)
+        _logger.warning(text)
+
+
+def reopen_session(storage: Storage, session: SessionKey) -> None:
+    """Open an ended session again, with the episodes that its end has cut; the caller holds the lock."""
+    known = storage.episodes.session_of(session)
+    if known is not None and known.ended:
+        cut = tuple(one.episode for one in known.cut.values())
+        storage.annotate(Resume(now_us(), session, episodes=cut))

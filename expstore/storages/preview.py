@@ -16,8 +16,7 @@ from expstore.core.tables import Table, build_table, render_card, size_text
 from expstore.core.values import IntArray, key_name
 from expstore.errors import ExpStoreError
 from expstore.schema.schema import OBJECT, Field
-from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView, read_stable
+from expstore.storages.read_view import ReadView, read_present, read_stable
 
 _ROWS = 5
 #: Fields with more bytes per row are not read; a cell has their dtype and shape.

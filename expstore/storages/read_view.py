@@ -1,6 +1,8 @@
 """Read access to a store: the same for its writer, for a process that only reads, and for rows in RAM.
 
-Samplers, SQL, transforms and exports get a `ReadView`. `expstore.storages.base.Storage` adds writing.
+Samplers, SQL, transforms and exports get a `ReadView`. `expstore.storages.base.Storage` adds writing. The
+functions after the class read rows by index, in the storage's container type, and rows by id that other
+threads may overwrite meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from expstore.core.change_log import Changes
+from expstore.core.counters import Counters
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
 from expstore.core.torchrl_keywords import VoidAttribute
@@ -21,9 +24,10 @@ from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, Window
 from expstore.disk.files import Disk
 from expstore.episodes.table import EpisodeTable
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, NoRowError, StateError
 from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import Keys, find_keys
+from expstore.schema.row_selection import in_shape
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import Priorities
@@ -35,11 +39,11 @@ from expstore.storages.locks import Locks
 from expstore.storages.row_settings import ReadSettings
 from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
-from expstore.storages.stats import Counters
 
 if TYPE_CHECKING:
     import torch
 
+    from expstore.data.containers import Layout
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
@@ -333,8 +337,6 @@ class ReadView(ABC):
             NotFoundError: There is no such row.
             StateError: The storage is closed, or has no fields yet.
         """
-        from expstore.storages.indexing import get
-
         return get(self, index)
 
     def __getitem__(self, index: Any) -> Any:
@@ -349,8 +351,6 @@ class ReadView(ABC):
         Returns:
             A bool, or a tensor of bools.
         """
-        from expstore.storages.indexing import contains
-
         return contains(self, item)
 
     def __contains__(self, item: object) -> bool:
@@ -358,8 +358,6 @@ class ReadView(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rows in the order of their indices."""
-        from expstore.storages.indexing import rows_of
-
         return rows_of(self)
 
     # -- the writer's side ---------------------------------------------------------------------------
@@ -455,3 +453,232 @@ def _forget(exc: BaseException | None) -> None:
 def build_closed_error() -> StateError:
     """Return the error of a call to a closed storage."""
     return StateError("the store is closed", hint="open it again with expstore.open()")
+
+
+# -- rows by index, as TorchRL's storages have them --------------------------------------------------------
+
+
+PATIENCE = 3  # reads that may find overwritten rows before the writer is blocked
+OVERTAKEN = "the writer overwrites rows faster than they can be read"
+
+
+def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
+    """Return which dims of a batch are rows of a storage; `dim` is time, by default the last of them."""
+    from expstore.data.containers import Layout
+
+    traits = storage.row_traits
+    return Layout(
+        all_dims=storage.description.flatten,
+        ndim=storage.ndim,
+        dim=storage.ndim - 1 if dim is None else dim,
+        objects=traits.whole,
+        typed=traits.variable and not traits.objects,
+    )
+
+
+def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
+    """Return the ids of the rows that an index selects, and the shape of the selection.
+
+    Args:
+        storage: The storage with the rows.
+        index: An index as for a tensor of all rows: integers, slices, arrays, masks, or tuples of them.
+        dim: Which dim of that tensor is time: it is swapped with the first.
+
+    Returns:
+        Flat ids, and the shape of the selection; `()` for a single row.
+
+    Raises:
+        NotFoundError: There is no such row.
+    """
+    index = plain_index(index)
+    if storage.ndim == 1 and not dim:
+        return _find_flat(storage, index)
+    ids = _sort_ids(storage)
+    grid = ids.reshape(-1, *storage.geometry.dims).swapaxes(0, dim)
+    try:
+        chosen = np.asarray(grid[index])
+    except IndexError as exc:
+        raise NoRowError(f"no rows at {index!r}: the store has them in shape {list(grid.shape)}") from exc
+    return chosen.reshape(-1), chosen.shape
+
+
+def plain_index(index: Any) -> Any:
+    """Convert an index to NumPy's types: torch tensors and ranges become arrays, `...` becomes a slice."""
+    if isinstance(index, tuple):
+        return tuple(map(plain_index, index))
+    if index is Ellipsis:
+        return slice(None)
+    if hasattr(index, "detach"):
+        index = index.detach().cpu().numpy()
+    elif isinstance(index, range):
+        index = np.arange(index.start, index.stop, index.step)
+    return index
+
+
+def _sort_ids(storage: ReadView) -> IntArray:
+    """Return the readable ids of whole steps, in the order of their indices. Shape `(rows,)`."""
+    window = storage.window
+    ids = window.ids()
+    if window.deleted and storage.geometry.lanes > 1:  # a repair may have deleted some cells of a step
+        _, step, cells = np.unique(
+            (ids - 1) // storage.geometry.lanes, return_inverse=True, return_counts=True
+        )
+        ids = ids[cells[step] == storage.geometry.lanes]
+    ordered: IntArray = ids[np.argsort(storage.geometry.index_of(ids), kind="stable")]
+    return ordered
+
+
+def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]]:
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, slice):
+        ids = _sort_ids(storage)[index]
+        return ids, ids.shape
+    numbers = np.asarray(index)
+    if numbers.dtype == np.bool_:
+        if numbers.shape != (len(storage),):
+            raise NoRowError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
+        ids = _sort_ids(storage)[numbers.astype(bool)]
+        return ids, ids.shape
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ArgumentError(f"an index of rows must be integers, got {numbers.dtype}")
+    shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
+    # Where rows were deleted and not replaced by newer ones, the newest row is still number -1.
+    window, wrapped = storage.window, np.where(numbers < 0, numbers + end_of(storage), numbers)
+    if wrapped.size and wrapped.min() < 0:  # name the index that the caller passed
+        raise storage.geometry.build_missing_error(int(numbers[np.argmin(wrapped)]), window)
+    return storage.geometry.ids_at(wrapped, window), shape
+
+
+def end_of(storage: ReadView) -> int:
+    """Return the index of the next row, before a ring wraps: from it negative indices are counted."""
+    return storage.last if storage.capacity is None else storage.window.size
+
+
+def ids_to_weigh(storage: ReadView, indices: IntArray) -> IntArray:
+    """Return the ids of rows for whose indices priorities were computed. Shapes `(n,)`.
+
+    Rows that have left the window meanwhile have ids, too: `Storage.set_priorities` ignores them.
+
+    Raises:
+        NotFoundError: There is no row with an index, or there never was one in a storage with a window.
+    """
+    has_window = storage.description.window_rows is not None
+    return storage.geometry.ids_at(indices, Window(0, storage.last) if has_window else storage.window)
+
+
+def read_rows(
+    storage: ReadView,
+    locate: Callable[[], IntArray],
+    places: Sequence[int] | None = None,
+    *,
+    read: Callable[[IntArray], tuple[list[Array], bool]] | None = None,
+) -> tuple[IntArray, list[Array]]:
+    """Copy rows out that are not overwritten while they are copied.
+
+    Args:
+        storage: The storage with the rows.
+        locate: Returns the ids of the rows; called again if rows were overwritten meanwhile.
+        places: Positions of the fields to read; None: all.
+        read: Copies rows and returns whether all of them are whole; None: `storage.read` and `intact`.
+
+    Returns:
+        Ids, and one array per field. Shapes `(n,)` and `(n, *row shape)`.
+
+    Raises:
+        NotFoundError: There is no such row.
+        StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
+    """
+    if storage.closed:
+        raise StateError("the store is closed", hint="open it again with expstore.open()")
+
+    def copy(ids: IntArray) -> tuple[list[Array], bool]:
+        columns = storage.read(ids, places)
+        return columns, storage.intact(ids)
+
+    take = copy if read is None else read
+    for _ in range(PATIENCE):
+        ids = locate()
+        columns, whole = take(ids)
+        if whole:
+            return ids, columns
+    with storage.lock:
+        ids = locate()
+        columns, whole = take(ids)
+    if storage.follows and not whole:
+        raise StateError(OVERTAKEN, hint="read fewer rows at once, or give the store a larger capacity")
+    return ids, columns
+
+
+def read_present(
+    storage: ReadView, ids: IntArray, places: Sequence[int] | None = None
+) -> tuple[IntArray, list[Array]]:
+    """Copy out the rows that are still in the store.
+
+    Args:
+        storage: The storage with the rows.
+        ids: Ids of the rows. Shape `(n,)`.
+        places: Positions of the fields to read; None: all.
+
+    Returns:
+        Ids, in the same order, and one array per field. Shapes `(m,)` and `(m, *row shape)`.
+
+    Raises:
+        StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
+    """
+    return read_rows(storage, lambda: ids[storage.stored.holds(ids)], places)
+
+
+def get(storage: ReadView, index: Any, dim: int = 0) -> Any:
+    """Read rows by index, in the container type in which they were written.
+
+    Args:
+        storage: The storage with the rows.
+        index: An index as for a tensor of all rows: integers, slices, arrays, masks, or tuples of them.
+        dim: Which dim of that tensor is time: it is swapped with the first.
+    """
+    from expstore.data.containers import form_of
+
+    shape: tuple[int, ...] = ()
+
+    def locate() -> IntArray:
+        nonlocal shape
+        ids, shape = find(storage, index, dim)
+        return ids
+
+    _, columns = read_rows(storage, locate)
+    form = form_of(storage)
+    rows = form.build(in_shape(columns, shape), shape, {})
+    return rows if storage.device is None or storage.device.type == "cpu" else _move(rows, storage.device)
+
+
+def _move(rows: Any, device: torch.device) -> Any:
+    from torch.utils._pytree import tree_map
+
+    def can_move(thing: Any) -> bool:
+        return hasattr(thing, "to")
+
+    return tree_map(lambda thing: thing.to(device) if can_move(thing) else thing, rows, is_leaf=can_move)
+
+
+def contains(storage: ReadView, item: Any) -> Any:
+    """Return which indices can be read, as torchrl's storages do."""
+    import torch
+
+    numbers = np.asarray(plain_index(item))
+    if numbers.dtype.kind not in "iu":
+        raise ArgumentError(f"an index of rows must be integers, got {type(item).__name__}")
+    there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
+    there[storage.geometry.index_of(storage.window.ids())] = True
+    wrapped = np.where(numbers < 0, numbers + end_of(storage), numbers)
+    inside = (wrapped >= 0) & (wrapped < there.size)
+    found = inside & there[np.where(inside, wrapped, 0)] if there.size else inside
+    return torch.from_numpy(np.asarray(found)) if isinstance(item, torch.Tensor) else bool(found)
+
+
+def rows_of(storage: ReadView) -> Iterator[Any]:
+    """Yield the rows in the order of their indices; steps of time if `ndim` is larger than 1."""
+    ids = _sort_ids(storage)
+    steps = np.arange(ids.size // storage.geometry.lanes)
+    for number in (storage.geometry.index_of(ids) if storage.ndim == 1 else steps).tolist():
+        yield get(storage, number)

@@ -7,110 +7,23 @@ Used by buffers, by storages that are closed, and when rows are appended. Change
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, key_name
-from expstore.episodes.sessions import End, Heir, Resume, SessionKey
+from expstore.core.values import IntArray
+from expstore.episodes.sessions import End, Heir, SessionKey
 from expstore.episodes.sources import lane_names
-from expstore.episodes.table import Observations
 from expstore.errors import SchemaError, StateError
 from expstore.storages.batch import now_us
 
 if TYPE_CHECKING:
     from expstore.episodes.log import Episode
-    from expstore.episodes.segmentation import Steps
-    from expstore.episodes.table import Assignment
     from expstore.storages.base import Storage
     from expstore.storages.read_view import ReadView
 
 _logger = logging.getLogger("expstore")
-
-
-def observations_of(storage: ReadView, columns: Sequence[Array], steps: Steps) -> Observations | None:
-    """Return the observations by which a batch is compared with stored rows; None: it is not compared.
-
-    Args:
-        storage: The storage of the rows.
-        columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
-        steps: Its episode fields.
-    """
-    pairs = storage.description.observations
-    if not pairs or not (storage.state.episodes.heirs or (steps.linked and steps.count > 1)):
-        return None
-    return Observations(columns, pairs, partial(_read_next, storage))
-
-
-def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Array]]:
-    """Return the next observations of those rows that are still in the store, by id."""
-    window, places = storage.stored, [after for _, after in storage.description.observations]
-    held = [number for number in numbers if number > window.low]
-    if window.deleted:
-        held = [number for number in held if window.deleted.upto(number) == window.deleted.upto(number - 1)]
-    if not held:
-        return {}
-    columns = storage.state.take_recent(held, places)
-    if columns is None:
-        columns = storage.take(storage.geometry.slot_of(np.array(held)), places)
-    return {row: [column[at] for column in columns] for at, row in enumerate(held)}
-
-
-def warn_of(
-    storage: ReadView, assignment: Assignment, source: str | None, session: SessionKey | None
-) -> None:
-    """Log, once for each source, mistakes in how it is written to.
-
-    Args:
-        storage: The storage.
-        assignment: Episodes and steps of rows that were written.
-        source: Name of their stream.
-        session: The session that has written them; None: the storage's own.
-    """
-    if assignment.restarted:
-        stream = "rows without a source" if source is None else f"source {source}"
-        if storage.keys.trajectory is None:
-            names = ", ".join(
-                key_name(storage.require_schema().fields[place].key)
-                for place, _ in storage.description.observations
-            )
-            text = (
-                f"{stream} began another episode: {names} of its newest row does not equal the next "
-                "observation of the row before, and no row has ended the episode, which is cut; set "
-                "terminated or truncated in the last row of an episode, or call episodes.end() after it"
-            )
-        else:
-            text = (
-                f"{stream} began another episode under the trajectory id of its open one, which is cut: "
-                "two collectors write under one name, or one has restarted; give each its own source=, "
-                "or call episodes.end() when one restarts"
-            )
-        warn_once(storage, text, ("restart", source))
-    if source is not None and assignment.sources:
-        table = storage.episodes
-        own = table.sources_named(source, session=session or storage.episodes.session)
-        if len(table.sources_named(source)) > len(own):
-            warn_once(
-                storage,
-                f"several sessions write to source {source} at the same time: each has episodes of its "
-                "own; give each its own source= to tell them apart",
-                ("sessions", source),
-            )
-
-
-def warn_once(storage: ReadView, text: str, once: Hashable) -> None:
-    """Log a warning about how a storage is written to, unless it was logged before.
-
-    Args:
-        storage: The storage.
-        text: The warning.
-        once: Its name.
-    """
-    if once not in storage.warned:
-        storage.warned.add(once)
-        _logger.warning(text)
 
 
 def end_episodes(storage: ReadView, source: str | None = None, *, session: SessionKey | None = None) -> None:
@@ -194,14 +107,6 @@ def end_sessions(storage: ReadView, sessions: Iterable[SessionKey]) -> None:
         over = tuple(key for key in sessions if key in live)
         if over:
             writer.annotate(End(now_us(), (), over))
-
-
-def reopen_session(storage: Storage, session: SessionKey) -> None:
-    """Open an ended session again, with the episodes that its end has cut; the caller holds the lock."""
-    known = storage.episodes.session_of(session)
-    if known is not None and known.ended:
-        cut = tuple(one.episode for one in known.cut.values())
-        storage.annotate(Resume(now_us(), session, episodes=cut))
 
 
 def resume(

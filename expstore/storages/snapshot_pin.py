@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from expstore.core.counters import Counters
 from expstore.core.lock_order import LockOrder
-from expstore.storages.stats import Counters
 
 
 class SnapshotPin:

@@ -74,7 +74,7 @@ class TensorStorage(MemoryStorage):
         seed: int | None = None,
         **torchrl: Any,
     ) -> None:
-        from expstore.storages.indexing import append, rows_along
+        from expstore.storages.base import append, rows_along
 
         check_keywords(self, torchrl, OBJECT_STORAGE)
         if storage is None:

@@ -23,8 +23,7 @@ from expstore.errors import ArgumentError, NotFoundError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
-from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, read_present
 from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check_predicate, find_entry, split
 from expstore.trajectories.reductions import reduce_runs
 from expstore.transforms import Compose

@@ -16,7 +16,7 @@ from tensordict import is_tensor_collection
 from expstore.core.arguments import check_whole
 from expstore.core.values import Array, IntArray
 from expstore.errors import ArgumentError, StateError
-from expstore.storages.indexing import read_rows
+from expstore.storages.read_view import read_rows
 from expstore.transforms.base import StepTransform, StepView
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateErro
 from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
-from expstore.storages.indexing import add_new_fields, append_rows, layout_of, prepare
-from expstore.storages.read_view import ReadView
+from expstore.storages.base import Storage, add_new_fields, append_rows, prepare
+from expstore.storages.read_view import ReadView, layout_of
 
 if TYPE_CHECKING:
     from expstore.core.idempotency import WriteKey

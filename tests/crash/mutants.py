@@ -48,7 +48,7 @@ def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None
         write.commit(state, (kept.manifest.generation, sequence))
     kept.shared.publish(rows.last_id, sequence, drained=True)
     kept.sync()
-    state.put(rows, skipped, kept.geometry)
+    state.put(state.columns, rows, skipped, kept.geometry)
 
 
 def break_journal_first() -> None:

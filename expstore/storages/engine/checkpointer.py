@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from expstore.core.counters import Counters
 from expstore.core.geometry import RingGeometry
 from expstore.core.lock_order import LockOrder
 from expstore.disk.checkpointed import Checkpoint, Pin
@@ -31,7 +32,6 @@ from expstore.storages.format.records import Mark
 from expstore.storages.index_protocol import IndexLink
 from expstore.storages.locks import Locks
 from expstore.storages.snapshot_pin import SnapshotPin
-from expstore.storages.stats import Counters
 
 _logger = logging.getLogger("expstore")
 

@@ -96,17 +96,18 @@ class OpenStore(RowState):
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def keep(self, rows: Rows, geometry: RingGeometry) -> Payload:
+    def keep(self, columns: WritableColumns, rows: Rows, geometry: RingGeometry) -> Payload:
         """Add a few rows to the memtable, which has room; their commit record will contain their bytes."""
-        inline = b"".join(payload_parts(self.require_columns(), rows.columns, rows.assignment.numbers))
+        inline = b"".join(payload_parts(columns, rows.columns, rows.assignment.numbers))
         self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots)
         self.memtable.add(rows.first_id, rows.count, inline)
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
-    def put(self, rows: Rows, skipped: int, geometry: RingGeometry) -> Payload:
+    def put(self, columns: WritableColumns, rows: Rows, skipped: int, geometry: RingGeometry) -> Payload:
         """Write the rows of a batch to the columns; the memtable is empty.
 
         Args:
+            columns: The columns.
             rows: The batch.
             skipped: How many of its first rows get no slot.
             geometry: How ids and slots correspond.
@@ -117,7 +118,7 @@ class OpenStore(RowState):
         Raises:
             StorageError: The disk failed.
         """
-        columns, priorities, count = self.require_columns(), self.priorities, rows.count
+        priorities, count = self.priorities, rows.count
         arrays, numbers = rows.columns, rows.assignment.numbers
         if skipped:
             arrays = [array[skipped:] for array in arrays]

@@ -944,9 +944,9 @@ class _BatchWrite:
         if state.memtable.span[1] and (not keeps or state.memtable.full):
             store.drain()
         if keeps:
-            self._payload = state.keep(rows, ring)
+            self._payload = state.keep(columns, rows, ring)
             return False
-        self._payload = state.put(rows, skipped, ring)
+        self._payload = state.put(columns, rows, skipped, ring)
         if store.checkpoints.durable:
             inline = columns.bytes_of(rows.columns, rows.count) <= tuning.INLINE_BATCH_BYTES
             if inline and not skipped and rows.count <= ring.spare:

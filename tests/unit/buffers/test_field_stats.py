@@ -17,8 +17,7 @@ from expstore import ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from expstore.buffers import field_stats
 from expstore.core.values import Array, IntArray
 from expstore.errors import NotReadyError, SchemaError, StateError
-from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, read_present
 from tests.support.batches import numbered_rows
 from tests.support.tuned import set_spare_slots
 

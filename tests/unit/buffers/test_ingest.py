@@ -50,7 +50,7 @@ class Writes:
 
     def __init__(self, *, transform: Any = None, limiter: Any = None) -> None:
         self.written: list[list[int]] = []
-        sampler = SimpleNamespace(on_write=lambda ids: self.written.append(ids.tolist()))
+        sampler = SimpleNamespace(hears_writes=True, on_write=lambda ids: self.written.append(ids.tolist()))
         sampling: Any = SimpleNamespace(sampler=sampler, own_keys=frozenset({"index"}))
         self.store = StoreHandle(MemoryStorage(10))
         self.ingest = Ingest(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from expstore.core.counters import Counters
 from expstore.core.lock_order import LockOrder
 from expstore.storages.snapshot_pin import SnapshotPin
-from expstore.storages.stats import Counters
 
 
 def test_wait_returns_at_once_when_free() -> None:

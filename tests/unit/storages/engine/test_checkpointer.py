@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from expstore.core.counters import Counters
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_IDS
@@ -20,7 +21,6 @@ from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Mark
 from expstore.storages.locks import Locks
-from expstore.storages.stats import Counters
 
 Acts = list[str]
 

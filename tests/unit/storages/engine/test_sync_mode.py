@@ -28,7 +28,7 @@ from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
-from expstore.storages.indexing import find
+from expstore.storages.read_view import find
 from expstore.storages.zarr import ZarrStorage
 from tests.support.stores import NoKeeper
 from tests.support.tuned import set_spare_slots
