@@ -120,7 +120,7 @@ DRAWS = {
     "slices": (lambda: samplers.SliceSampler(slice_len=3), 3),
     "slices by start": (lambda: samplers.SliceSampler(slice_len=3, by="start"), 3),
     "slices where": (lambda: samplers.SliceSampler(slice_len=3, where=WHERE), 3),
-    "slices by key": (lambda: samplers.SliceSampler(slice_len=3, end_key=("next", "done")), 3),
+    "slices by key": (lambda: samplers.SliceSampler(slice_len=3, traj_key="version"), 3),
     "prioritized slices": (lambda: samplers.PrioritizedSliceSampler(slice_len=3, alpha=1.0), 3),
     "prioritized slices where": (lambda: samplers.PrioritizedSliceSampler(slice_len=3, where=WHERE), 3),
 }
