@@ -9,7 +9,6 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,10 +30,11 @@ from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, unwrap
-from expstore.storages.read_view import OVERTAKEN, PATIENCE, ReadView, build_closed_error, read_stable
+from expstore.storages.read_view import OVERTAKEN, PATIENCE, ReadView, build_closed_error, forget_frames
 from expstore.transforms import StepView
 
 _LIMIT = 1000  # number of draws after which a follower fails, as it cannot make the writer wait
+_UNLOCKED = contextlib.nullcontext()
 _TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws of rows never reach it
 
 
@@ -144,7 +144,7 @@ class Sampling(StorePart):
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
         draw = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, []))
+        batch, rows = self._draw(storage, draw, request, [])
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
@@ -153,65 +153,92 @@ class Sampling(StorePart):
     ) -> tuple[Any, Selection]:
         """Make the batch of a draw.
 
+        Others write to the store meanwhile, so a batch is made again for two reasons:
+
+        - Fields were added or dropped: what was read by position may be values of another field. The same
+          random numbers are used again.
+        - Rows were overwritten by newer ones before they were copied, or a sample unit found that its anchors
+          are gone: other rows are drawn, by the next random numbers of this draw. The fourth time, the writer
+          is blocked.
+
+        A row that is changed in place while it is copied is copied again by `ReadView.read`.
+
         Args:
             storage: The storage with the rows.
             draw: The draw.
             request: What was asked for.
             tried: The selections that were made for this draw, to which new ones are appended. A sampler is
                 told of the last one, since it does not return the same rows twice.
-        """
-        draws = self._draws or self._require_draws()
-        rows, columns, view = self._read(storage, draws, draw, request.size, tried)
-        numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
-        batch = self._batches.of_sample(storage, rows, columns, view, numbers, as_numpy=request.as_numpy)
-        return batch, rows
 
-    def _read(
-        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, tried: list[Selection]
-    ) -> tuple[Selection, list[Array], StepView | None]:
-        """Choose rows and copy them; repeat if some are overwritten meanwhile."""
-        transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
-        declined = 0  # how often the unit returned no rows
-        for redraw in range(_LIMIT):
-            generator = draws.numbers(draw, redraw)
-            if redraw == PATIENCE:
-                storage.lock.acquire()
+        Raises:
+            NotReadyError: No row can be drawn.
+            StateError: A follower cannot read as fast as the writer overwrites rows.
+        """
+        draws, epochs, batches = self._draws or self._require_draws(), storage.epochs, self._batches
+        redraw = declined = 0  # how often other rows were drawn, and how often the unit returned no rows
+        while redraw < _LIMIT:
+            fields = epochs.fields
+            if fields & 1:
+                with storage.lock:  # held for a moment, while fields are replaced in memory
+                    continue
             try:
-                if tried:
-                    chosen = tried[-1].anchors or tried[-1]
-                    chosen = self.sampler.sample_again(storage, chosen, generator)
-                else:
-                    chosen = self.sampler.sample(storage, size, generator)
-                tried.append(chosen)
-                rows = chosen if self.unit is None else self.unit.select(chosen, storage)
-                if masses is not None:
-                    masses.append(chosen.mass)
-                if rows is not None:
-                    if limit is not None:
-                        limit.check(storage, rows.ids)
-                    view = transform.look(storage, rows.ids, generator) if transform.steps else None
-                    if self._relabeling is not None:
-                        view = self._relabeling.look(storage, rows.ids, generator, view)
-                    if view is None:
-                        columns = storage.read(rows.ids)
-                        if storage.intact(rows.ids):
-                            return rows, columns, None
-                    else:
-                        columns = view.columns()
-                        if view.intact:
-                            return replace(rows, oldest=view.oldest), columns, view
-                else:
-                    declined += 1
-                storage.counters.redraws += 1
-            finally:
-                if redraw == PATIENCE:
-                    storage.lock.release()
+                generator = draws.numbers(draw, redraw)
+                with storage.lock if redraw == PATIENCE else _UNLOCKED:
+                    rows, columns, view = self._read(storage, generator, request.size, tried)
+                if columns is not None and rows is not None:
+                    numbers = draws.numbers(draw, _TRANSFORMS) if batches.transform.draws else None
+                    batch = batches.of_sample(
+                        storage, rows, columns, view, numbers, as_numpy=request.as_numpy
+                    )
+                    if epochs.fields == fields:
+                        return batch, rows
+            except Exception as exc:
+                if epochs.fields == fields:
+                    raise
+                forget_frames(exc)
+            if epochs.fields != fields:
+                redraw = declined = 0
+                continue
+            redraw += 1
+            declined += rows is None
+            storage.counters.redraws += 1
         if declined == _LIMIT:
             raise StateError(
                 f"the sample unit {self.unit!r} returned None {declined:,} times in a row",
                 hint="`select` may return None only if anchors were removed; otherwise raise an error",
             )
         raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
+
+    def _read(
+        self, storage: ReadView, generator: np.random.Generator, size: int, tried: list[Selection]
+    ) -> tuple[Selection | None, list[Array] | None, StepView | None]:
+        """Choose rows, and copy them.
+
+        Returns:
+            The rows, None if the sample unit finds none for what was drawn; their columns, None if some rows
+            were overwritten meanwhile; and the view that step transforms need.
+        """
+        transform, limit, masses = self._batches.transform, READ_LIMIT.get(), MASSES.get()
+        if tried:
+            chosen = self.sampler.sample_again(storage, tried[-1].anchors or tried[-1], generator)
+        else:
+            chosen = self.sampler.sample(storage, size, generator)
+        tried.append(chosen)
+        rows = chosen if self.unit is None else self.unit.select(chosen, storage)
+        if masses is not None:
+            masses.append(chosen.mass)
+        if rows is None:
+            return None, None, None
+        if limit is not None:
+            limit.check(storage, rows.ids)
+        view = transform.look(storage, rows.ids, generator) if transform.steps else None
+        if self._relabeling is not None:
+            view = self._relabeling.look(storage, rows.ids, generator, view)
+        if view is None:
+            columns = storage.read(rows.ids)
+            return rows, columns if storage.intact(rows.ids) else None, None
+        columns = view.columns()
+        return (replace(rows, oldest=view.oldest), columns, view) if view.intact else (rows, None, None)
 
     def check_readable(self, storage: ReadView) -> None:
         """Raise an error if no row can be drawn.
@@ -272,7 +299,7 @@ class Sampling(StorePart):
         self.check_readable(storage)
         changes = self._changes()
         tried = [] if instead is None else [instead]
-        return Made(*read_stable(storage, partial(self._draw, storage, draw, request, tried)), changes)
+        return Made(*self._draw(storage, draw, request, tried), changes)
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches of the same age as this one (None: any batches) may still be returned."""

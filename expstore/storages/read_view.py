@@ -437,13 +437,13 @@ def read_stable(storage: ReadView, act: Callable[[], _Found]) -> _Found:
         except Exception as exc:
             if storage.epochs.fields == before:
                 raise
-            _forget(exc)
+            forget_frames(exc)
         else:
             if storage.epochs.fields == before:
                 return found
 
 
-def _forget(exc: BaseException | None) -> None:
+def forget_frames(exc: BaseException | None) -> None:
     """Free the frames of an error: they may hold cursors of a query, which would keep a file open."""
     while exc is not None:
         traceback.clear_frames(exc.__traceback__)
