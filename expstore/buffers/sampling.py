@@ -33,7 +33,7 @@ from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.read_view import OVERTAKEN, PATIENCE, ReadView, build_closed_error, forget_frames
 from expstore.transforms import StepView
 
-_LIMIT = 1000  # number of draws after which a follower fails, as it cannot make the writer wait
+_LIMIT = 1000  # how often other rows are drawn before an error: a reader cannot make the writer wait
 _UNLOCKED = contextlib.nullcontext()
 _TRANSFORMS = 1 << 40  # the redraw number for transforms' random numbers; draws of rows never reach it
 

@@ -119,7 +119,7 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The readable ids: those in (`low`, `last`] that are not in `gaps`.
+    """The readable ids: those in (`low`, `last`] that are not in `deleted`.
 
     Args:
         low: The newest id that can no longer be read; 0 at first.

@@ -354,7 +354,7 @@ class LogColumns:
 class EpisodeLog(Checkpointed):
     """The log of one store: append entries and read them.
 
-    One writer. Entries are kept in memory until a sync; until then the publish records contain the same.
+    One writer. Entries are kept in memory until a sync; until then the commit records contain the same.
 
     Args:
         disk: Access to files.

@@ -25,7 +25,8 @@ from expstore.schema.schema import Schema
 #: Status of an episode after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 
-#: Flags of the rows of one episode in a batch. NO_REWARD: the rows have no reward.
+#: Flags of the rows of one episode in a batch: they begin it, they have a trajectory id, they have no reward.
+#: The bytes of a record may have 4, which has no meaning any more.
 NEW, HAS_TRAJECTORY, NO_REWARD = 1, 2, 8
 
 BoolArray = NDArray[np.bool_]
@@ -62,7 +63,8 @@ class Steps:
 
 
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)
-#: lane, trajectory, whether it begins an episode, row, count, stride, status, return (0.0 without rewards)
+#: Lane, trajectory, whether a field says that it begins an episode (None: there is no field), first row,
+#: number of rows, stride, status, return (0.0 without rewards).
 Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
 #: Consecutive rows of one source and one episode: number of the first row in the batch, number of rows, sum
 #: of their rewards (0.0 without rewards), the episode's status after the last one, and the trajectory id.

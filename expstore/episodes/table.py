@@ -83,7 +83,7 @@ SEGMENT_BYTES = _SEGMENT.size
 
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
-    """Return segments as bytes for a publish record (56 bytes each)."""
+    """Return segments as bytes for a commit record (56 bytes each)."""
     return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
@@ -247,9 +247,9 @@ class Changes(NamedTuple):
 class EpisodeTable:
     """Assign numbers of episodes and steps to rows, and track which episodes are open.
 
-    Not locked: the storage calls it under its lock. After a crash the storage builds it again from a base
-    record, the publish records after it and the columns. `assign` changes nothing, so a write that fails has
-    no effect.
+    Not locked: the caller holds the storage's lock, and to change it also the lock of the episodes. After a
+    crash the storage builds it again from a base record, the commit records after it and the columns.
+    `assign` changes nothing, so a write that fails has no effect.
 
     Args:
         generation: This opening's number; it is part of the names of unnamed sources.
@@ -520,7 +520,7 @@ class EpisodeTable:
             sources: New sources.
             first_id: Id of the batch's first row.
             time: Time of the batch, microseconds since 1970.
-            sequence: LSN of its publish record.
+            sequence: LSN of its commit record.
             info: Facts to attach to its episodes, as JSON text.
         """
         entries = [self._add_source(source, time) for source in sources] if sources else []

@@ -40,7 +40,7 @@ def check_ids(inspection: Inspection) -> None:
 
 
 def check_rows(inspection: Inspection) -> None:
-    """Check `_row/episode` and `_row/step` against the publish records that still exist."""
+    """Check `_row/episode` and `_row/step` against the commit records that still exist."""
     past = inspection.past
     if past is None:
         return

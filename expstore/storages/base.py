@@ -40,6 +40,7 @@ from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.read_view import (
+    PATIENCE,
     ReadView,
     build_closed_error,
     end_of,
@@ -338,7 +339,7 @@ class Storage(ReadView):
             One array per field. Shapes `(n, *row shape)`.
         """
         slots, changes = self.geometry.slot_of(ids), self.changes
-        for _ in range(3):
+        for _ in range(PATIENCE):
             before = changes.number
             columns = self.take(slots, places)
             if before == changes.number and not before & 1:

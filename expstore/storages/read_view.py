@@ -188,7 +188,10 @@ class ReadView(ABC):
 
     @property
     def stored(self) -> Window:
-        """The ids that can be read now: SQL, trajectories, retention, snapshots and exports see them."""
+        """The ids that can be read now: trajectories, retention, snapshots and exports see them; SQL almost.
+
+        SQL sees those of `query_window`.
+        """
         return self._state.stored
 
     @property

@@ -105,8 +105,8 @@ class RowState:
 
     Invariants: `stored.last` <= `horizon`; `retired` <= `stored.low`.
 
-    Threads: a thread that changes it holds the storage's lock; window and episodes change together under the
-    lock of the episodes.
+    Threads: a thread that changes it holds the storage's lock; `stored` and episodes change together under
+    the lock of the episodes.
 
     Args:
         stored: The ids that can be read.
@@ -141,9 +141,9 @@ class RowState:
         """The newest id that can be read."""
         return self.stored.last
 
-    def recover(self, found: Recovered, window: Window) -> None:
-        """Adopt the journal's state of the rows, except the episodes; `window` holds the readable ids."""
-        self.stored, self.horizon, self.retired = window, window.last, found.retired
+    def recover(self, found: Recovered, stored: Window) -> None:
+        """Adopt the journal's state of the rows, except the episodes; `stored` holds the readable ids."""
+        self.stored, self.horizon, self.retired = stored, stored.last, found.retired
         self.write_count, self.content, self.index_floor = found.write_count, found.content, found.index_floor
         self.priorities.note_largest(found.max_priority)
 
@@ -172,10 +172,10 @@ class RowState:
         self.retired = max(self.retired, through)
         self.stored = replace(self.stored, low=max(self.stored.low, self.retired))
 
-    def delete(self, window: Window) -> None:
-        """Delete rows between the ends of the window; `window` has the remaining ids."""
-        self.retired = max(self.retired, window.low)
-        self.stored = window
+    def delete(self, stored: Window) -> None:
+        """Delete rows between the oldest and the newest one; `stored` has the remaining ids."""
+        self.retired = max(self.retired, stored.low)
+        self.stored = stored
 
     def forget(self, last: int) -> None:
         """Remove all rows; the next id is `last` + 1."""
@@ -187,7 +187,7 @@ class RowState:
         self.content = position
 
     def commit_rows(self, rows: Rows, capacity: int | None, position: tuple[int, int]) -> None:
-        """Make written rows readable: update episodes, window and key after the commit record.
+        """Make written rows readable: update episodes, stored ids and key after the commit record.
 
         The caller holds the lock of the episodes.
 

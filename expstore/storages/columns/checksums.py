@@ -1,6 +1,6 @@
 """The file `checksums`: a crc32c per column for every block of 4096 slots, and the stamp of each block.
 
-Used by the Zarr storage, which sums the blocks that changed since the last sync; by `verify`; and by
+Used by stores on disk, which sums the blocks that changed since the last sync; by `verify`; and by
 snapshots, which need not copy blocks with an unchanged stamp. This module does not check columns.
 """
 

@@ -1,6 +1,6 @@
 """The column `_row/sampled`: how often each row was sampled, on disk.
 
-Used by the Zarr storage, and by code that restores and checks stores. The column is created when a sampler
+Used by stores on disk, and by code that restores and checks stores. The column is created when a sampler
 first counts, and is not part of any checksum. The storage decides which counts are valid after a crash.
 """
 

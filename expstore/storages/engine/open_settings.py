@@ -1,6 +1,6 @@
 """Settings of an opening: compare them with the store in a folder, or make a new store there.
 
-Used by the Zarr storage. This module takes the writer's lock and creates or reads expstore.json. It never
+Used by stores on disk. This module takes the writer's lock and creates or reads expstore.json. It never
 touches rows.
 """
 

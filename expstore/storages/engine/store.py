@@ -269,10 +269,10 @@ class Store(Storage):
         """
         state, checkpoints = self._state, self.checkpoints
         try:
-            # 1. Release the slots, for readers in other processes and in memory, before they change.
+            # 1. Release the slots for readers in other processes, before they change.
             self.shared.reserve(write.last_id)
-            # 2. Write the payload to the columns; a few rows stay in the memtable and in their record. If
-            #    every call is synced, sync the payload before its record.
+            # 2. Release them in memory, then write the payload to the columns; a few rows stay in the
+            #    memtable and in their record. If every call is synced, sync the payload before its record.
             in_columns = write.put(state)
             with self.locks.episodes:
                 try:
@@ -487,11 +487,11 @@ class Store(Storage):
 
     # -- changing rows -----------------------------------------------------------------------------
 
-    # A change in place first syncs an update record, then changes the columns. A pin prevents checkpoints
-    # from covering the record before the columns have changed, because this would lose the change. New rows
-    # that replace others are scattered over the columns, so writing each at once would cost one write per
-    # column, after a sync of the journal: a checkpoint does both for many of them together. The journal has
-    # every change when a call returns; an opening repeats the changes that the columns may lack.
+    # A change in place first syncs its record (`Kind.REDO`), then changes the columns. A pin prevents
+    # checkpoints from covering the record before the columns have changed, because this would lose the
+    # change. New rows that replace others are scattered over the columns, so writing each at once would cost
+    # one write per column, after a sync of the journal: a checkpoint does both for many of them together. The
+    # journal has every change when a call returns; an opening repeats those that the columns may lack.
 
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool

@@ -1,6 +1,6 @@
 """Add or drop a column of a store with existing rows, as one atomic change on disk.
 
-Used by the Zarr storage. The files of the change are built in `late.tmp`. Renaming it to `late` announces the
+Used by stores on disk. The files of the change are built in `late.tmp`. Renaming it to `late` announces the
 change; writing expstore.json with the new fields commits it. The next opening of the store completes a
 committed change, and undoes one that was not committed. The columns of other fields are never modified.
 """

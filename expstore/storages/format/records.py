@@ -1,6 +1,6 @@
 """Bodies of the journal's records: publish, redo, mark and the others.
 
-Used by the Zarr storage and by recovery. `expstore.storages.format.journal` frames the bodies; docs/format.md
+Used by stores on disk and by recovery. `expstore.storages.format.journal` frames the bodies; docs/format.md
 has the byte table.
 """
 

@@ -1,6 +1,6 @@
 """The file `keys`: the newest idempotency keys of a store, a ring of entries of 64 bytes.
 
-Used by storages on disk. A key is first stored in the publish record of its rows; a checkpoint writes it to
+Used by storages on disk. A key is first stored in the commit record of its rows; a checkpoint writes it to
 this file before the record can be removed. docs/format.md has the byte table. This module does not access
 records or rows.
 """

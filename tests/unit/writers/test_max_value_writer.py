@@ -221,6 +221,7 @@ def test_rows_count_as_written_when_they_are_taken_in(make: Make) -> None:
 def test_a_sampler_is_notified_of_new_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = make(3)
     told: list[list[int]] = []
+    monkeypatch.setattr(rb.sampler, "hears_writes", True, raising=False)  # as a class with the method has it
     monkeypatch.setattr(rb.sampler, "on_write", lambda ids: told.append(ids.tolist()))
     rb.extend(rows([3.0, 1.0, 2.0]))
     rb.extend(rows([0.0, 9.0, 0.0]))

@@ -1,6 +1,6 @@
 """A wide field, packed: chunks of a few rows in Zarr shards that are never changed once finished.
 
-Used by the Zarr storage together with flat columns. Rows arrive in the order of their slots. A chunk is
+Used by stores on disk together with flat columns. Rows arrive in the order of their slots. A chunk is
 packed as soon as it is full, and appended to the shard that is being filled. The rows of a chunk that is not
 full are in the file `partial`, and in memory. The column knows slots and laps of the ring, not which rows are
 readable.
