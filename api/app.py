@@ -17,12 +17,13 @@ from starlette.routing import NoMatchFound
 from starlette.types import Receive, Scope, Send
 
 import expstore
-from expstore.api import docs_page, errors, page
+from expstore.api import docs_page, errors
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.dependencies import check_query
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, RouteTable, add_security, outline
+from expstore.api.page import files as page_files
 from expstore.api.request_log import Watch
 from expstore.api.routes import events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
@@ -167,7 +168,7 @@ def create_app(settings: Settings) -> FastAPI:
     errors.install(app)
     docs_page.install(app)
     if settings.ui:
-        page.install(app)
+        page_files.install(app)
     # The last middleware is the outermost.
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
@@ -178,7 +179,7 @@ def create_app(settings: Settings) -> FastAPI:
     # of the whole process meanwhile. Searched here, they are built before there are requests.
     with suppress(NoMatchFound):
         app.url_path_for("")
-    open_folder = page.PATH if settings.ui else None
+    open_folder = page_files.PATH if settings.ui else None
     table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
     app.state.routes = table
     app.add_middleware(Watch, routes=table, metrics=metrics)
@@ -187,7 +188,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 def reading_routes() -> RouteTable:
     """Return the routes of a read-only server with the page."""
-    return RouteTable(lambda: _outline(_READING), page.PATH)
+    return RouteTable(lambda: _outline(_READING), page_files.PATH)
 
 
 def describe_reading() -> dict[str, Any]:

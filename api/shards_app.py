@@ -20,12 +20,13 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from expstore.api import errors, page
+from expstore.api import errors
 from expstore.api.app import describe_reading, reading_routes
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.errors import Refusal
 from expstore.api.metrics import Metrics
+from expstore.api.page import files as page_files
 from expstore.api.request_log import Watch
 from expstore.api.routes import health
 from expstore.api.routes.read import StoreNames
@@ -123,7 +124,7 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
     metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
-    page.install(app)
+    page_files.install(app)
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Watch, routes=reading_routes(), metrics=metrics)

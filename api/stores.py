@@ -21,13 +21,13 @@ from anyio import CapacityLimiter
 import expstore
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.errors import Refusal
-from expstore.api.histograms import times_of
+from expstore.api.page.histograms import times_of
+from expstore.api.page.summary import Summarizer
 from expstore.api.per_key import PerKey
 from expstore.api.recent_answers import RecentAnswers
 from expstore.api.samplers import Drawers
 from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
-from expstore.api.summary import Summarizer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError

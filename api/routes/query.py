@@ -21,11 +21,11 @@ from expstore.api.dependencies import (
     problems,
     table_answer,
 )
-from expstore.api.episode_pages import ORDER_PATTERN, EpisodePage, Filters
 from expstore.api.errors import Refusal
-from expstore.api.relations import Relations, describe_relations
+from expstore.api.page.episode_pages import ORDER_PATTERN, EpisodePage, Filters
+from expstore.api.page.relations import Relations, describe_relations
+from expstore.api.page.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.request_models import RequestModel
-from expstore.api.series import BY_PATTERN, GROUPS, Series, build_query, series_of, throughput_of
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit

@@ -23,13 +23,13 @@ from expstore.api.dependencies import (
     Store,
     problems,
 )
-from expstore.api.episode_rows import Steps, read_fields, read_frames
 from expstore.api.errors import Refusal
 from expstore.api.openapi import Need
+from expstore.api.page.episode_rows import Steps, read_fields, read_frames
+from expstore.api.page.summary import Summary
 from expstore.api.request_models import Items, RequestModel
 from expstore.api.rows import answer_rows, check_ids
 from expstore.api.samplers import Limited
-from expstore.api.summary import Summary
 from expstore.buffers.read_limits import limit_reads
 from expstore.data.images import encode_png
 from expstore.errors import NotFoundError

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from expstore.api.bodies import ARROW, NDJSON, choose_type, compression_of, rows_to_json
 from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
-from expstore.api.preview import Preview, preview
+from expstore.api.page.preview import Preview, preview
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, write_batch
 from expstore.api.samplers import AnySpec, Drawn, Limited, Spec

@@ -169,7 +169,7 @@ def ui(
     token_host: TokenHosts = None,
 ) -> int:
     """Look at stores, or at the shards of a cluster, in the browser."""
-    from expstore.api.page import PATH
+    from expstore.api.page.files import PATH
     from expstore.api.server import run
     from expstore.api.server import serve as serve_stores
     from expstore.api.settings import Settings

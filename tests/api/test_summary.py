@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.api.histograms import ages_of, choose_ids, priorities_of, times_sampled
-from expstore.api.summary import Summarizer
+from expstore.api.page.histograms import ages_of, choose_ids, priorities_of, times_sampled
+from expstore.api.page.summary import Summarizer
 from tests.support.arrow_bodies import batch_of, post_rows
 from tests.support.servers import Serving
 

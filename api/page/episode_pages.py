@@ -42,7 +42,7 @@ def fact_expression(parameter: str, column: str = "info") -> str:
 def fact_path(name: str) -> str:
     """Return the JSON pointer of a fact (RFC 6901).
 
-    >>> from expstore.api.episode_pages import fact_path
+    >>> from expstore.api.page.episode_pages import fact_path
     >>> fact_path("a/b")
     '/a~1b'
     """

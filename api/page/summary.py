@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 import expstore
-from expstore.api.histograms import Ages, Histogram, ages_of, choose_ids, priorities_of, times_sampled
+from expstore.api.page.histograms import Ages, Histogram, ages_of, choose_ids, priorities_of, times_sampled
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Key, key_name
 from expstore.data.images import find_image

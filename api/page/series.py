@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from expstore.api.episode_pages import Filters, fact_expression, fact_path
-from expstore.api.histograms import choose_ids, times_of
+from expstore.api.page.episode_pages import Filters, fact_expression, fact_path
+from expstore.api.page.histograms import choose_ids, times_of
 from expstore.storages.read_view import ReadView
 
 #: Number of groups, the last of which has all other values if there are more.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from expstore.api.histograms import (
+from expstore.api.page.histograms import (
     Histogram,
     bins_of,
     choose_ids,
