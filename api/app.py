@@ -24,7 +24,7 @@ from expstore.api.dependencies import check_query
 from expstore.api.metrics import Metrics
 from expstore.api.openapi import TAGS, RouteTable, add_security, outline
 from expstore.api.page import files as page_files
-from expstore.api.request_log import Watch
+from expstore.api.request_log import RequestLog
 from expstore.api.routes import events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
@@ -182,7 +182,7 @@ def create_app(settings: Settings) -> FastAPI:
     open_folder = page_files.PATH if settings.ui else None
     table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
     app.state.routes = table
-    app.add_middleware(Watch, routes=table, metrics=metrics)
+    app.add_middleware(RequestLog, routes=table, metrics=metrics)
     return app
 
 

@@ -58,13 +58,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            self._look(scope, scope["expstore.route"])
+            self._authorize(scope, scope["expstore.route"])
         except Refusal as refusal:
             await refuse(refusal)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _look(self, scope: Scope, route: Routed) -> None:
+    def _authorize(self, scope: Scope, route: Routed) -> None:
         headers = Headers(scope=scope)
         server = (scope.get("server") or ("", None))[0]
         host = headers.get("host", "")

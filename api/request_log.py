@@ -30,7 +30,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 
 
-class Watch:
+class RequestLog:
     """Number requests, record how they end, and respond if the application fails.
 
     Args:

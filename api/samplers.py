@@ -178,7 +178,7 @@ class _Shared(Generic[_Buffer]):
 
     def __init__(self, wanted: _Wanted, buffer: _Buffer, end: Callable[[], None]) -> None:
         self.wanted, self.buffer, self.end = wanted, buffer, end
-        #: Number of threads that draw with it, and 1 while it is kept; `Drawers` counts.
+        #: Number of threads that draw with it, and 1 while it is kept; `SamplerCache` counts.
         self.users = 1
 
 
@@ -196,14 +196,14 @@ class Drawn(NamedTuple):
 
     Args:
         batch: The rows.
-        facts: What they were drawn from, as the result of `Drawers.weigh`.
+        facts: What they were drawn from, as the result of `SamplerCache.weigh`.
     """
 
     batch: Any
     facts: dict[str, Any]
 
 
-class Drawers:
+class SamplerCache:
     """Keep the samplers of one store, and draw batches with them.
 
     Threads: any number may use it. Crashes: named samplers are kept in memory only.

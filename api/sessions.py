@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 
-class Heard:
+class SessionActivity:
     """Record when each live session of a store last sent a request.
 
     For sessions that were live when the server opened the store, the time counts from that moment, so that

@@ -27,7 +27,7 @@ from expstore.api.body_limits import Incoming
 from expstore.api.errors import Refusal
 from expstore.api.metrics import Metrics
 from expstore.api.page import files as page_files
-from expstore.api.request_log import Watch
+from expstore.api.request_log import RequestLog
 from expstore.api.routes import health
 from expstore.api.routes.read import StoreNames
 from expstore.api.settings import Settings
@@ -127,7 +127,7 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
     page_files.install(app)
     app.add_middleware(Incoming, settings=settings)
     app.add_middleware(Guard, settings=settings)
-    app.add_middleware(Watch, routes=reading_routes(), metrics=metrics)
+    app.add_middleware(RequestLog, routes=reading_routes(), metrics=metrics)
     app.include_router(health.router)
 
     describe = functools.cache(describe_reading)

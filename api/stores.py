@@ -25,8 +25,8 @@ from expstore.api.page.histograms import times_of
 from expstore.api.page.summary import Summarizer
 from expstore.api.per_key import PerKey
 from expstore.api.recent_answers import RecentAnswers
-from expstore.api.samplers import Drawers
-from expstore.api.sessions import Heard
+from expstore.api.samplers import SamplerCache
+from expstore.api.sessions import SessionActivity
 from expstore.api.settings import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.disk.files import Disk, ReadingDisk
@@ -87,11 +87,11 @@ class Served:
         limiter: RateLimiter | None,
     ) -> None:
         self.name, self.path, self.rb = name, path, rb
-        self.heard = Heard(settings.clock, rb.episodes.remote_sessions())
+        self.heard = SessionActivity(settings.clock, rb.episodes.remote_sessions())
         self._sql: SqlWorker | None = None
         self._sql_lock = threading.Lock()
-        self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
-        self.summarizer = Summarizer(name, path, rb, lambda: self.drawers.rows_drawn)
+        self.sampler_cache = SamplerCache(path, rb, limiter, seconds=settings.sql_seconds)
+        self.summarizer = Summarizer(name, path, rb, lambda: self.sampler_cache.rows_drawn)
         #: Answers of the route for series.
         self.charts = RecentAnswers()
         self.encoder = Encoder(lambda: rb.schema)
@@ -220,7 +220,7 @@ class Served:
         try:
             with contextlib.ExitStack() as parts:
                 parts.callback(self.rb.close)
-                parts.callback(self.drawers.close)
+                parts.callback(self.sampler_cache.close)
                 if self._sql is not None:
                     parts.callback(self._sql.close)
         except Exception as exc:

@@ -21,7 +21,7 @@ from expstore.api.page.histograms import (
     priority_values,
     times_of,
 )
-from expstore.api.samplers import Drawers
+from expstore.api.samplers import SamplerCache
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
 
@@ -90,7 +90,7 @@ class Preview(BaseModel):
 
 def preview(
     rb: TensorDictReplayBuffer,
-    drawers: Drawers,
+    drawers: SamplerCache,
     spec: Any,
     where: str | None,
     seed: int,
@@ -102,7 +102,7 @@ def preview(
     Args:
         rb: The opened store.
         drawers: Keeps the samplers of the store.
-        spec: As for `Drawers.choose`.
+        spec: As for `SamplerCache.choose`.
         where: Condition on the rows; None: all rows.
         seed: Seed of the draws.
         size: Rows of a batch.

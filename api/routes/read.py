@@ -100,7 +100,7 @@ async def info(store: Store) -> StoreInfo:
     return StoreInfo(
         name=store.name, uuid=store.uuid, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
         generation=store.generation, largest_priority=float(rb.storage.priorities.largest), meta=rb.meta,
-        limits=store.drawers.read_limits(),
+        limits=store.sampler_cache.read_limits(),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ async def summary(store: Store) -> Summary:
     return await store.run(store.summarizer.summarize)
 
 
-class AskedSource(RequestModel):
+class SourceRequest(RequestModel):
     """A source."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
@@ -129,7 +129,7 @@ class OpenEpisodes(BaseModel):
 
 
 @router.post("/stores/{name}/episodes/open", summary="Find open episodes", responses=problems())
-async def find_open(store: Store, asked: AskedSource, session: Session = None) -> OpenEpisodes:
+async def find_open(store: Store, asked: SourceRequest, session: Session = None) -> OpenEpisodes:
     """Return the open episodes of a source, of all sessions: of a source in a cluster, its shard has them."""
     found = await store.run(lambda: store.rb.episodes.find_open(asked.source, session=session))
     return OpenEpisodes(episodes=found.tolist())

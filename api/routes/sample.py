@@ -38,7 +38,7 @@ _PREVIEW_ROWS = 200_000
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
-class Asked(RequestModel):
+class SampleRequest(RequestModel):
     """A request for a batch."""
 
     model_config = ConfigDict(
@@ -69,7 +69,7 @@ class Asked(RequestModel):
     wait: float = Field(0.0, ge=0, description="Seconds to wait until there are enough rows.")
 
 
-class AskedStream(Asked):
+class StreamRequest(SampleRequest):
     """A request for a stream of batches."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"batch_size": 2, "batches": 10}]})
@@ -77,7 +77,7 @@ class AskedStream(Asked):
     batches: int | None = Field(None, ge=1, description="Number of batches; null: no end.")
 
 
-def _check(asked: Asked, limits: Settings) -> float:
+def _check(asked: SampleRequest, limits: Settings) -> float:
     """Return how many seconds the request may wait for rows."""
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
@@ -86,14 +86,14 @@ def _check(asked: Asked, limits: Settings) -> float:
     return min(asked.wait, limits.wait_seconds)
 
 
-def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Drawn]:
+def _make_draw(store: Served, asked: SampleRequest, limits: Settings, kind: str) -> Callable[[int], Drawn]:
     """Return a function that draws a batch, given its number from 0."""
 
     def draw(number: int) -> Drawn:
         which = None if asked.draw is None else asked.draw + number
         with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn or counted
-            return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
+            return store.sampler_cache.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
 
     return draw
 
@@ -101,7 +101,7 @@ def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Call
 @router.post(
     "/stores/{name}/sample", summary="Sample a batch", responses=ROWS_ANSWER | problems(406, 408, 413, 415)
 )
-async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
+async def sample(request: Request, store: Store, limits: Limits, asked: SampleRequest) -> Response:
     """Draw a batch of rows.
 
     The batch has the fields, `id` and `index`; prioritized samplers add `priority_weight`. `drawn_from` says
@@ -118,7 +118,7 @@ async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -
     return await store.run_patiently(answer, seconds)
 
 
-class AskedMass(RequestModel):
+class MassRequest(RequestModel):
     """A request for the mass of a sampler."""
 
     model_config = ConfigDict(
@@ -177,10 +177,10 @@ class MassOf(BaseModel):
 @router.post(
     "/stores/{name}/mass", summary="Weigh what a sampler draws from", responses=problems(408, 413, 415)
 )
-async def mass(store: Store, asked: AskedMass) -> MassOf:
+async def mass(store: Store, asked: MassRequest) -> MassOf:
     """Return what a batch would be drawn from now, for clients that draw from several stores as from one."""
     spec, where, seed, size = asked.sampler, asked.where, asked.seed, asked.batch_size
-    return MassOf(**await store.run(lambda: store.drawers.weigh(spec, where, seed, size)))
+    return MassOf(**await store.run(lambda: store.sampler_cache.weigh(spec, where, seed, size)))
 
 
 @router.post(
@@ -189,7 +189,7 @@ async def mass(store: Store, asked: AskedMass) -> MassOf:
     response_class=StreamingResponse,
     responses=BATCHES_ANSWER | problems(406, 408, 413, 415),
 )
-async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
+async def stream(request: Request, store: Store, limits: Limits, asked: StreamRequest) -> Response:
     """Draw batch after batch in one answer: as lines of JSON, or as record batches of one Arrow stream.
 
     The server's limit of bytes applies to each batch, not to the stream.
@@ -210,7 +210,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     return StreamingResponse(sent, media_type=kind)
 
 
-class AskedPreview(RequestModel):
+class PreviewRequest(RequestModel):
     """A request for a preview of a sampler."""
 
     model_config = ConfigDict(
@@ -231,7 +231,7 @@ class AskedPreview(RequestModel):
 
 
 @router.post("/stores/{name}/sample/preview", summary="Preview a sampler", responses=problems(408, 413, 415))
-async def preview_sampler(store: Store, asked: AskedPreview) -> Preview:
+async def preview_sampler(store: Store, asked: PreviewRequest) -> Preview:
     """Draw batches without sending them, and tell what they are made of.
 
     Nothing changes: neither the store's draws and counts, nor its limiter and named samplers. At most 200,000
@@ -242,7 +242,13 @@ async def preview_sampler(store: Store, asked: AskedPreview) -> Preview:
                       hint="preview fewer or smaller batches")  # fmt: skip
     return await store.run(
         lambda: preview(
-            store.rb, store.drawers, asked.sampler, asked.where, asked.seed, asked.batch_size, asked.batches
+            store.rb,
+            store.sampler_cache,
+            asked.sampler,
+            asked.where,
+            asked.seed,
+            asked.batch_size,
+            asked.batches,
         )
     )
 
@@ -405,7 +411,7 @@ _Named = Annotated[
 @router.get("/stores/{name}/samplers", summary="List named samplers", responses=problems())
 async def samplers(store: Store) -> Samplers:
     """List the samplers that PUT has made since the server opened the store."""
-    return Samplers(samplers=store.drawers.describe())
+    return Samplers(samplers=store.sampler_cache.describe())
 
 
 @router.put(
@@ -416,12 +422,12 @@ async def samplers(store: Store) -> Samplers:
 )
 async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> SamplerOf:
     """Make a sampler that all clients share by its name. Repeating the same request changes nothing."""
-    await store.run(lambda: store.drawers.name(sampler, asked.sampler, asked.where, asked.seed))
+    await store.run(lambda: store.sampler_cache.name(sampler, asked.sampler, asked.where, asked.seed))
     return SamplerOf(name=sampler)
 
 
 @router.delete("/stores/{name}/samplers/{sampler}", summary="Delete a named sampler", responses=problems())
 async def forget_sampler(store: Store, sampler: _Named) -> SamplerOf:
     """Delete a named sampler. The rows of the store do not change."""
-    await store.run(lambda: store.drawers.forget(sampler))
+    await store.run(lambda: store.sampler_cache.forget(sampler))
     return SamplerOf(name=sampler)

@@ -11,12 +11,24 @@ from pydantic import Field, ValidationError
 from expstore.api.request_models import RequestModel, explain_request
 from expstore.api.routes.query import Question
 from expstore.api.routes.read import Ids
-from expstore.api.routes.sample import Asked, AskedStream, NamedSampler
+from expstore.api.routes.sample import NamedSampler, SampleRequest, StreamRequest
 from expstore.api.routes.snapshots import Tag, Which
 from expstore.api.routes.write import Ending, NewStore, Priorities, Resuming
 from expstore.api.samplers import AnySpec
 
-MODELS = [Asked, AskedStream, NamedSampler, Question, Ids, Tag, Which, Ending, NewStore, Priorities, Resuming]
+MODELS = [
+    SampleRequest,
+    StreamRequest,
+    NamedSampler,
+    Question,
+    Ids,
+    Tag,
+    Which,
+    Ending,
+    NewStore,
+    Priorities,
+    Resuming,
+]
 WRONG: list[Any] = [
     -1, 0, 1 << 70, 1.5, float("inf"), "", "?", "x" * 20_000, [], [None], {}, {"a": 1}, True,
     {"kind": "none"}, {"kind": "slices", "slice_len": -1}, ["a"], [1.5], None,

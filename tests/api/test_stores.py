@@ -17,7 +17,7 @@ import expstore
 from expstore.api import Settings, create_app
 from expstore.api.errors import Refusal
 from expstore.api.per_key import PerKey
-from expstore.api.samplers import Consuming, Drawers, Prioritized, Uniform, WithoutReplacement
+from expstore.api.samplers import Consuming, Prioritized, SamplerCache, Uniform, WithoutReplacement
 from expstore.api.stores import Stores
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.base import Sampler
@@ -171,15 +171,15 @@ def test_a_store_has_one_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def drawers(folder: Path) -> Iterator[Drawers]:
+def drawers(folder: Path) -> Iterator[SamplerCache]:
     path = folder / "fast.exp"
     with expstore.open(path) as rb:
-        kept = Drawers(path, rb, None, seconds=3)
+        kept = SamplerCache(path, rb, None, seconds=3)
         yield kept
         kept.close()
 
 
-def test_a_reader_that_opens_delays_no_draw(drawers: Drawers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_opens_delays_no_draw(drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate("fast", "r")
     monkeypatch.setattr(expstore, "open", gate.open)
     spec = WithoutReplacement(kind="without_replacement")
@@ -208,7 +208,7 @@ def test_a_reader_that_opens_delays_no_draw(drawers: Drawers, monkeypatch: pytes
     assert drawers.draw("pass", None, None, None, 10).batch.numel() == 10
 
 
-def test_a_sampler_in_use_is_not_detached(drawers: Drawers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_in_use_is_not_detached(drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Sampler] = []
     monkeypatch.setattr(Sampler, "detach", lambda self: ended.append(self))
     with drawers.choose(Uniform(), "x > 2", 0, 2, 1) as (_, first):
@@ -225,7 +225,7 @@ def test_a_sampler_in_use_is_not_detached(drawers: Drawers, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["consuming", "without_replacement"])
 def test_a_named_sampler_in_use_is_not_ended(
-    drawers: Drawers, monkeypatch: pytest.MonkeyPatch, kind: str
+    drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     spec = Consuming(kind=kind) if kind == "consuming" else WithoutReplacement(kind=kind)
     drawers.name("mine", spec, None, None)
