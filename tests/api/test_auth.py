@@ -24,7 +24,7 @@ from expstore.api.auth import is_loopback
 from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.openapi import Need, RouteTable
 from expstore.api.rate_limits import Rates
-from expstore.api.request_log import Watch
+from expstore.api.request_log import RequestLog
 from tests.support.asgi import ask
 from tests.support.servers import Serving
 
@@ -139,7 +139,7 @@ def test_every_route_says_who_may_ask(guarded: Serving) -> None:
 def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -> None:
     """The guard finds every route of the OpenAPI document, and needs the token that the document names."""
     app = create_app(Settings(path=tmp_path, read_only=read_only))
-    (watch,) = (layer for layer in app.user_middleware if layer.cls is Watch)
+    (watch,) = (layer for layer in app.user_middleware if layer.cls is RequestLog)
     table = watch.kwargs["routes"]
     needs = {0: Need.NOTHING, 1: Need.WRITE, 2: Need.READ}
     for path, acts in app.openapi()["paths"].items():
