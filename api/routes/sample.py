@@ -36,6 +36,16 @@ _PART_BYTES = 1 << 20
 #: Most rows of a preview.
 _PREVIEW_ROWS = 200_000
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+# Fields that several requests have.
+ChosenSampler = Annotated[
+    Spec | SamplerName | None,
+    Field(description="A sampler, or the name of one that PUT has made; null: uniform."),
+]
+Where = Annotated[
+    str | None,
+    Field(max_length=1000, description="Only rows that match this SQL condition, which has no functions."),
+]
+BatchSize = Annotated[int, Field(ge=1, le=1_000_000, description="Rows of a batch.")]
 
 
 class SampleRequest(RequestModel):
@@ -50,13 +60,9 @@ class SampleRequest(RequestModel):
         },
     )
 
-    batch_size: int = Field(256, ge=1, le=1_000_000, description="Rows of a batch.")
-    sampler: Spec | SamplerName | None = Field(
-        None, description="A sampler, or the name of one that PUT has made; null: uniform."
-    )
-    where: str | None = Field(
-        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
-    )
+    batch_size: BatchSize = 256
+    sampler: ChosenSampler = None
+    where: Where = None
     seed: int | None = Field(
         None, ge=0, lt=1 << 63, description="Seed of your own draws; null: the store's draws."
     )
@@ -125,13 +131,9 @@ class MassRequest(RequestModel):
         extra="forbid", json_schema_extra={"examples": [{"sampler": {"kind": "uniform"}, "batch_size": 2}]}
     )
 
-    batch_size: int = Field(256, ge=1, le=1_000_000, description="Rows of a batch.")
-    sampler: Spec | SamplerName | None = Field(
-        None, description="A sampler, or the name of one that PUT has made; null: uniform."
-    )
-    where: str | None = Field(
-        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
-    )
+    batch_size: BatchSize = 256
+    sampler: ChosenSampler = None
+    where: Where = None
     seed: int | None = Field(
         None, ge=0, lt=1 << 63, description="Seed of the draws that will follow; null: the store's draws."
     )
@@ -222,9 +224,7 @@ class PreviewRequest(RequestModel):
     sampler: Spec | SamplerName | None = Field(
         None, description="A sampler, or the name of a kind with its default parameters; null: uniform."
     )
-    where: str | None = Field(
-        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
-    )
+    where: Where = None
     batch_size: int = Field(256, ge=1, le=100_000, description="Rows of a batch.")
     batches: int = Field(20, ge=1, le=1000, description="Number of batches.")
     seed: int = Field(0, ge=0, lt=1 << 63, description="Seed of the draws: equal seeds give equal previews.")
@@ -378,9 +378,7 @@ class NamedSampler(RequestModel):
     )
 
     sampler: AnySpec = Field(description="The sampler and its parameters.")
-    where: str | None = Field(
-        None, max_length=1000, description="Only rows that match this SQL condition, which has no functions."
-    )
+    where: Where = None
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="Seed of its draws; null: a random one.")
 
 
