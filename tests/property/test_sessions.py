@@ -846,9 +846,9 @@ def test_a_connection_that_has_written_sends_heartbeats(
 
 
 def test_many_ids_of_sessions_take_no_memory() -> None:
-    from expstore.api.sessions import Heard
+    from expstore.api.sessions import SessionActivity
 
-    heard = Heard(lambda: 0.0)
+    heard = SessionActivity(lambda: 0.0)
     for number in range(1000):
         heard.note(str(number))
     assert not heard._last
