@@ -234,7 +234,7 @@ TEETH = {
     ),
     "packed recovery without sync": Tooth(
         "packed recovery without sync",
-        lambda at: power_cuts(240, 1, at, names=["packed", "frames"], first=4, stop=True),
+        lambda at: power_cuts(600, 1, at, names=["packed", "frames"], first=4, stop=True),
     ),
     "rows too far away": Tooth(
         "rows too far away",
