@@ -155,7 +155,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             columns = batch.columns(schema)
             steps = self._reader[1].read(columns, batch)
             ids = append_rows(kept, columns, steps, source=self._source)
-            self.buffer.sampler.on_write(ids)
+            if (sampler := self.buffer.sampler).hears_writes:
+                sampler.on_write(ids)
 
     def _check_cursor(self, kept: ReadView, cursor: Any, batch: Batch) -> None:
         """Raise StateError unless the cursor is at the positions of the next rows."""

@@ -406,13 +406,13 @@ class Sampler(metaclass=SamplerKind):
         return False
 
     def on_write(self, ids: IntArray) -> None:
-        """Handle rows that were appended, or that replaced other rows.
+        """Handle rows that were appended, or that replaced other rows; called if `hears_writes`.
 
         Args:
             ids: Ids of the rows. Shape `(n,)`, int64.
         """
-        if self.hears_writes:
-            tell_write(self, self._require_storage(), ids)
+        if (storage := self._find_storage()) is not None:
+            tell_write(self, storage, ids)
 
     def add(self, index: Any) -> None:
         """Handle one row that was written. The base class drops a priority that was set before a storage.

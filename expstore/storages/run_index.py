@@ -139,10 +139,8 @@ class Runs:
             return self
         with self.lock:
             if self._stored is None:
-                self._stored, self._known = (
-                    StoredRuns(storage, self),
-                    None,
-                )  # the next look builds both tables
+                self._stored = StoredRuns(storage, self)
+                self._known = None  # the next look builds both tables
             return self._stored
 
     def _require_storage(self) -> ReadView:

@@ -203,7 +203,7 @@ class OpenStore(RowState):
         rows: dict[int, Array] = {}
         numbers = np.array(ids)
         for place in columns.packed.keys() & set(places):
-            recent = columns.take_recent(place, numbers)  # nobody drains the memtable, which is empty
+            recent = columns.take_recent(place, numbers)  # no thread drains the memtable: it is empty
             if recent is None:
                 return None
             rows[place] = recent

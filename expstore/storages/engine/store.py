@@ -931,9 +931,8 @@ class _BatchWrite:
     def put(self, state: OpenStore) -> bool:
         """Write the rows to the columns, or add them to the memtable; see `Write.put`."""
         store, rows = self._store, self._rows
-        ring, columns = store.geometry, state.columns
-        if columns is None:
-            raise StateError("the store has no columns yet", hint="extend() it first")
+        # `require_columns` raises the error if there are none.
+        ring, columns = store.geometry, state.columns or state.require_columns()
         skipped = self._skipped = store._reserve(rows)
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
         keeps = (

@@ -35,7 +35,7 @@ class Frozen:
     Args:
         manifest: The store's manifest.
         base: The state that a journal's base record stores.
-        window: The readable rows.
+        stored: The readable rows.
         pieces: Where the rows are: (first slot, offset in the run, number of rows).
         columns: Per column, in the order of `fields`, a view of each piece; empty for columns that are
             `apart`.
@@ -50,7 +50,7 @@ class Frozen:
 
     manifest: Manifest
     base: dict[str, Any]
-    window: Window
+    stored: Window
     pieces: Sequence[tuple[int, int, int]]
     columns: Sequence[Sequence[Array]]
     captures: Sequence[Capture]
@@ -72,7 +72,7 @@ class Frozen:
         """Return the values of a column in pieces; packed values are unpacked."""
         for capture in self.captures:
             if place in capture.places:
-                return capture.rows(place, self.window.low + 1, self.window.size)
+                return capture.rows(place, self.stored.low + 1, self.stored.size)
         return self.columns[place]
 
     @property
@@ -155,7 +155,7 @@ def freeze(storage: Storage) -> Iterator[Frozen]:
             storage.writer()
             storage.snapshots.settle()
             state = _freeze(storage)
-            storage.snapshot_pin.move(state.window.low + 1)
+            storage.snapshot_pin.move(state.stored.low + 1)
         yield state
 
 
@@ -184,7 +184,7 @@ def _freeze(storage: Storage) -> Frozen:
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # idempotency keys are not valid for a copy
         base=base_of(storage.state),
-        window=window,
+        stored=window,
         pieces=pieces,
         columns=columns,
         captures=captures,

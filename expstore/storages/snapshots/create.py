@@ -114,7 +114,7 @@ def dump(
                 number=number,
                 tag=tag,
                 time=time.time(),
-                rows=state.window.rows,
+                rows=state.stored.rows,
                 episodes=state.episodes,
                 new_bytes=build.new_bytes,
                 path=place / name,
@@ -244,7 +244,7 @@ class _Copy:
         self.disk = build.disk
         self.fields = state.fields
         slots = state.manifest.slots
-        last = state.window.last
+        last = state.stored.last
         used = last if slots is None else min(last, slots)
         self.rows = _shard_rows(len(self.fields), used if slots is None else slots)
         self.shards = -(-used // self.rows)
@@ -274,7 +274,7 @@ class _Copy:
             folder=self.build.folder,
             former=None if self.former is None else self.former.folder,
             make_folder=self.build.make_folder,
-            window=state.window,
+            window=state.stored,
             slots=state.manifest.slots,
             reach=state.manifest.reach,
         )
@@ -288,7 +288,7 @@ class _Copy:
         for shard in (*range(first, self.shards), *range(min(first, self.shards))):
             passed = shard * self.rows + (ahead if shard < first else -start)
             if passed > 0:
-                state.snapshot_pin.move(state.window.low + 1 + passed)
+                state.snapshot_pin.move(state.stored.low + 1 + passed)
             for place in range(len(self.fields)):
                 if not linked[place, shard]:
                     self._write_shard(place, shard)

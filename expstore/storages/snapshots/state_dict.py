@@ -104,9 +104,9 @@ def _tell(hook: Hook, state: Frozen) -> None:
     """Set the attributes of a hook, as torchrl does."""
     capacity = state.manifest.capacity
     if hasattr(hook, "is_full"):
-        hook.is_full = capacity is not None and state.window.rows == capacity
+        hook.is_full = capacity is not None and state.stored.rows == capacity
     if hasattr(hook, "shift"):
-        hook.shift = state.window.last if capacity is None else state.window.last % capacity
+        hook.shift = state.stored.last if capacity is None else state.stored.last % capacity
 
 
 def _describe(state: Frozen) -> dict[str, Any]:
