@@ -26,7 +26,7 @@ import expstore
 from expstore import SampleToInsertRatio, SchemaError, StateError, TensorDictReplayBuffer
 from expstore.buffers import snapshots, writing_proxy
 from expstore.disk.message_socket import MessageSocket
-from expstore.errors import NotReadyError, PriorityError, RemoteError, SnapshotError
+from expstore.errors import LockedError, NotReadyError, PriorityError, RemoteError, SnapshotError
 from expstore.wire.slots import Slot
 from tests.support.batches import numbered_rows, transitions
 from tests.support.forks import collect_from_child
@@ -547,6 +547,15 @@ def test_sharing_ends_and_begins_again(rb: TensorDictReplayBuffer) -> None:
     assert len(rb) == 6
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether another buffer has a store open."""
+    try:
+        expstore.open(path).close()
+    except LockedError:
+        return True
+    return False
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_shared_buffer_that_is_dropped_closes_its_store(store_path: Path) -> None:
     rb = expstore.open(store_path).share()
@@ -558,7 +567,7 @@ def test_a_shared_buffer_that_is_dropped_closes_its_store(store_path: Path) -> N
         del rb
         for thread in threads:
             thread.join()
-        expstore.open(store_path).close()  # the lock was released
+        wait_until(lambda: not is_locked(store_path))  # a background thread may be working for the store
     finally:
         gc.enable()
     with pytest.raises(RemoteError):
