@@ -38,7 +38,7 @@ _CHANGING = (("/v1", write.router), ("/v1", snapshots.changing))
 
 
 class _Upkeep:
-    """End silent sessions, and remove leftovers of deleted stores, while an application runs.
+    """End silent sessions and idle processes for SQL, and remove leftovers of deleted stores.
 
     Starlette does not run the lifespan of a mounted application. Therefore the first request starts what the
     lifespan has not started.
@@ -55,7 +55,7 @@ class _Upkeep:
 
     def start(self) -> None:
         """Start in this event loop, unless it runs there already or has nothing to do."""
-        if self._settings.read_only or self._stores.is_ending:
+        if self._stores.is_ending:
             return
         loop = asyncio.get_running_loop()
         if self._running is None or self._running[0].get_loop() is not loop:
@@ -73,7 +73,7 @@ class _Upkeep:
         if self._running is not None and self._running[0].get_loop() is asyncio.get_running_loop():
             task, scope = self._running
             scope.cancel()
-            await task  # waits for the thread that ends sessions
+            await task  # waits for the thread that ends sessions and processes
         await anyio.to_thread.run_sync(self._stores.close)
 
     async def _run(self, scope: anyio.CancelScope) -> None:
@@ -81,7 +81,7 @@ class _Upkeep:
             await self.remove_leftovers()
             while True:
                 await anyio.sleep(min(60.0, self._settings.session_timeout / 4))
-                await anyio.to_thread.run_sync(self._stores.end_silent)
+                await anyio.to_thread.run_sync(self._stores.end_idle)
 
 
 class _Api(FastAPI):

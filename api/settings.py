@@ -85,13 +85,21 @@ class Settings:
         """Check the tokens and the numbers.
 
         Raises:
-            StateError: A token is empty, both are equal, or only readers have one; or the path is a URL.
+            StateError: A token is not bytes, or empty; both are equal, or only readers have one; or the path
+                is a URL.
             ValueError: A number is out of range, or the rate limits contradict each other.
         """
         object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
         if not self.session_timeout > 0:
             raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")
+        for token in (self.token, self.read_token):
+            if not isinstance(token, bytes | None):
+                raise StateError(
+                    f"a token is bytes, got {type(token).__name__}",
+                    kind="token",
+                    hint="encode it: token.encode()",
+                )
         if b"" in (self.token, self.read_token):
             raise StateError(
                 "a token is empty", kind="token", hint="leave it out, or use a token with characters"

@@ -31,7 +31,7 @@ from expstore.api.request_log import RequestLog
 from expstore.api.routes import health
 from expstore.api.routes.read import StoreNames
 from expstore.api.settings import Settings
-from expstore.cluster.members import Member, Members
+from expstore.cluster.members import Members, ShardEntry
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address
 
@@ -63,7 +63,7 @@ class _ShardStores:
         """Return the names of all shards."""
         return [f"shard-{member.number}" for member in self.members.read().members]
 
-    def find(self, name: str) -> Member:
+    def find(self, name: str) -> ShardEntry:
         """Return a shard.
 
         Raises:
@@ -157,7 +157,7 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
 
 
 async def _forward(
-    client: httpx.AsyncClient, request: Request, member: Member, rest: str, tokens: Tokens
+    client: httpx.AsyncClient, request: Request, member: ShardEntry, rest: str, tokens: Tokens
 ) -> StreamingResponse:
     """Pass a request to a shard, and its answer back while it arrives.
 

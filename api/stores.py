@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,16 +24,18 @@ from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_de
 from expstore.api.errors import Refusal
 from expstore.api.page.histograms import times_of
 from expstore.api.page.summary import Summarizer
-from expstore.api.per_key import PerKey
 from expstore.api.recent_answers import RecentAnswers
-from expstore.api.samplers import SamplerCache
+from expstore.api.samplers import make_limited
 from expstore.api.sessions import SessionActivity
 from expstore.api.settings import Settings
+from expstore.api.sql_workers import SqlWorkers
+from expstore.buffers.local_member import LocalMember
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.per_key import PerKey
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.rate_limiters import RateLimiter
-from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
+from expstore.sql.sandbox.pool import Answer, SqlLimits, SqlWorker
 from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
@@ -76,6 +79,7 @@ class Served:
         rb: The buffer.
         settings: The server's settings.
         limiter: The rate limiter; None: there is no limit.
+        sql_workers: The processes that answer SQL.
     """
 
     def __init__(
@@ -85,13 +89,15 @@ class Served:
         rb: TensorDictReplayBuffer,
         settings: Settings,
         limiter: RateLimiter | None,
+        sql_workers: SqlWorkers,
     ) -> None:
         self.name, self.path, self.rb = name, path, rb
         self.heard = SessionActivity(settings.clock, rb.episodes.remote_sessions())
-        self._sql: SqlWorker | None = None
-        self._sql_lock = threading.Lock()
-        self.sampler_cache = SamplerCache(path, rb, limiter, seconds=settings.sql_seconds)
-        self.summarizer = Summarizer(name, path, rb, lambda: self.sampler_cache.rows_drawn)
+        self._sql_workers = sql_workers
+        self.member = LocalMember(
+            rb, limiter=limiter, path=path, make=partial(make_limited, seconds=settings.sql_seconds)
+        )
+        self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
         #: Answers of the route for series.
         self.charts = RecentAnswers()
         self.encoder = Encoder(lambda: rb.schema)
@@ -194,15 +200,15 @@ class Served:
         episodes = storage.episodes.next_episode - 1
         return Pulse(len(storage), storage.write_count, episodes, self.generation)
 
-    @property
-    def sql(self) -> SqlWorker:
-        """The SQL worker; its processes are started at the first use."""
-        with self._sql_lock:
-            if self._sql is None:
-                storage, settings = self.rb.storage, self._settings
-                limits = SqlLimits(seconds=settings.sql_seconds, rows=settings.sql_rows)
-                self._sql = SqlWorker(self.path, limits=limits, drain=storage.drain)
-            return self._sql
+    def query(self, sql: str, params: Any, *, rows: int, size: int) -> Answer:
+        """Run one untrusted SELECT in a separate process; the arguments are those of `SqlWorker.query`."""
+        with self._sql_workers.use(self, self._start_sql) as worker:
+            return worker.query(sql, params, rows=rows, size=size)
+
+    def _start_sql(self) -> SqlWorker:
+        settings = self._settings
+        limits = SqlLimits(seconds=settings.sql_seconds, rows=settings.sql_rows)
+        return SqlWorker(self.path, limits=limits, drain=self.rb.storage.drain)
 
     def end_silent(self) -> None:
         """End the remote sessions that have been silent for `session_timeout` seconds."""
@@ -220,9 +226,8 @@ class Served:
         try:
             with contextlib.ExitStack() as parts:
                 parts.callback(self.rb.close)
-                parts.callback(self.sampler_cache.close)
-                if self._sql is not None:
-                    parts.callback(self._sql.close)
+                parts.callback(self.member.close)
+                parts.callback(self._sql_workers.end, self)
         except Exception as exc:
             is_ours = isinstance(exc, ExpStoreError)
             _log.error("store %s was not closed properly: %s", self.name, exc, exc_info=not is_ours)
@@ -293,6 +298,7 @@ class Stores:
         #: Let one request for a name use a thread; otherwise those that wait would use up the threads.
         self._queues = PerKey(lambda: CapacityLimiter(1))
         self._open: dict[str, Served] = {}
+        self._sql_workers = SqlWorkers(settings.clock)
         self._ending = False
         #: URL of the server, which other processes that want to write are told; "" if it is unknown.
         self.address = ""
@@ -441,9 +447,10 @@ class Stores:
         """Return the open stores."""
         return list(self._open.values())
 
-    def end_silent(self) -> None:
-        """End silent sessions of all open stores; a failure is logged."""
-        for served in self.open_now():
+    def end_idle(self) -> None:
+        """End silent sessions of all open stores, and idle processes for SQL; a failure is logged."""
+        self._sql_workers.end_idle()
+        for served in [] if self._settings.read_only else self.open_now():
             try:
                 served.end_silent()
             except Exception as exc:
@@ -473,7 +480,7 @@ class Stores:
         rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
         if self.address and isinstance(rb.storage, Store):
             rb.storage.lock_file.announce(f"{self.address}/{name}")
-        served = self._open[name] = Served(name, path, rb, self._settings, limiter)
+        served = self._open[name] = Served(name, path, rb, self._settings, limiter, self._sql_workers)
         served.ending = self._ending
         return served
 

@@ -8,8 +8,9 @@ from typing import Any, overload
 
 import torch
 
+from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
-from expstore.cluster.members import FileMembers, FixedMembers
+from expstore.cluster.members import FileMembers, FixedMembers, Members
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
 from expstore.rate_limiters import RateLimiter
@@ -22,7 +23,7 @@ _CLUSTER_FILE = ".json"
 
 
 @overload
-def connect(
+def connect(  # type: ignore[overload-overlap]  # text is also a sequence of texts
     url: str,
     *,
     token: Token = None,
@@ -43,7 +44,7 @@ def connect(
 
 @overload
 def connect(
-    url: list[str] | tuple[str, ...] | PathLike[str],
+    url: Sequence[str | ReplayBuffer] | PathLike[str],
     *,
     token: Token = None,
     timeout: float = 30.0,
@@ -66,7 +67,7 @@ def connect(
 
 
 def connect(
-    url: str | list[str] | tuple[str, ...] | PathLike[str],
+    url: str | Sequence[str | ReplayBuffer] | PathLike[str],
     *,
     token: Token = None,
     timeout: float = 30.0,
@@ -91,7 +92,8 @@ def connect(
 
     Args:
         url: Address of the store: `http://host:8420/name`. A list of addresses: the shards; their numbers are
-            their positions in the list. A path, or text without `://` that ends in `.json`: the cluster file
+            their positions in the list, which may also have buffers that this process has open. A path, or
+            text without `://` that ends in `.json`: the cluster file
             that lists the shards, which may change while they are used.
         token: The access token; None to send none. A dict from hosts to tokens sends each token only to its
             hosts: `{"a": "...", "*.example.com": "..."}`; "*" stands for all hosts. One token is sent to the
@@ -161,7 +163,14 @@ def connect(
                 f"got {url!r}",
                 hint="pass an address such as http://host:8420/name",
             )
-        members = FixedMembers(url) if isinstance(url, list | tuple) else FileMembers(local_path(url))
+        members: Members
+        if isinstance(url, list | tuple):
+            for place in url:
+                if not isinstance(place, ReplayBuffer):
+                    Address.of(place)
+            members = FixedMembers(url)
+        else:
+            members = FileMembers(local_path(url))
         return ShardedReplayBuffer(
             members, token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
         )

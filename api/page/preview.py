@@ -21,7 +21,8 @@ from expstore.api.page.histograms import (
     priority_values,
     times_of,
 )
-from expstore.api.samplers import SamplerCache
+from expstore.buffers.local_member import LocalMember
+from expstore.buffers.member import Draw
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, IntArray
 
@@ -90,10 +91,8 @@ class Preview(BaseModel):
 
 def preview(
     rb: TensorDictReplayBuffer,
-    drawers: SamplerCache,
-    spec: Any,
-    where: str | None,
-    seed: int,
+    member: LocalMember,
+    draw: Draw,
     size: int,
     batches: int,
 ) -> Preview:
@@ -101,10 +100,8 @@ def preview(
 
     Args:
         rb: The opened store.
-        drawers: Keeps the samplers of the store.
-        spec: As for `SamplerCache.choose`.
-        where: Condition on the rows; None: all rows.
-        seed: Seed of the draws.
+        member: Draws from the store.
+        draw: Which rows, with a seed.
         size: Rows of a batch.
         batches: Number of batches.
 
@@ -114,7 +111,7 @@ def preview(
     storage = rb.storage
     storage.follow()
     began = time.perf_counter()
-    with drawers.choose(spec, where, seed, size, batches) as (drawn, sampler):
+    with member.choose(draw, size, batches) as (drawn, sampler):
         seconds = time.perf_counter() - began
         matching = None
         if sampler.filter is not None:

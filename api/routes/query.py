@@ -115,7 +115,7 @@ def _ask(
     """
     if where is None:
         return store.rb.sql(sql, params).arrow(), False
-    found = store.sql.query(sql, params, rows=rows, size=limits.max_answer)
+    found = store.query(sql, params, rows=rows, size=limits.max_answer)
     return read_table(found.data), found.truncated
 
 
@@ -254,7 +254,7 @@ async def sql_by_url(
 def _run_query(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
     rows = limits.sql_rows if asked.limit is None else min(asked.limit, limits.sql_rows)
     size = limits.max_answer if kind == ARROW else limits.max_answer // _JSON_TIMES
-    found = store.sql.query(asked.query, asked.params, rows=rows, size=size)
+    found = store.query(asked.query, asked.params, rows=rows, size=size)
     answer = _answer(found.data, kind, limits)
     answer.headers["X-Truncated"] = "true" if found.truncated else "false"
     return answer

@@ -100,7 +100,7 @@ async def info(store: Store) -> StoreInfo:
     return StoreInfo(
         name=store.name, uuid=store.uuid, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
         generation=store.generation, largest_priority=float(rb.storage.priorities.largest), meta=rb.meta,
-        limits=store.sampler_cache.read_limits(),
+        limits=Limited.of(store.member.read_limits()),
     )  # fmt: skip
 
 

@@ -20,12 +20,13 @@ from expstore.api.errors import Refusal
 from expstore.api.page.preview import Preview, preview
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, write_batch
-from expstore.api.samplers import AnySpec, Drawn, Limited, Spec
+from expstore.api.samplers import AnySpec, Limited, Spec, describe_mass, describe_sampler
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
+from expstore.buffers.local_member import Drawn
+from expstore.buffers.member import Draw
 from expstore.buffers.read_limits import limit_reads
 from expstore.errors import ExpStoreError
-from expstore.wire.codec import Encoder
 from expstore.wire.stream import StreamWriter
 
 router = APIRouter(tags=["sampling"])
@@ -99,7 +100,8 @@ def _make_draw(store: Served, asked: SampleRequest, limits: Settings, kind: str)
         which = None if asked.draw is None else asked.draw + number
         with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn or counted
-            return store.sampler_cache.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
+            wanted = Draw(describe_sampler(asked.sampler, asked.where), asked.where, asked.seed, which)
+            return store.member.sample(wanted, asked.batch_size)
 
     return draw
 
@@ -118,7 +120,8 @@ async def sample(request: Request, store: Store, limits: Limits, asked: SampleRe
     seconds, draw = _check(asked, limits), _make_draw(store, asked, limits, kind)
 
     def answer() -> Response:
-        batch, facts = draw(0)
+        batch, mass = draw(0)
+        facts = describe_mass(mass, store.member.read_status())
         return answer_rows(batch, kind, compression, store.encoder, facts)
 
     return await store.run_patiently(answer, seconds)
@@ -181,8 +184,9 @@ class MassOf(BaseModel):
 )
 async def mass(store: Store, asked: MassRequest) -> MassOf:
     """Return what a batch would be drawn from now, for clients that draw from several stores as from one."""
-    spec, where, seed, size = asked.sampler, asked.where, asked.seed, asked.batch_size
-    return MassOf(**await store.run(lambda: store.sampler_cache.weigh(spec, where, seed, size)))
+    wanted = Draw(describe_sampler(asked.sampler, asked.where), asked.where, asked.seed)
+    weight = await store.run(lambda: store.member.weigh(wanted, asked.batch_size))
+    return MassOf(**describe_mass(weight.mass, weight.status) | {"unit": weight.unit})
 
 
 @router.post(
@@ -199,11 +203,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: StreamRe
     kind = choose_type(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
     drawing = _make_draw(store, asked, limits, kind)
-    batches = (
-        _ArrowBatches(store.encoder, compression_of(request))
-        if kind == ARROW
-        else _JsonBatches(store.encoder)
-    )
+    batches = _ArrowBatches(store, compression_of(request)) if kind == ARROW else _JsonBatches(store)
     parts = _Parts(asked.batches, drawing, batches)
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
@@ -243,10 +243,8 @@ async def preview_sampler(store: Store, asked: PreviewRequest) -> Preview:
     return await store.run(
         lambda: preview(
             store.rb,
-            store.sampler_cache,
-            asked.sampler,
-            asked.where,
-            asked.seed,
+            store.member,
+            Draw(describe_sampler(asked.sampler, asked.where), asked.where, asked.seed),
             asked.batch_size,
             asked.batches,
         )
@@ -256,8 +254,8 @@ async def preview_sampler(store: Store, asked: PreviewRequest) -> Preview:
 class _ArrowBatches:
     """Write batches as one Arrow stream, and return its bytes piece by piece."""
 
-    def __init__(self, encoder: Encoder, compression: str | None) -> None:
-        self._encoder, self._packed = encoder, compression is not None
+    def __init__(self, store: Served, compression: str | None) -> None:
+        self._store, self._packed = store, compression is not None
         self._writer = StreamWriter(compression)
         self.end, self.take = self._writer.end, self._writer.take
 
@@ -268,14 +266,15 @@ class _ArrowBatches:
 
     def write(self, drawn: Drawn) -> None:
         """Append a batch."""
-        write_batch(self._writer, self._encoder, drawn.batch, drawn.facts, is_packed=self._packed)
+        facts = describe_mass(drawn.mass, self._store.member.read_status())
+        write_batch(self._writer, self._store.encoder, drawn.batch, facts, is_packed=self._packed)
 
 
 class _JsonBatches:
     """Write batches as lines of JSON, and return their bytes piece by piece."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder, self._lines = encoder, bytearray()
+    def __init__(self, store: Served) -> None:
+        self._store, self._lines = store, bytearray()
 
     @property
     def pending(self) -> int:
@@ -284,7 +283,8 @@ class _JsonBatches:
 
     def write(self, drawn: Drawn) -> None:
         """Append a batch."""
-        rows = rows_to_json(self._encoder.encode(drawn.batch), drawn.facts)
+        facts = describe_mass(drawn.mass, self._store.member.read_status())
+        rows = rows_to_json(self._store.encoder.encode(drawn.batch), facts)
         self._lines += json.dumps(rows, separators=(",", ":")).encode()
         self._lines += b"\n"
 
@@ -409,7 +409,7 @@ _Named = Annotated[
 @router.get("/stores/{name}/samplers", summary="List named samplers", responses=problems())
 async def samplers(store: Store) -> Samplers:
     """List the samplers that PUT has made since the server opened the store."""
-    return Samplers(samplers=store.sampler_cache.describe())
+    return Samplers(samplers={name: json.dumps(one) for name, one in store.member.samplers().items()})
 
 
 @router.put(
@@ -420,12 +420,13 @@ async def samplers(store: Store) -> Samplers:
 )
 async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> SamplerOf:
     """Make a sampler that all clients share by its name. Repeating the same request changes nothing."""
-    await store.run(lambda: store.sampler_cache.name(sampler, asked.sampler, asked.where, asked.seed))
+    description = asked.sampler.describe(asked.where)
+    await store.run(lambda: store.member.name_sampler(sampler, description, asked.where, asked.seed))
     return SamplerOf(name=sampler)
 
 
 @router.delete("/stores/{name}/samplers/{sampler}", summary="Delete a named sampler", responses=problems())
 async def forget_sampler(store: Store, sampler: _Named) -> SamplerOf:
     """Delete a named sampler. The rows of the store do not change."""
-    await store.run(lambda: store.sampler_cache.forget(sampler))
+    await store.run(lambda: store.member.forget_sampler(sampler))
     return SamplerOf(name=sampler)

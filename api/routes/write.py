@@ -282,11 +282,11 @@ def _extend(
     )
     if session is not None:
         store.heard.note(session, has_written=True)
-    store.sampler_cache.note_write()
+    store.member.note_write()
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
     run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
-    limits = store.sampler_cache.read_limits()
+    limits = Limited.of(store.member.read_limits())
     more: dict[str, Any] = {} if run else {"ids": ids.tolist()}
     if limits is not None:
         more["limits"] = limits

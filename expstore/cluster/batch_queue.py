@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from expstore.cluster.macro_batches import Drawn
-from expstore.cluster.worker import Worker
+from expstore.cluster.many import Drawn
 from expstore.remote.forks import copy_in_child
+from expstore.remote.worker import Worker
 
 
 class BatchQueue:

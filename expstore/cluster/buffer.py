@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, NoReturn, TypeVar
@@ -20,14 +21,16 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
+from expstore.buffers.local_member import LocalMember
+from expstore.buffers.member import Draw
+from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.cluster.batch_queue import BatchQueue
 from expstore.cluster.cluster_limit import ClusterLimit
-from expstore.cluster.macro_batches import MISSING, Drawn, MacroBatches
-from expstore.cluster.members import Members
-from expstore.cluster.shard import Shard
+from expstore.cluster.many import MISSING, Drawn, Many
+from expstore.cluster.members import FixedMembers, Members, ShardEntry
+from expstore.cluster.shard import Reach, Shard
 from expstore.cluster.shard_set import ShardSet
 from expstore.cluster.versions import ClusterVersion, read_version, write_version
-from expstore.cluster.worker import run_together
 from expstore.core.values import IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 from expstore.data.to_arrays import to_array, to_arrays
@@ -44,10 +47,12 @@ from expstore.errors import (
 )
 from expstore.rate_limiters import RateLimiter
 from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.tokens import Token, Tokens
-from expstore.remote.transport import Retries
+from expstore.remote.transport import Address, Connection, Retries
+from expstore.remote.worker import run_together
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
@@ -62,7 +67,7 @@ _Found = TypeVar("_Found")
 _KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
 _MAIN, _OTHER = 0, 1
-#: Seconds after which a shard that was not heard of is asked for its largest priority before a write.
+#: Seconds after which a shard that did not answer is asked for its largest priority before a write.
 _STALE_SECONDS = 5.0
 
 
@@ -174,15 +179,13 @@ class ShardedReplayBuffer(ServedBuffer):
         self._where = where
         self._seed = uuid.uuid4().int >> 65 if seed is None else seed
         self._client = uuid.uuid4().hex
+        tokens = Tokens(token, members.named)
         options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
-        make = partial(
-            Shard,
-            tokens=Tokens(token, members.named),
-            timeout=timeout,
-            retries=retries,
-            skips=down == "partial",
-            options=options,
-        )
+        reaches = partial(
+            _reach, tokens=tokens, timeout=timeout, retries=retries, options=options,
+            here=members.here if isinstance(members, FixedMembers) else {},
+        )  # fmt: skip
+        make = partial(_make_shard, reach=reaches, tokens=tokens, skips=down == "partial")
         self._shards = ShardSet(members, make)
         try:
             if shares and len(shares) != len(self._shards.all):
@@ -191,7 +194,7 @@ class ShardedReplayBuffer(ServedBuffer):
         except BaseException:
             self._shards.close()
             raise
-        self._macro = MacroBatches(
+        self._macro = Many(
             self._shards, self._seed, self._describe, shares=shares, skips=down == "partial",
             limit=self._limit,
         )  # fmt: skip
@@ -229,15 +232,15 @@ class ShardedReplayBuffer(ServedBuffer):
         with self._drawing:
             return self._macro.fetch(_MAIN, first, self._ahead, self._batch_size)
 
-    def _describe(self, size: int) -> dict[str, Any]:
-        """Return the sampler in requests for batches of a size: a shard must know the length of slices."""
+    def _describe(self, size: int) -> Draw:
+        """Return which rows batches of a size are drawn from: a shard must know the length of slices."""
         sampler = self._sampler_of
         if isinstance(sampler, dict) and sampler.get("num_slices") is not None:
             count = sampler["num_slices"]
             if size % count:
                 raise StateError(f"the batch size must be a multiple of num_slices, got {size} and {count}")
             sampler = sampler | {"num_slices": None, "slice_len": size // count}
-        return {"sampler": sampler, "where": self._where}
+        return Draw(sampler, self._where)
 
     def _convert(self, drawn: Drawn) -> TensorDict:
         return drawn.rows if self._device is None else drawn.rows.to(self._device)
@@ -355,15 +358,14 @@ class ShardedReplayBuffer(ServedBuffer):
     ) -> None:
         """Give new rows the largest priority of all shards, unless they have priorities of their own."""
         for other in self._shards.all:
-            if other is not shard:
+            if other is not shard or other.is_local:
                 other.refresh(_STALE_SECONDS)
         largest = max(other.largest for other in self._shards.all)
         stored = ids[ids > 0]
         if largest > shard.largest and stored.numel() and not _has_priorities(data, update_priority):
             # The rows are stored: if the shard fails now, they keep the largest priority of their own shard.
             with contextlib.suppress(StorageError):
-                shard.call(lambda buffer: buffer.update_priority(id=stored, priority=largest))
-                shard.largest = largest
+                shard.raise_priorities(stored.numpy(), largest)
 
     # -- priorities ------------------------------------------------------------------------------
 
@@ -442,11 +444,12 @@ class ShardedReplayBuffer(ServedBuffer):
 
         def ask(shard: Shard) -> Result | QueryError:
             try:
-                return shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
+                found: Result = shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
             except QueryError as exc:
                 if shard.call(lambda buffer: buffer.schema) is not None:
                     raise
                 return exc
+            return found
 
         found = self._shards.each(ask)
         parts = {number: part for number, part in found.items() if isinstance(part, Result)}
@@ -505,17 +508,15 @@ class ShardedReplayBuffer(ServedBuffer):
 
         Arguments and errors are those of `RemoteReplayBuffer.name_sampler`.
         """
-        self._each(
-            lambda shard: shard.call(lambda rb: rb.name_sampler(name, sampler, where=where, seed=seed))
-        )
+        self._each(lambda shard: shard.ask(lambda member: member.name_sampler(name, sampler, where, seed)))
 
     def forget_sampler(self, name: str) -> None:
         """Make every server forget a named sampler."""
-        self._each(lambda shard: shard.call(lambda buffer: buffer.forget_sampler(name)))
+        self._each(lambda shard: shard.ask(lambda member: member.forget_sampler(name)))
 
     def samplers(self) -> dict[str, dict[str, Any]]:
         """Return the descriptions of the samplers that all servers keep, by name."""
-        first, *others = self._each(lambda shard: shard.call(lambda buffer: buffer.samplers()))
+        first, *others = self._each(lambda shard: shard.ask(lambda member: member.samplers()))
         return {name: told for name, told in first.items() if all(one.get(name) == told for one in others)}
 
     def flush(self) -> None:
@@ -656,7 +657,7 @@ class ShardedReplayBuffer(ServedBuffer):
         self._queue.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[str(shard.address) for shard in self._shards.all]})"
+        return f"{type(self).__name__}({[shard.place for shard in self._shards.all]})"
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -771,6 +772,44 @@ class ShardedEpisodes(LocalEpisodes):
         """
         shard, ids = self._owner._resume(source, check)
         return _pair(shard.number, ids)
+
+
+def _reach(
+    entry: ShardEntry,
+    *,
+    tokens: Tokens,
+    timeout: float,
+    retries: Retries,
+    options: Mapping[str, Any],
+    here: Mapping[int, ReplayBuffer],
+) -> Reach:
+    """Return the ways to reach the store of an entry.
+
+    Args:
+        entry: The entry.
+        tokens: The access tokens of the servers.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: How long requests are repeated.
+        options: Options of the buffer over this store alone.
+        here: Buffers of this process, by the numbers of their entries.
+    """
+    if entry.number in here:
+        member = LocalMember(here[entry.number])
+        return Reach(member, member, here[entry.number])
+    address = Address.of(entry.url)
+    token = tokens.of(address)
+    patient, quick = (
+        Connection(address, token, timeout=timeout, retries=how)
+        for how in (retries, replace(retries, seconds=0.0))
+    )
+    buffer = RemoteReplayBuffer(patient, **options)
+    return Reach(buffer.member, HttpMember(quick), buffer)
+
+
+def _make_shard(
+    entry: ShardEntry, *, reach: Callable[[ShardEntry], Reach], tokens: Tokens, skips: bool
+) -> Shard:
+    return Shard(entry, reach(entry), tokens, skips=skips)
 
 
 def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:

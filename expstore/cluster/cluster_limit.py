@@ -130,14 +130,14 @@ class ClusterLimit:
         ratio = self._limiter.samples_per_insert
         for shard in self._shards.all:
             limits = shard.limits
-            if limits is None and shard.heard == -math.inf:
+            if limits is None and shard.answered == -math.inf:
                 continue  # it is new, or this process is
             if limits is None or (self._limiter.is_bounded and limits.samples_per_insert != ratio):
                 found = (
                     "nothing" if limits is None else f"for {limits.samples_per_insert:g} samples per insert"
                 )
                 raise StateError(
-                    f"shard {shard.number} ({shard.address}) counts {found}, and rate_limiter= needs counts "
+                    f"shard {shard.number} ({shard.place}) counts {found}, and rate_limiter= needs counts "
                     f"for {ratio:g} samples per insert",
                     kind="limits",
                     hint=f"serve it with --samples-per-insert {ratio:g} --error-buffer inf",

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, NotFoundError, StateError
 
+if TYPE_CHECKING:
+    from expstore.buffers.replay_buffer import ReplayBuffer
+
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardEntry:
     """A shard of a cluster.
 
     Args:
@@ -49,7 +52,7 @@ class MemberList:
     """
 
     revision: int
-    members: tuple[Member, ...]
+    members: tuple[ShardEntry, ...]
 
 
 class Members(Protocol):
@@ -73,18 +76,23 @@ class Members(Protocol):
 
 
 class FixedMembers:
-    """Shards that never change: their numbers are their positions in a list of addresses.
+    """Shards that never change: their numbers are their positions in a list.
 
-    Threads: any number may read. Processes: a copy is the same list.
+    Threads: any number may read. Processes: a copy is the same list; buffers in it are copied, too.
 
     Args:
-        urls: The addresses.
+        places: The address of each served store, or the buffer of this process that has a store open.
     """
 
     named = True
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        members = (Member(number, url, None, accepts=True) for number, url in enumerate(urls))
+    def __init__(self, places: Sequence[str | ReplayBuffer]) -> None:
+        #: The buffers of this process, by number.
+        self.here = {number: place for number, place in enumerate(places) if not isinstance(place, str)}
+        members = (
+            ShardEntry(number, "" if number in self.here else str(place), None, accepts=True)
+            for number, place in enumerate(places)
+        )
         self._list = MemberList(1, tuple(members))
 
     def read(self) -> MemberList:
@@ -111,7 +119,7 @@ class ClusterFile:
     @classmethod
     def of(cls, stores: Sequence[tuple[str, str]]) -> Self:
         """Return a new cluster of stores: the address and the uuid of each."""
-        members = tuple(Member(number, url, store, True) for number, (url, store) in enumerate(stores))
+        members = tuple(ShardEntry(number, url, store, True) for number, (url, store) in enumerate(stores))
         return cls(uuid.uuid4().hex, MemberList(1, members), len(members))
 
     def add(self, url: str, store: str) -> Self:
@@ -129,7 +137,7 @@ class ClusterFile:
             raise StateError(
                 f"{url} is the store of shard {known.number} ({known.url})", hint="add a store of its own"
             )
-        member = Member(self.following, url, store, accepts=True)
+        member = ShardEntry(self.following, url, store, accepts=True)
         return replace(self._with((*self.list.members, member)), following=self.following + 1)
 
     def retire(self, number: int) -> Self:
@@ -178,7 +186,7 @@ class ClusterFile:
             )
         return self._replace(replace(member, url=url))
 
-    def find(self, number: int) -> Member:
+    def find(self, number: int) -> ShardEntry:
         """Return a shard.
 
         Raises:
@@ -190,11 +198,11 @@ class ClusterFile:
         known = ", ".join(str(member.number) for member in self.list.members)
         raise NotFoundError(f"there is no shard {number}", hint=f"there are {known}")
 
-    def _replace(self, changed: Member) -> Self:
+    def _replace(self, changed: ShardEntry) -> Self:
         members = self.list.members
         return self._with(tuple(changed if one.number == changed.number else one for one in members))
 
-    def _with(self, members: tuple[Member, ...]) -> Self:
+    def _with(self, members: tuple[ShardEntry, ...]) -> Self:
         return replace(self, list=MemberList(self.list.revision + 1, members))
 
     @classmethod
@@ -291,8 +299,8 @@ class ClusterFile:
         return changed
 
 
-def _parse_member(facts: dict[str, Any]) -> Member:
-    member = Member(**{field.name: facts[field.name] for field in fields(Member)})
+def _parse_member(facts: dict[str, Any]) -> ShardEntry:
+    member = ShardEntry(**{field.name: facts[field.name] for field in fields(ShardEntry)})
     types = (int, str, str, bool)
     if any(type(value) is not kind for value, kind in zip(asdict(member).values(), types, strict=True)):
         raise TypeError(f"number, url, uuid and accepts of a shard are {types}, not {facts}")

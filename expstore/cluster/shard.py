@@ -1,6 +1,6 @@
-"""One shard: a served store, the connections to it, its thread, and what it told last.
+"""One shard: a member with its number, its threads, and what it answered last.
 
-Used by the buffer over several shards. It draws, weighs and identifies; it divides nothing.
+Used by the buffer over several members. It draws, weighs and identifies; it divides nothing.
 """
 
 from __future__ import annotations
@@ -12,132 +12,87 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.cluster.members import Member
-from expstore.cluster.shares import ShardMass
-from expstore.cluster.worker import Worker
-from expstore.core.values import IntArray
-from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
+from expstore.buffers.member import Draw, Limits, Member, Part, Status
+from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.cluster.members import ShardEntry
+from expstore.core.values import IntArray, Mass
+from expstore.errors import ExpStoreError, NotReadyError, RemoteError, StateError
 from expstore.rate_limiters import Counts
-from expstore.remote.client import RemoteReplayBuffer, send_priorities
+from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.forks import copy_in_child
+from expstore.remote.http_member import HttpMember, read_status
 from expstore.remote.tokens import Tokens
-from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
-from expstore.wire.codec import Codec, Decoder, note_of
-from expstore.wire.stream import frames_in
+from expstore.remote.transport import Address, Connection
+from expstore.remote.worker import Worker
+from expstore.wire.codec import join_columns
 
-_Found = TypeVar("_Found")
-#: The column that ends slices.
-_ENDS = "next.truncated"
+_Result = TypeVar("_Result")
 #: Statuses of a server that has no time for a request.
 _BUSY = (429, 503)
 
 
-class Part(NamedTuple):
-    """Rows that a shard has drawn.
+class Reach(NamedTuple):
+    """The ways to reach one store.
 
     Args:
-        codec: The codec of the rows.
-        columns: In the codec's order. Shapes `(rows, *row shape)`.
-        rows: Number of rows.
-        mass: What they were drawn from; None if the sampler has no mass.
+        member: Repeats requests that get no answer.
+        quick: Does not repeat them. A store of this process is the same member.
+        buffer: The buffer over this store alone.
     """
 
-    codec: Codec
-    columns: list[Any]
-    rows: int
-    mass: ShardMass | None
+    member: Member
+    quick: Member
+    buffer: ReplayBuffer | RemoteReplayBuffer
 
-    def find_stops(self) -> IntArray:
-        """Return the row after the last of each slice. Shape `(slices,)`.
-
-        Raises:
-            SchemaError: The rows do not say where slices end.
-        """
-        if _ENDS not in self.codec.names:
-            raise SchemaError(f"slices of several lengths cannot be told apart without {_ENDS!r}")
-        flags = np.asarray(self.columns[self.codec.names.index(_ENDS)]).reshape(self.rows, -1)[:, 0]
-        return np.flatnonzero(flags) + 1
-
-    def count_units(self, unit: int) -> int:
-        """Return the number of slices of `unit` rows, or of rows if it is 1."""
-        return self.rows if unit == 1 else self.find_stops().size
-
-
-class Limits(NamedTuple):
-    """What the rate limiter of a shard's server counts.
-
-    Args:
-        counts: The rows that it has counted.
-        samples_per_insert: The ratio of its settings.
-    """
-
-    counts: Counts
-    samples_per_insert: float
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any] | None) -> Limits | None:
-        """Return the limits in a server's answer; None if it has no limiter."""
-        if facts is None:
-            return None
-        counts = Counts(int(facts["rows"]), int(facts["inserted"]), int(facts["sampled"]))
-        return cls(counts, float(facts["samples_per_insert"]))
+    @property
+    def connections(self) -> list[Connection]:
+        """The connections to the store's server; none to a store of this process."""
+        both = (self.member, self.quick)
+        return [member.connection for member in both if isinstance(member, HttpMember)]
 
 
 class Shard:
-    """A served store that is one of several shards.
+    """A store that is one of several shards.
 
-    Threads: any number may use it; draws run in a thread of its own. Processes: a copy in another process,
-    and a forked child, open connections and start a thread of their own.
+    Threads: any number may use it; questions run in a thread of its own. Processes: a copy in another
+    process, and a forked child, open connections and start threads of their own.
 
     Args:
-        member: Its entry in the list of shards.
+        entry: Its entry in the list of shards.
+        reach: The ways to reach it.
         tokens: The access tokens of the servers.
-        timeout: Seconds that connecting, the answer, and each part of it may take.
-        retries: How long requests are repeated.
         skips: Whether draws go without the shard, instead of repeating requests, if it does not answer.
-        options: Options of the buffer over this store alone.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        tokens: Tokens,
-        *,
-        timeout: float,
-        retries: Retries,
-        skips: bool,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.number = member.number
+    def __init__(self, entry: ShardEntry, reach: Reach, tokens: Tokens, *, skips: bool) -> None:
+        self.number = entry.number
         #: Its entry in the list of shards.
-        self.member = member
-        address, self._tokens = Address.of(member.url), tokens
-        token = tokens.of(address)
-        self._connection = Connection(address, token, timeout=timeout, retries=retries)
-        self._once = Connection(address, token, timeout=timeout, retries=replace(retries, seconds=0.0))
-        self._draws = self._once if skips else self._connection
+        self.member = entry
+        self._reach, self._tokens = reach, tokens
+        #: What draws and masses are asked of.
+        self._draws = reach.quick if skips else reach.member
+        self._skips = skips
         #: The buffer over this store alone.
-        self.buffer = RemoteReplayBuffer(self._connection, on_write=self._hear_write, **options)
-        #: Uuid of the store; the server refuses requests for another one.
+        self.buffer: Any = reach.buffer
+        if isinstance(reach.buffer, RemoteReplayBuffer):
+            reach.buffer.on_write = self._hear_write
+        #: Uuid of the store; a server refuses requests for another one.
         self.uuid = ""
-        if member.uuid is not None:
-            self._expect(member.uuid)
-        #: What it draws from, as it told last; None before it told.
-        self.mass: ShardMass | None = None
-        #: Number of rows that are drawn together, as it told last.
+        if entry.uuid is not None:
+            self._expect(entry.uuid)
+        #: What it drew from last; None before its first answer.
+        self.mass: Mass | None = None
+        #: Number of rows that are drawn together.
         self.unit = 1
-        #: The priority that new rows of this store get, as it told last.
-        self.largest = 0.0
-        #: What its rate limiter counted, as it told last; None if it has none, or before it told.
-        self.limits: Limits | None = None
+        #: Its last status.
+        self.status = Status(0.0, None)
         #: When it answered last, in seconds of the monotonic clock.
-        self.heard = -math.inf
+        self.answered = -math.inf
         #: Whether it did not answer the last draw, and has not answered since.
         self.is_down = False
         #: Whether the list of shards has it no longer.
@@ -146,14 +101,13 @@ class Shard:
         self._prober = Worker(f"expstore-probe-{self.number}")
         self._is_probed = self._is_asked = False
         self._asked = -math.inf
-        self._decoder = Decoder()
         self._ended = threading.Event()
         copy_in_child(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
         return {name: value for name, value in self.__dict__.items() if name != "_ended"} | {
-            "is_down": False, "_is_probed": False, "_is_asked": False, "heard": -math.inf,
+            "is_down": False, "_is_probed": False, "_is_asked": False, "answered": -math.inf,
             "_asked": -math.inf,
         }  # fmt: skip
 
@@ -163,27 +117,41 @@ class Shard:
         copy_in_child(self)
 
     @property
-    def address(self) -> Address:
-        """Address of the store."""
-        return self._connection.address
+    def place(self) -> str:
+        """Where the rows live, for messages."""
+        return self._reach.member.place
 
-    def take_up(self, member: Member) -> None:
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has the store open: its answers take no request."""
+        return not self._reach.connections
+
+    @property
+    def limits(self) -> Limits | None:
+        """What its rate limiter counted at its last answer; None if it has none, or before any answer."""
+        return self.status.limits
+
+    @property
+    def largest(self) -> float:
+        """The priority that its new rows got at its last answer."""
+        return self.status.largest_priority
+
+    def take_up(self, entry: ShardEntry) -> None:
         """Use a newer entry in the list of shards, possibly with another address.
 
         Raises:
             StateError: It is the entry of another store, or its new host does not get the token.
         """
-        if member.uuid not in (None, self.uuid):
+        if entry.uuid not in (None, self.uuid):
             raise StateError(
-                f"shard {self.number} is store {self.uuid}, and the new list has store {member.uuid} there",
+                f"shard {self.number} is store {self.uuid}, and the new list has store {entry.uuid} there",
                 hint="give every store a number of its own",
             )
-        address = Address.of(member.url)
-        if address != self.address:
-            token = self._tokens.of(address)
-            for connection in (self._connection, self._once):
-                connection.move(address, token)
-        self.member = member
+        for connection in self._reach.connections:
+            address = Address.of(entry.url)
+            if address != connection.address:
+                connection.move(address, self._tokens.of(address))
+        self.member = entry
 
     def identify(self) -> bool:
         """Ask for the uuid of the store; later requests are refused if it is another one.
@@ -194,38 +162,39 @@ class Shard:
         Raises:
             RemoteError: It does not answer, and is needed.
         """
-        asked, is_needed = time.monotonic(), self._draws is self._connection or not self.uuid
+        asked, is_needed = time.monotonic(), not self._skips or not self.uuid
         try:
             with self.name_errors():
-                facts = (self._connection if is_needed else self._once).request("GET", "").json()
+                facts = (self._reach.member if is_needed else self._reach.quick).read_facts()
         except RemoteError as exc:
             if is_needed or not does_not_answer(exc):
                 raise
             return False
-        self._expect(str(facts["uuid"]))
-        self.hear(facts, asked)
+        self._expect(facts.uuid)
+        self._hear(facts.status, asked)
         return True
 
     def _expect(self, uuid: str) -> None:
-        self.uuid = self._connection.store = self._once.store = uuid
-
-    def hear(self, facts: Mapping[str, Any], asked: float) -> None:
-        """Keep the largest priority and the counts in an answer.
-
-        Args:
-            facts: The answer.
-            asked: When the request was sent, in seconds of the monotonic clock.
-        """
-        limits, known = Limits.of(facts.get("limits")), self.limits
-        if limits is not None and known is not None and asked < self.heard:
-            # It overlapped with the last answer, and may be older. Counts grow, unless a version is restored.
-            merged = Counts(*map(max, limits.counts, known.counts))
-            limits = limits._replace(counts=merged)
-        self.limits, self.heard = limits, time.monotonic()
-        self.largest = float(facts["largest_priority"])
+        self.uuid = uuid
+        for connection in self._reach.connections:
+            connection.store = uuid
 
     def _hear_write(self, facts: Mapping[str, Any]) -> None:
-        self.hear(facts, -math.inf)
+        self._hear(read_status(facts), -math.inf)
+
+    def _hear(self, status: Status, asked: float) -> None:
+        """Keep the status in an answer.
+
+        Args:
+            status: The status.
+            asked: When the request was sent, in seconds of the monotonic clock.
+        """
+        limits, known = status.limits, self.status.limits
+        if limits is not None and known is not None and asked < self.answered:
+            # It overlapped with the last answer, and may be older. Counts grow, unless a version is restored.
+            merged = Counts(*map(max, limits.counts, known.counts))
+            status = status._replace(limits=limits._replace(counts=merged))
+        self.status, self.answered = status, time.monotonic()
 
     @contextmanager
     def name_errors(self) -> Iterator[None]:
@@ -235,104 +204,119 @@ class Shard:
         except ExpStoreError as exc:
             if self.is_removed:
                 raise StateError(
-                    f"shard {self.number} ({self.address}) was removed from the cluster", kind="removed"
+                    f"shard {self.number} ({self.place}) was removed from the cluster", kind="removed"
                 ) from exc
             error = type(exc)(
-                f"shard {self.number} ({self.address}): {exc.message}", kind=exc.kind, hint=exc.hint
+                f"shard {self.number} ({self.place}): {exc.message}", kind=exc.kind, hint=exc.hint
             )
             error.status = exc.status
             raise error from exc
 
-    def call(self, act: Callable[[RemoteReplayBuffer], _Found]) -> _Found:
+    def call(self, act: Callable[[Any], _Result]) -> _Result:
         """Return the result of a function of the buffer over this store; errors name the shard."""
         with self.name_errors():
             return act(self.buffer)
 
+    def ask(self, act: Callable[[Member], _Result]) -> _Result:
+        """Return the result of a function of the member; errors name the shard."""
+        with self.name_errors():
+            return act(self._reach.member)
+
     def set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
         """Set the priorities of rows; return how many are still there.
 
-        If it was removed, none is there. If it does not answer and draws go without it, none is set.
+        If the shard was removed, or does not answer and draws go without it, that is 0.
 
         Args:
             ids: Ids of the rows. Shape `(n,)`.
             values: Their priorities. Shape `(n,)`.
         """
-        is_needed = self._draws is self._connection
         if self.is_down:
             return 0
         try:
             with self.name_errors():
-                # A request that is not repeated needs no key, which would begin a second session.
-                count = send_priorities(self._draws, ids, values, write=is_needed)
+                count = self._draws.set_priorities(ids, values)
         except ExpStoreError as exc:
-            if self.is_removed or (not is_needed and does_not_answer(exc)):
+            if self.is_removed or (self._skips and does_not_answer(exc)):
                 return 0
             raise
-        self.largest = max(self.largest, float(values.max()))
+        largest = max(self.largest, float(values.max()))
+        self.status = self.status._replace(largest_priority=largest)
         return count
 
-    # -- drawing: in the shard's thread ------------------------------------------------------------
+    def raise_priorities(self, ids: IntArray, priority: float) -> None:
+        """Give new rows a priority.
 
-    def draw(self, body: Mapping[str, Any], rows: int) -> Future[list[Part]]:
-        """Draw rows; several parts if the sampler returns fewer rows at once."""
-        return self._worker.submit(lambda: self._draw(body, rows))
+        Args:
+            ids: Ids of the rows. Shape `(n,)`.
+            priority: The priority.
+        """
+        self.ask(lambda member: member.set_priorities(ids, np.full(ids.size, priority)))
+        self.status = self.status._replace(largest_priority=priority)
 
-    def weigh(self, body: Mapping[str, Any]) -> Future[ShardMass | None]:
-        """Ask what would be drawn from."""
-        return self._worker.submit(lambda: self._weigh(body))
+    # -- drawing -----------------------------------------------------------------------------------
 
-    def _draw(self, body: Mapping[str, Any], rows: int) -> list[Part]:
-        parts: list[Part] = []
-        while rows > 0:
-            asked = time.monotonic()
+    def begin(self, draw: Draw, rows: int) -> Callable[[], Part]:
+        """Begin to draw rows; the function that is returned waits for them."""
+        asked, wait = time.monotonic(), self._draws.begin(draw, rows)
+
+        def finish() -> Part:
             with self.name_errors():
-                answer = self._sample({**body, "batch_size": rows})
-                (frame,) = frames_in(answer.body)
-                facts = note_of(frame)
-                codec, columns = self._decoder.read_columns(frame)
-            self.hear(facts, asked)
-            self.mass = ShardMass.of(facts)
-            parts.append(Part(codec, columns, frame.rows, self.mass))
-            # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
-            rows = 0 if self.mass is not None else rows - parts[-1].count_units(self.unit) * self.unit
-        return parts
+                part = self._wait(wait, draw, rows)
+                parts = [part]
+                # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
+                while part.mass is None and (left := rows - self._count_rows(parts)) > 0:
+                    part = self._wait(self._draws.begin(draw, left), draw, left)
+                    parts.append(part)
+            self._hear(part.status, asked)
+            self.mass = part.mass
+            return _join_parts(parts)
 
-    def _sample(self, body: Mapping[str, Any]) -> Answer:
+        return finish
+
+    def _wait(self, wait: Callable[[], Part], draw: Draw, rows: int) -> Part:
         try:
-            return self._draws.request("POST", "sample", body=body, accept=ARROW)
+            return wait()
         except NotReadyError as exc:
-            if exc.kind != "rate_limited" or self._draws is self._connection:
+            if exc.kind != "rate_limited" or self._draws is self._reach.member:
                 raise
         # It answers: wait for its rate limiter, as draws do that go without no shard.
-        return self._connection.request("POST", "sample", body=body, accept=ARROW)
+        return self._reach.member.begin(draw, rows)()
 
-    def _weigh(self, body: Mapping[str, Any]) -> ShardMass | None:
+    def _count_rows(self, parts: list[Part]) -> int:
+        return sum(part.count_units(self.unit) * self.unit for part in parts)
+
+    def weigh(self, draw: Draw, rows: int) -> Future[Mass | None]:
+        """Ask in a thread what would be drawn from."""
+        return self._worker.submit(lambda: self._weigh(draw, rows))
+
+    def _weigh(self, draw: Draw, rows: int) -> Mass | None:
         asked = time.monotonic()
         with self.name_errors():
-            facts = self._draws.request("POST", "mass", body=body).json()
-            if facts["unit"] is None:
+            weight = self._draws.weigh(draw, rows)
+            if weight.unit is None:
                 raise StateError(
-                    f"sampler {body['sampler']!r} has num_slices, and shards are asked for different numbers "
+                    f"sampler {draw.sampler!r} has num_slices, and shards are asked for different numbers "
                     "of slices",
                     hint="name one with slice_len",
                 )
-        self.hear(facts, asked)
-        self.mass, self.unit = ShardMass.of(facts), int(facts["unit"])
+        self._hear(weight.status, asked)
+        self.mass, self.unit = weight.mass, weight.unit
         return self.mass
 
-    def note_down(self, body: Mapping[str, Any]) -> None:
+    def note_down(self, draw: Draw, rows: int) -> None:
         """Go without the shard until it answers again; another thread asks for its mass until then."""
         self.is_down = True
         if not self._is_probed:
             self._is_probed = True
-            self._prober.submit(lambda: self._wait_for_answer(body))
+            self._prober.submit(lambda: self._wait_for_answer(draw, rows))
 
-    def _wait_for_answer(self, body: Mapping[str, Any]) -> None:
-        for pause in self._connection.pauses():
+    def _wait_for_answer(self, draw: Draw, rows: int) -> None:
+        for pause in self._reach.connections[0].pauses():
             if self._ended.wait(pause):
                 return
             try:
-                self._weigh(body)
+                self._weigh(draw, rows)
             except ExpStoreError as exc:
                 if does_not_answer(exc):
                     continue
@@ -340,7 +324,7 @@ class Shard:
         self.is_down = self._is_probed = False
 
     def refresh(self, seconds: float) -> Future[None] | None:
-        """Ask for the largest priority and the counts in a thread, unless the shard answered recently.
+        """Ask for the status in a thread, unless the shard answered recently.
 
         Args:
             seconds: How long ago the last answer may be.
@@ -349,14 +333,16 @@ class Shard:
             Done when the shard has answered, or does not; None if it was not asked.
         """
         now = time.monotonic()
-        if now - max(self.heard, self._asked) >= seconds and not self._is_asked:
+        if self.is_local:
+            self._ask()
+        elif now - max(self.answered, self._asked) >= seconds and not self._is_asked:
             self._is_asked, self._asked = True, now
             return self._worker.submit(self._ask)
         return None
 
     def _ask(self) -> None:
         with contextlib.suppress(ExpStoreError):  # draws and writes raise it
-            self.hear(self._once.request("GET", "").json(), self._asked)
+            self._hear(self._reach.quick.read_facts().status, self._asked)
         self._is_asked = False
 
     def remove(self) -> None:
@@ -367,11 +353,11 @@ class Shard:
     def close(self) -> None:
         """Close the connections of this process, and end the threads."""
         self._ended.set()
-        self.buffer.close()
+        self._reach.member.close()
         if self._is_asked:  # its request would leave a socket behind
-            self._worker.submit(self._once.close)
+            self._worker.submit(self._reach.quick.close)
         else:
-            self._once.close()
+            self._reach.quick.close()
         self._worker.close()
         self._prober.close()
 
@@ -379,3 +365,10 @@ class Shard:
 def does_not_answer(error: BaseException) -> bool:
     """Return whether an error says that a server is unreachable or busy, not that it refuses the request."""
     return isinstance(error, RemoteError) and (error.kind == "unreachable" or error.status in _BUSY)
+
+
+def _join_parts(parts: list[Part]) -> Part:
+    if len(parts) == 1:
+        return parts[0]
+    columns = [join_columns(column) for column in zip(*(part.columns for part in parts), strict=True)]
+    return parts[-1]._replace(columns=columns, rows=sum(part.rows for part in parts))

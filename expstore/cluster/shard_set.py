@@ -17,12 +17,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from expstore.cluster.members import FixedMembers, Member, Members
+from expstore.cluster.members import FixedMembers, Members, ShardEntry
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.cluster.shard import Shard
-from expstore.cluster.worker import run_together
 from expstore.errors import ArgumentError, NotFoundError, RemoteError, StateError
 from expstore.remote.forks import copy_in_child
+from expstore.remote.worker import run_together
 
 _Found = TypeVar("_Found")
 #: Seconds between two looks at the list.
@@ -54,7 +54,7 @@ class ShardSet:
         ArgumentError: There is no shard, or two addresses lead to the same store.
     """
 
-    def __init__(self, members: Members, make: Callable[[Member], Shard]) -> None:
+    def __init__(self, members: Members, make: Callable[[ShardEntry], Shard]) -> None:
         self._members, self._make = members, make
         self._state = _State(0, MappingProxyType({}))
         #: The shard of each source that was written or asked for.
@@ -254,7 +254,7 @@ def _check_different(shards: Iterable[Shard]) -> None:
     for shard in shards:
         other = known.setdefault(shard.uuid, shard)
         if other is not shard:
-            raise ArgumentError(f"{other.address} and {shard.address} are the same store: name it once")
+            raise ArgumentError(f"{other.place} and {shard.place} are the same store: name it once")
 
 
 def _look_repeatedly(shards: weakref.ref[ShardSet], ended: threading.Event) -> None:

@@ -1,53 +1,23 @@
 """How many rows of a batch each shard draws, and how their weights are corrected.
 
-The number of rows of shard k is multinomial with probability m_k / M, where m_k is the mass that shard k told
-last, and M their sum. The shard draws row i with probability w_i / n_k, where n_k is its mass by then. So a
-row is drawn with probability (m_k / M) (w_i / n_k), also if masses have changed meanwhile, and weights follow
-from this probability. This module sends no requests.
+The number of rows of shard k is multinomial with probability m_k / M, where m_k is the mass in the last
+answer of shard k, and M their sum. The shard draws row i with probability w_i / n_k, where n_k is its mass by
+then. So a row is drawn with probability (m_k / M) (w_i / n_k), also if masses have changed meanwhile, and
+weights follow from this probability. This module sends no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.draws import Draws
-from expstore.core.values import IntArray
+from expstore.core.values import IntArray, Mass
 
 #: Second word of the random key that divides batches among shards; no stream of a storage uses it.
 _SHARES = (1 << 62) + 1
-
-
-class ShardMass(NamedTuple):
-    """What a shard draws from, as it told with its last answer.
-
-    Args:
-        total: The sum of the weights of everything that can be drawn.
-        rows: Number of readable rows.
-        smallest: The smallest weight above 0.
-        beta: Exponent of `priority_weight`; None if batches have none.
-        unit: Number of rows that are drawn together.
-    """
-
-    total: float
-    rows: int
-    smallest: float = 1.0
-    beta: float | None = None
-    unit: int = 1
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Self | None:
-        """Return the mass in a server's answer; None if the sampler has none."""
-        if facts.get("mass") is None:
-            return None
-        beta = facts["beta"]
-        return cls(
-            float(facts["mass"]), int(facts["rows"]), float(facts["smallest"]),
-            None if beta is None else float(beta), int(facts["unit"]),
-        )  # fmt: skip
 
 
 def derive_seed(seed: int, *path: int) -> int:
@@ -74,9 +44,7 @@ def draw_counts(
     return counts
 
 
-def find_factors(
-    assumed: NDArray[np.float64], masses: Sequence[ShardMass | None]
-) -> NDArray[np.float64] | None:
+def find_factors(assumed: NDArray[np.float64], masses: Sequence[Mass | None]) -> NDArray[np.float64] | None:
     """Return the factor of each shard's `priority_weight`; None if there are no weights. Shape `(shards,)`.
 
     A shard's weights are relative to its own least probable row. The factors make them relative to the least

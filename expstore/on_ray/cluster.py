@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from expstore.cluster.members import ClusterFile, Member, MemberList
+from expstore.cluster.members import ClusterFile, MemberList, ShardEntry
 from expstore.disk.local_path import local_path
 from expstore.errors import (
     ArgumentError,
@@ -317,7 +317,7 @@ class Cluster:
         """
         return [self._read_status(member) for member in self._ask_members().members]
 
-    def _read_status(self, member: Member) -> ShardStatus:
+    def _read_status(self, member: ShardEntry) -> ShardStatus:
         written: int | None = wait_for(self._registry.find_written.remote(member.number))
         address = _address_of(member)
         running: Running | None = None
@@ -734,6 +734,6 @@ def _wait_until_free(name: str) -> None:
         pause.wait(_PAUSE_SECONDS)
 
 
-def _address_of(member: Member) -> str:
+def _address_of(member: ShardEntry) -> str:
     """Return the address of a member's node."""
     return str(urlsplit(member.url).hostname)

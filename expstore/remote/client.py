@@ -7,13 +7,11 @@ Used by programs that train or act on other machines. `expstore.remote.transport
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.domain_checks import asks_for_domain
+from expstore.buffers.member import Draw
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
@@ -29,6 +28,7 @@ from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
+from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.snapshots import RemoteSnapshots
@@ -73,7 +73,6 @@ class RemoteReplayBuffer(ServedBuffer):
         prefetch: Number of batches that an iteration prefetches, in a thread.
         priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
-        on_write: Called with the server's answer to each write of rows, a dict.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class RemoteReplayBuffer(ServedBuffer):
         prefetch: int = 8,
         priority_key: str = "td_error",
         as_numpy: bool = False,
-        on_write: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
@@ -106,15 +104,16 @@ class RemoteReplayBuffer(ServedBuffer):
         if draw and seed is None:
             raise ArgumentError("draw= is the number of a draw of a seed; give seed= too")
         self._connection, self._decoder = connection, Decoder()
+        #: Draws, weighs and sets priorities.
+        self.member = HttpMember(connection, wait=wait)
         self._fields: Schema | None = None
         self._has_warned = False  # of names that are left out
         self._seed, self._draw = seed, draw
-        self._asked = {
-            "sampler": dict(sampler) if isinstance(sampler, Mapping) else sampler, "where": where,
-            "seed": seed, "wait": wait,
-        }  # fmt: skip
+        self._wanted = Draw(dict(sampler) if isinstance(sampler, Mapping) else sampler, where, seed)
         self._wait, self._prefetch = wait, prefetch
-        self._largest, self._on_write = 1.0, on_write
+        self._largest = 1.0
+        #: Called with the server's answer to each write of rows, a dict.
+        self.on_write: Callable[[Mapping[str, Any]], None] | None = None
         self._keyed = True  # until the store reports that its writer does not support keys
         self._lock = threading.Lock()
 
@@ -273,8 +272,8 @@ class RemoteReplayBuffer(ServedBuffer):
         params = None if source is None else {"source": source}
         found = self._send(route, body, params).json()
         self._largest = float(found["largest_priority"])
-        if self._on_write is not None:
-            self._on_write(found)
+        if self.on_write is not None:
+            self.on_write(found)
         if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
@@ -299,14 +298,14 @@ class RemoteReplayBuffer(ServedBuffer):
         if self._seed is not None:
             with self._lock:
                 number, self._draw = self._draw, self._draw + 1
-        body = self._asked | {"batch_size": size, "draw": number}
         try:
-            rows = self._rows("POST", "sample", body, wait=self._wait)
+            part = self.member.draw(self._wanted._replace(number=number), size)
         except BaseException:
             with self._lock:
                 if number is not None and self._draw == number + 1:  # no other thread has drawn since
                     self._draw = number
             raise
+        rows = self._place(part.codec.build(part.columns))
         return self._convert(self._split_info(rows, return_info, include_info), as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
@@ -332,11 +331,10 @@ class RemoteReplayBuffer(ServedBuffer):
                 return
 
     def _feed(self, size: int, begin: int, batches: int | None) -> Feed:
-        body = self._asked | {"batch_size": size}
-
         def ask(came: int) -> dict[str, Any]:
             left = None if batches is None else batches - came
-            return body | {"batches": left, "draw": None if self._seed is None else begin + came}
+            number = None if self._seed is None else begin + came
+            return self.member.body_of(self._wanted._replace(number=number), size) | {"batches": left}
 
         return Feed(self._connection, ask, self._decode, count=batches, ahead=self._prefetch, wait=self._wait)
 
@@ -383,8 +381,10 @@ class RemoteReplayBuffer(ServedBuffer):
         return self._decode(frames_in(answer.body)[0])
 
     def _decode(self, frame: Frame) -> TensorDict:
-        made = self._decoder.read(frame)
-        return made if self._device is None else made.to(self._device)
+        return self._place(self._decoder.read(frame))
+
+    def _place(self, rows: TensorDict) -> TensorDict:
+        return rows if self._device is None else rows.to(self._device)
 
     def _split_info(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
         info = {name: found for name in SAMPLE_ENTRIES if (found := batch.get(name)) is not None}
@@ -415,8 +415,7 @@ class RemoteReplayBuffer(ServedBuffer):
         Raises:
             StateError: The server keeps a different sampler of this name. Repeating a call changes nothing.
         """
-        body = {"sampler": dict(sampler), "where": where, "seed": seed}
-        self._json("PUT", f"samplers/{quote(name, safe='')}", body)
+        self.member.name_sampler(name, sampler, where, seed)
 
     def forget_sampler(self, name: str) -> None:
         """Make the server forget a named sampler.
@@ -424,12 +423,11 @@ class RemoteReplayBuffer(ServedBuffer):
         Raises:
             NotFoundError: The server keeps no sampler of this name.
         """
-        self._json("DELETE", f"samplers/{quote(name, safe='')}", once=True)
+        self.member.forget_sampler(name)
 
     def samplers(self) -> dict[str, dict[str, Any]]:
         """Return the descriptions of the samplers that the server keeps, by name."""
-        found = self._json("GET", "samplers")["samplers"]
-        return {name: json.loads(text) for name, text in found.items()}
+        return self.member.samplers()
 
     # -- priorities ------------------------------------------------------------------------------
 
@@ -437,7 +435,7 @@ class RemoteReplayBuffer(ServedBuffer):
         return to_array(given).reshape(-1).astype(np.int64, copy=False)
 
     def _set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
-        return send_priorities(self._connection, ids, values)
+        return self.member.set_priorities(ids, values)
 
     # -- queries and versions --------------------------------------------------------------------
 
@@ -535,7 +533,7 @@ class RemoteReplayBuffer(ServedBuffer):
         return self._draw
 
     def _close(self) -> None:
-        self._connection.close()
+        self.member.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._connection.address)!r})"
@@ -662,21 +660,6 @@ class RemoteEpisodes(LocalEpisodes):
         self._begin_session()
         found = self._request("POST", "episodes/resume", {"source": source, "check": check})
         return torch.tensor(found["episodes"], dtype=torch.int64)
-
-
-def send_priorities(
-    connection: Connection, ids: IntArray, values: NDArray[np.float64], *, write: bool = True
-) -> int:
-    """Set the priorities of rows of a served store; return how many rows are still there.
-
-    Args:
-        connection: The connection to the server.
-        ids: Ids of the rows. Shape `(n,)`.
-        values: Their priorities. Shape `(n,)`.
-        write: Whether to send the request with an idempotency key, which begins a session.
-    """
-    body = {"ids": ids.tolist(), "priorities": values.tolist()}
-    return int(connection.request("POST", "priorities", body=body, write=write).json()["updated"])
 
 
 def _check_rows(data: Any) -> None:

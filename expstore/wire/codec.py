@@ -368,6 +368,18 @@ class Encoder:
         kind, columns = self._take_columns(data)
         return Message(kind.arrow_schema, kind.message(columns, note))
 
+    def columns(self, data: TensorDictBase) -> tuple[Codec, Sequence[Any]]:
+        """Return the codec of rows, and their columns in its order, which may share their memory.
+
+        Args:
+            data: Rows; on any device.
+
+        Raises:
+            SchemaError: An entry cannot be sent.
+        """
+        kind, columns = self._take_columns(data)
+        return kind.codec, columns
+
     def _take_columns(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
         """Return the kind of a batch, and its columns."""
         keys: list[Key] = []

@@ -181,7 +181,8 @@ def status_from(app: Any, server: str, host: str) -> int:
 
 
 def test_settings_whose_tokens_protect_nothing_are_refused(tmp_path: Path) -> None:
-    for bad in ({"token": b""}, {"token": b"a", "read_token": b"a"}, {"read_token": b"a"}):
+    text: Any = "a"
+    for bad in ({"token": b""}, {"token": b"a", "read_token": b"a"}, {"read_token": b"a"}, {"token": text}):
         with pytest.raises(errors.StateError) as caught:
             Settings(path=tmp_path, **bad)
         assert caught.value.kind == "token"

@@ -12,7 +12,7 @@ import pytest
 import expstore
 from expstore.api import Settings
 from expstore.api.shards_app import create_shards_app
-from expstore.cluster.members import FixedMembers, Member, MemberList
+from expstore.cluster.members import FixedMembers, MemberList, ShardEntry
 from expstore.errors import StorageError
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
@@ -171,7 +171,7 @@ class Changing:
 
     named = True
 
-    def __init__(self, *members: Member) -> None:
+    def __init__(self, *members: ShardEntry) -> None:
         self.members = members
 
     def read(self) -> MemberList:
@@ -180,8 +180,8 @@ class Changing:
 
 def test_shards_that_are_gone_and_new_ones(shards: Serving, tmp_path: Path) -> None:
     """A shard that does not answer is an error of its own requests; the list is read for each request."""
-    alive = Member(3, f"{shards.url}/b", None, accepts=True)
-    members = Changing(alive, Member(5, "http://127.0.0.1:9/gone", None, accepts=True))
+    alive = ShardEntry(3, f"{shards.url}/b", None, accepts=True)
+    members = Changing(alive, ShardEntry(5, "http://127.0.0.1:9/gone", None, accepts=True))
     settings = Settings(path=tmp_path, read_only=True)
     app = create_shards_app(members, settings, TOKEN)
     with Serving(settings, app) as server, httpx.Client(base_url=server.url, timeout=60) as client:
@@ -189,7 +189,7 @@ def test_shards_that_are_gone_and_new_ones(shards: Serving, tmp_path: Path) -> N
         assert (answer.status_code, answer.json()["error"]["kind"]) == (502, "shard_down")
         assert "http://127.0.0.1:9" in answer.json()["error"]["message"]
         assert client.get("/v1/stores/shard-3/summary").status_code == 200
-        members.members = (alive, Member(6, f"{shards.url}/a", None, accepts=True))
+        members.members = (alive, ShardEntry(6, f"{shards.url}/a", None, accepts=True))
         assert client.get("/v1/stores").json()["stores"] == ["shard-3", "shard-6"]
         assert client.get("/v1/stores/shard-5/summary").status_code == 404
         ids = client.get("/v1/stores/shard-6/episodes").json()["rows"]

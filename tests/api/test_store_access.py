@@ -48,7 +48,7 @@ def test_all_parts_of_all_stores_are_closed_although_one_fails(
     def fail() -> NoReturn:
         raise RuntimeError("a part that fails")
 
-    monkeypatch.setattr(first.sampler_cache, "close", fail)
+    monkeypatch.setattr(first.member, "close", fail)
     with caplog.at_level(logging.ERROR, "expstore.api"):
         stores.close()
     assert [served.rb.storage.closed for served in (first, second)] == [True, True]

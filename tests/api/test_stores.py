@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from tensordict import TensorDict
 import expstore
 from expstore.api import Settings, create_app
 from expstore.api.errors import Refusal
-from expstore.api.per_key import PerKey
-from expstore.api.samplers import Consuming, Prioritized, SamplerCache, Uniform, WithoutReplacement
 from expstore.api.stores import Stores
+from expstore.core.per_key import PerKey
 from expstore.errors import NotFoundError, StateError
-from expstore.samplers.base import Sampler
 from tests.support.asgi import ask
 
 SECONDS = 60
@@ -165,77 +162,3 @@ def test_a_store_has_one_name(tmp_path: Path) -> None:
         stores.get("demo.exp")
     assert len(stores.get("twice.exp").rb) == 10
     stores.close()
-
-
-# -- samplers ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def drawers(folder: Path) -> Iterator[SamplerCache]:
-    path = folder / "fast.exp"
-    with expstore.open(path) as rb:
-        kept = SamplerCache(path, rb, None, seconds=3)
-        yield kept
-        kept.close()
-
-
-def test_a_reader_that_opens_delays_no_draw(drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate("fast", "r")
-    monkeypatch.setattr(expstore, "open", gate.open)
-    spec = WithoutReplacement(kind="without_replacement")
-    naming = [threading.Thread(target=drawers.name, args=("pass", spec, None, 1)) for _ in range(3)]
-    for thread in naming:
-        thread.start()
-    try:
-        assert gate.begun.wait(SECONDS)
-        drawn: list[int] = []
-
-        def draw() -> None:
-            drawn.append(drawers.draw(Prioritized(kind="prioritized"), None, 3, None, 4).batch.numel())
-            drawers.name("once", Consuming(kind="consuming"), None, None)
-            drawn.append(drawers.draw("once", None, None, None, 4).batch.numel())
-
-        drawing = threading.Thread(target=draw, daemon=True)
-        drawing.start()
-        drawing.join(SECONDS)
-        assert drawn == [4, 4]
-    finally:
-        gate.free.set()
-        for thread in naming:
-            thread.join(SECONDS)
-    assert gate.openings["fast"] == 1
-    assert sorted(drawers.describe()) == ["once", "pass"]
-    assert drawers.draw("pass", None, None, None, 10).batch.numel() == 10
-
-
-def test_a_sampler_in_use_is_not_detached(drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Sampler] = []
-    monkeypatch.setattr(Sampler, "detach", lambda self: ended.append(self))
-    with drawers.choose(Uniform(), "x > 2", 0, 2, 1) as (_, first):
-        with drawers.choose(Uniform(), "x > 2", 0, 2, 1) as (_, same):
-            for seed in range(1, 40):
-                drawers.draw(Uniform(), None, seed, None, 2)
-            assert same is first
-        assert len(ended) == 7  # of 40, the 32 newest are kept, and the first is in use
-        assert first not in ended
-    assert ended[-1] is first
-    drawers.close()
-    assert len(ended) == len(set(ended)) == 40
-
-
-@pytest.mark.parametrize("kind", ["consuming", "without_replacement"])
-def test_a_named_sampler_in_use_is_not_ended(
-    drawers: SamplerCache, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    spec = Consuming(kind=kind) if kind == "consuming" else WithoutReplacement(kind=kind)
-    drawers.name("mine", spec, None, None)
-    ended: list[str] = []
-    with drawers._use_named("mine") as named:
-        end = named.end
-        monkeypatch.setattr(named, "end", lambda: ended.append(kind) or end())  # type: ignore[func-returns-value]
-        drawers.forget("mine")
-        assert named.buffer.sample(2).numel() == 2
-        assert ended == []
-    assert ended == [kind]
-    with pytest.raises(NotFoundError):
-        drawers.draw("mine", None, None, None, 2)

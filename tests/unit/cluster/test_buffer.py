@@ -18,6 +18,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import Retries
 from expstore.api import Settings
+from expstore.buffers.member import Draw
 from expstore.cluster.routing import Place, choose_shard
 from expstore.errors import (
     NotFoundError,
@@ -415,7 +416,7 @@ def test_draws_go_without_a_shard_and_say_so(broken: Any) -> None:
         wait_until(lambda: rb.shards_missing == ())
         assert rb.sample()["shards_missing"] == []
         for number in range(3):
-            rb._shards.find(number).note_down({})
+            rb._shards.find(number).note_down(Draw(), 1)
         with pytest.raises(RemoteError, match="none of the 3 shards"):
             rb.sample()
 
@@ -529,7 +530,7 @@ def test_another_store_under_the_name_of_a_shard_is_refused(tmp_path: Path) -> N
     with Serving(settings) as server:
         again = pickle.loads(state)
         for shard in again._shards.all:
-            for connection in (shard._connection, shard._once):
+            for connection in shard._reach.connections:
                 connection._closed = False
                 connection.address = type(connection.address)(server.url, connection.address.name)
         with pytest.raises(StateError, match="shard 1.*is for"):

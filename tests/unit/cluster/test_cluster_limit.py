@@ -118,7 +118,7 @@ def test_a_writer_asks_for_counts_that_are_old(urls: list[str], monkeypatch: pyt
     with connect(urls, limiter) as rb, connect(urls) as other:
         other.extend(batch_of(50), source=source_for(other, 0))
         for shard in rb._shards.all:
-            shard.heard = shard._asked = -math.inf  # long ago
+            shard.answered = shard._asked = -math.inf  # long ago
         with pytest.raises(NotReadyError, match="50 rows inserted"):
             rb.extend(batch_of(10), source=source_for(other, 1))
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.cluster import macro_batches, shares
+from expstore.cluster import many, shares
 from tests.support.chi_square import below, chi_square, solve
 from tests.support.servers import Serving
 
@@ -194,8 +194,8 @@ def test_a_sampler_without_masses_would_be_noticed(server: Serving, monkeypatch:
         return draw_counts(*others, np.ones(totals.size))
 
     draw_counts = shares.draw_counts
-    monkeypatch.setattr(macro_batches, "draw_counts", ignore_masses)
-    monkeypatch.setattr(macro_batches, "find_factors", lambda *_: None)
+    monkeypatch.setattr(many, "draw_counts", ignore_masses)
+    monkeypatch.setattr(many, "find_factors", lambda *_: None)
     with pytest.raises(AssertionError):
         test_rows_are_drawn_uniformly(server)
     drawn = draw_all(at_rest(server, sampler={"kind": "prioritized", "alpha": ALPHA, "beta": BETA}))

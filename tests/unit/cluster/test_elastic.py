@@ -16,7 +16,7 @@ import torch
 import expstore
 from expstore import Retries
 from expstore.cluster.buffer import ShardedReplayBuffer
-from expstore.cluster.members import ClusterFile, FileMembers, Member, MemberList
+from expstore.cluster.members import ClusterFile, FileMembers, MemberList, ShardEntry
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.errors import NotFoundError, QueryError, RemoteError, StateError
 from tests.support.arrow_bodies import batch_of
@@ -52,7 +52,7 @@ class Cluster:
     def move(self, number: int, url: str, store: str | None) -> None:
         ClusterFile.change(self.path, lambda known: known.move(number, url, str(store)))
 
-    def member(self, number: int) -> Member:
+    def member(self, number: int) -> ShardEntry:
         return ClusterFile.load(self.path).find(number)
 
 
@@ -299,7 +299,7 @@ def test_lists_that_contradict_are_refused(cluster: Cluster) -> None:
     with ShardedReplayBuffer(late, batch_size=8, retries=SOON) as rb:
         rb.extend(batch_of(50), source="actor")
         members = late._list.members
-        late._list = MemberList(2, (members[0], Member(1, members[1].url, "other", accepts=True)))
+        late._list = MemberList(2, (members[0], ShardEntry(1, members[1].url, "other", accepts=True)))
         with pytest.raises(StateError, match="shard 1 is store .* and the new list has store other"):
             rb.sample()
     with cluster.connect(by="member", p=[1, 1]) as rb:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.cluster.members import ClusterFile, FileMembers, FixedMembers, Member
+from expstore.cluster.members import ClusterFile, FileMembers, FixedMembers, ShardEntry
 from expstore.errors import ExpStoreError, LockedError, NotFoundError, StateError
 
 STORES = [("http://a:8420/run", "uuid-a"), ("http://b:8420/run", "uuid-b")]
@@ -43,7 +43,7 @@ def test_a_reader_sees_each_change_of_the_file(path: Path) -> None:
     assert found.revision == 3
     assert [(one.number, one.accepts) for one in found.members] == [(0, False), (1, True), (2, True)]
     ClusterFile.change(path, lambda known: known.move(1, "http://d:8420/run", "uuid-b"))
-    assert members.read().members[1] == Member(1, "http://d:8420/run", "uuid-b", accepts=True)
+    assert members.read().members[1] == ShardEntry(1, "http://d:8420/run", "uuid-b", accepts=True)
     copied = pickle.loads(pickle.dumps(members))
     ClusterFile.change(path, lambda known: known.remove(0))
     assert [one.number for one in members.read().members] == [1, 2]

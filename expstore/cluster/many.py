@@ -1,6 +1,7 @@
-"""Draw several batches at once from all shards: one request for each shard, cut into batches here.
+"""Draw from several stores as from one: how many rows of each, and with what probability.
 
-`MacroBatches.fetch` is the whole path. It keeps what the shards told last, and no rows.
+`Many.fetch` is the whole path: it draws several batches at once, with one draw of each member, and cuts them
+into batches. It sends no requests and keeps no rows.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from expstore.buffers.member import Draw, Part
 from expstore.cluster.cluster_limit import ClusterLimit
-from expstore.cluster.shard import Part, Shard, does_not_answer
+from expstore.cluster.shard import Shard, does_not_answer
 from expstore.cluster.shard_set import ShardSet
-from expstore.cluster.shares import ShardMass, derive_seed, draw_counts, find_factors
-from expstore.core.values import IntArray
+from expstore.cluster.shares import derive_seed, draw_counts, find_factors
+from expstore.core.values import IntArray, Mass
 from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
 from expstore.schema.schema import Field, Schema
 from expstore.wire.codec import Codec, join_columns
@@ -42,7 +44,7 @@ class ShardDraw(NamedTuple):
 
     number: int
     assumed: dict[int, float]
-    masses: dict[int, ShardMass | None]
+    masses: dict[int, Mass | None]
     missing: tuple[int, ...]
 
 
@@ -58,10 +60,10 @@ class Drawn(NamedTuple):
     draw: ShardDraw
 
 
-class _Body(NamedTuple):
-    """A request for batches: the description of the sampler, rows of a batch, and the sequence of draws."""
+class _Wanted(NamedTuple):
+    """Batches that are wanted: which rows, rows of a batch, and the sequence of draws."""
 
-    asked: dict[str, Any]
+    draw: Draw
     size: int
     lane: int
 
@@ -75,8 +77,8 @@ class _Plan(NamedTuple):
     unit: int
 
 
-class MacroBatches:
-    """Draw batches from shards.
+class Many:
+    """Several stores, from which batches are drawn as from one.
 
     Threads: one at a time. Crashes: batch k follows from the seed, k, the batch size, the number of batches
     drawn together, and the rows, so the batches of shards at rest continue after any restart.
@@ -84,7 +86,7 @@ class MacroBatches:
     Args:
         shards: The shards. New ones take part from the next call on, others end with it.
         seed: Seed of the draws.
-        ask: Returns the description of the sampler in requests for batches of a size.
+        ask: Returns which rows batches of a size are drawn from, without seed and number.
         shares: Fixed share of each shard, or none for equal ones; None for shares in proportion to the masses
             of the shards.
         skips: Whether to draw from the other shards if some do not answer.
@@ -95,7 +97,7 @@ class MacroBatches:
         self,
         shards: ShardSet,
         seed: int,
-        ask: Callable[[int], dict[str, Any]],
+        ask: Callable[[int], Draw],
         *,
         shares: Sequence[float] | None,
         skips: bool,
@@ -122,30 +124,30 @@ class MacroBatches:
             StateError: The sampler has no mass, the batch size is not a multiple of the length of slices, or
                 there are other shards than shares.
         """
-        body = _Body(self._ask(size), size, lane)
+        wanted = _Wanted(self._ask(size), size, lane)
         self._shards.refresh()
         for _ in range(2 * len(self._shards.all) + 2):
             if self._limit is not None:
                 self._limit.wait_to_sample(count * size)
-            plan = self._plan(self._shards.all, first, count, body)
-            parts = self._draw(plan, first, body)
+            plan = self._plan(self._shards.all, first, count, wanted)
+            parts = self._draw(plan, first, wanted)
             if parts is not None:
                 return self._build(plan, parts, first)
         raise NotReadyError("the rows of the shards are removed faster than they can be drawn")
 
     # -- dividing batches among shards -------------------------------------------------------------
 
-    def _plan(self, shards: tuple[Shard, ...], first: int, count: int, body: _Body) -> _Plan:
-        self._weigh([shard for shard in _find_live(shards) if shard.mass is None], body)
+    def _plan(self, shards: tuple[Shard, ...], first: int, count: int, wanted: _Wanted) -> _Plan:
+        self._weigh([shard for shard in _find_live(shards) if shard.mass is None], wanted)
         live = _find_live(shards)
         if not any(shard.mass is None or shard.mass.total > 0 for shard in live):
-            self._weigh(live, body)  # rows may have been written since
+            self._weigh(live, wanted)  # rows may have been written since
             live = _find_live(shards)
         masses = [shard.mass for shard in live]
         if self._shares is None and None in masses:
             shard = live[masses.index(None)]
             raise StateError(
-                f"sampler {body.asked['sampler']!r} of shard {shard.number} ({shard.address}) has no mass: "
+                f"sampler {wanted.draw.sampler!r} of shard {shard.number} ({shard.place}) has no mass: "
                 "it remembers which rows it has drawn, or draws by other rules than weights of rows",
                 hint='draw from the shards in fixed shares: connect(..., by="member")',
             )
@@ -161,12 +163,12 @@ class MacroBatches:
             )
         units = {shard.unit for shard in live if shard.mass is None or shard.mass.total > 0} or {1}
         unit = units.pop()
-        if units or body.size % unit:
+        if units or wanted.size % unit:
             raise StateError(
-                f"the batch size must be a multiple of the length of slices, got {body.size} and {unit}"
+                f"the batch size must be a multiple of the length of slices, got {wanted.size} and {unit}"
             )
-        numbers = [(number, body.lane) for number in range(first, first + count)]
-        return _Plan(shards, assumed, draw_counts(self._seed, numbers, body.size // unit, assumed), unit)
+        numbers = [(number, wanted.lane) for number in range(first, first + count)]
+        return _Plan(shards, assumed, draw_counts(self._seed, numbers, wanted.size // unit, assumed), unit)
 
     def _share(self, count: int) -> Sequence[float]:
         """Return the fixed share of each shard.
@@ -182,72 +184,69 @@ class MacroBatches:
             )
         return shares
 
-    def _weigh(self, shards: Sequence[Shard], body: _Body) -> None:
-        self._collect({shard: shard.weigh(self._address(shard, body)) for shard in shards}, body)
+    def _weigh(self, shards: Sequence[Shard], wanted: _Wanted) -> None:
+        weights = {shard: shard.weigh(self._address(shard, wanted), wanted.size).result for shard in shards}
+        self._collect(weights, wanted)
 
-    def _address(self, shard: Shard, body: _Body) -> dict[str, Any]:
-        """Return the request for the mass of a shard; every shard draws by a seed of its own."""
-        asked = {**body.asked, "batch_size": body.size}
-        if isinstance(asked["sampler"], str):
-            return asked  # a sampler that the server keeps has its own seed
-        key = body.lane, shard.number
+    def _address(self, shard: Shard, wanted: _Wanted) -> Draw:
+        """Return which rows a shard draws; every shard draws by a seed of its own."""
+        if isinstance(wanted.draw.sampler, str):
+            return wanted.draw  # a sampler that is kept under a name has its own seed
+        key = wanted.lane, shard.number
         if key not in self._seeds:
             self._seeds[key] = derive_seed(self._seed, *key)
-        return asked | {"seed": self._seeds[key]}
+        return wanted.draw._replace(seed=self._seeds[key])
 
     # -- drawing -------------------------------------------------------------------------------------
 
-    def _draw(self, plan: _Plan, first: int, body: _Body) -> dict[int, Part] | None:
+    def _draw(self, plan: _Plan, first: int, wanted: _Wanted) -> dict[int, Part] | None:
         """Return the rows of each shard by its place; None if one had none, or did not answer: plan again."""
-        futures: dict[Shard, Any] = {}
-        asked = (plan.counts.sum(axis=0) * plan.unit).tolist()
-        for shard, rows in zip(plan.shards, asked, strict=True):
-            if shard.is_down and not rows:
-                continue
-            request = self._address(shard, body)
-            if not rows:
-                futures[shard] = shard.weigh(request)
-            elif "seed" in request:
-                futures[shard] = shard.draw({**request, "draw": first}, rows)
-            else:
-                futures[shard] = shard.draw(request, rows)
-        found = self._collect(futures, body)
-        if found is None:
+        waits: dict[Shard, Callable[[], Any]] = {}
+        rows_of = (plan.counts.sum(axis=0) * plan.unit).tolist()
+        for shard, rows in zip(plan.shards, rows_of, strict=True):
+            draw = self._address(shard, wanted)
+            if rows:
+                numbered = draw if draw.seed is None else draw._replace(number=first)
+                waits[shard] = shard.begin(numbered, rows)
+            elif not shard.is_down:
+                waits[shard] = shard.weigh(draw, wanted.size).result
+        parts = self._collect(waits, wanted)
+        if parts is None:
             return None
         return {
-            place: _join_parts(found[shard])
+            place: part
             for place, shard in enumerate(plan.shards)
-            if isinstance(found.get(shard), list)
+            if isinstance(part := parts.get(shard), Part)
         }
 
-    def _collect(self, futures: Mapping[Shard, Any], body: _Body) -> dict[Shard, Any] | None:
+    def _collect(self, waits: Mapping[Shard, Callable[[], Any]], wanted: _Wanted) -> dict[Shard, Any] | None:
         """Return the results of all shards; None if a shard had no rows, or did not answer and is skipped.
 
         Raises:
             ExpStoreError: Another error of a shard, after all shards have answered.
         """
-        found: dict[Shard, Any] = {}
+        results: dict[Shard, Any] = {}
         errors: list[BaseException] = []
         is_whole = True
-        for shard, future in futures.items():
+        for shard, wait in waits.items():
             try:
-                found[shard] = future.result()
+                results[shard] = wait()
             except NotReadyError as exc:
                 if self._shares is not None or exc.kind == "rate_limited":
                     errors.append(exc)
                 is_whole = False
-                shard.mass = ShardMass(0.0, 0)
+                shard.mass = Mass(0.0, 0)
             except ExpStoreError as exc:
                 is_whole = False
                 if shard.is_removed:
                     continue
                 if self._skips and does_not_answer(exc):
-                    shard.note_down(self._address(shard, body))
+                    shard.note_down(self._address(shard, wanted), wanted.size)
                 else:
                     errors.append(exc)
         if errors:
             raise errors[0]
-        return found if is_whole else None
+        return results if is_whole else None
 
     # -- joining rows --------------------------------------------------------------------------------
 
@@ -292,14 +291,6 @@ def _find_live(shards: Sequence[Shard]) -> list[Shard]:
             hint="they are asked in the background until they do: try again later",
         )  # fmt: skip
     return live
-
-
-def _join_parts(parts: Sequence[Part]) -> Part:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    columns = [join_columns(column) for column in zip(*(part.columns for part in parts), strict=True)]
-    return Part(first.codec, columns, sum(part.rows for part in parts), parts[-1].mass)
 
 
 def _find_bounds(part: Part, counts: IntArray, unit: int) -> IntArray:

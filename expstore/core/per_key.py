@@ -1,6 +1,6 @@
 """Objects by key, such as a lock per name, which exist only while they are used.
 
-Used by the stores and the samplers: what waits for one name does not delay another one.
+Used by the server and by local members: what waits for one name does not delay another one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""A served store as a member: draws, masses, priorities and named samplers as HTTP requests.
+
+Used by the buffers over one and over several served stores. It keeps no rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
+from expstore.core.values import IntArray, Mass
+from expstore.rate_limiters import Counts
+from expstore.remote.transport import ARROW, Connection
+from expstore.remote.worker import Worker
+from expstore.wire.codec import Decoder, note_of
+from expstore.wire.frames import Frame
+from expstore.wire.stream import frames_in
+
+
+class HttpMember(Member):
+    """A served store.
+
+    Threads: any number may use it. Processes: a copy in another process, and a forked child, open connections
+    of their own. Crashes: a request without an answer is repeated for as long as the connection's `retries`
+    say.
+
+    Args:
+        connection: The connection to the server.
+        wait: Seconds that the server waits for rows if it cannot draw yet.
+    """
+
+    def __init__(self, connection: Connection, *, wait: float = 0.0) -> None:
+        self.connection, self._wait = connection, wait
+        self._decoder = Decoder()
+        self._worker = Worker("expstore-draws")
+
+    @property
+    def place(self) -> str:
+        """The address of the store."""
+        return str(self.connection.address)
+
+    def read_facts(self) -> Facts:
+        """Return the uuid of the store, and its status."""
+        facts = self.connection.request("GET", "").json()
+        return Facts(str(facts["uuid"]), read_status(facts))
+
+    # -- drawing ---------------------------------------------------------------------------------
+
+    def begin(self, draw: Draw, rows: int) -> Callable[[], Part]:
+        """Request rows in a thread; the function that is returned waits for them."""
+        return self._worker.submit(lambda: self.draw(draw, rows)).result
+
+    def draw(self, draw: Draw, rows: int) -> Part:
+        """Draw rows.
+
+        Raises:
+            NotReadyError: There are no rows that may be drawn.
+            RemoteError: The server did not answer.
+        """
+        body = self.body_of(draw, rows)
+        answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=self._wait)
+        (frame,) = frames_in(answer.body)
+        return self.decode(frame)
+
+    def body_of(self, draw: Draw, rows: int) -> dict[str, Any]:
+        """Return the body of a request for rows."""
+        return _describe(draw, rows) | {"draw": draw.number, "wait": self._wait}
+
+    def decode(self, frame: Frame) -> Part:
+        """Return the rows of a record batch that the server has sent."""
+        codec, columns = self._decoder.read_columns(frame)
+        facts = note_of(frame)
+        return Part(codec, columns, frame.rows, _read_mass(facts), read_status(facts))
+
+    def weigh(self, draw: Draw, rows: int) -> Weight:
+        """Return what `rows` rows would be drawn from now."""
+        facts = self.connection.request("POST", "mass", body=_describe(draw, rows)).json()
+        unit = facts["unit"]
+        return Weight(_read_mass(facts), None if unit is None else int(unit), read_status(facts))
+
+    # -- rows and samplers -------------------------------------------------------------------------
+
+    def set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
+        """Set the priorities of rows; return how many are still there."""
+        body = {"ids": ids.tolist(), "priorities": values.tolist()}
+        # A request that is not repeated needs no key, which would begin a session.
+        repeats = self.connection.retries.seconds > 0
+        return int(self.connection.request("POST", "priorities", body=body, write=repeats).json()["updated"])
+
+    def name_sampler(
+        self, name: str, sampler: Mapping[str, Any], where: str | None, seed: int | None
+    ) -> None:
+        """Make the server keep a sampler under a name."""
+        body = {"sampler": dict(sampler), "where": where, "seed": seed}
+        self.connection.request("PUT", f"samplers/{quote(name, safe='')}", body=body)
+
+    def forget_sampler(self, name: str) -> None:
+        """Make the server forget a named sampler."""
+        self.connection.request("DELETE", f"samplers/{quote(name, safe='')}", once=True)
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """Return the descriptions of the samplers that the server keeps, by name."""
+        found = self.connection.request("GET", "samplers").json()["samplers"]
+        return {name: json.loads(text) for name, text in found.items()}
+
+    def close(self) -> None:
+        """Close the connection of this process."""
+        self.connection.close()
+        self._worker.close()
+
+
+def _describe(draw: Draw, rows: int) -> dict[str, Any]:
+    sampler = dict(draw.sampler) if isinstance(draw.sampler, Mapping) else draw.sampler
+    return {"sampler": sampler, "where": draw.where, "seed": draw.seed, "batch_size": rows}
+
+
+def read_status(facts: Mapping[str, Any]) -> Status:
+    """Return the status in a server's answer."""
+    limits = facts.get("limits")
+    if limits is not None:
+        counts = Counts(int(limits["rows"]), int(limits["inserted"]), int(limits["sampled"]))
+        limits = Limits(counts, float(limits["samples_per_insert"]))
+    return Status(float(facts["largest_priority"]), limits)
+
+
+def _read_mass(facts: Mapping[str, Any]) -> Mass | None:
+    """Return the mass in a server's answer; None if the sampler has none."""
+    if facts.get("mass") is None:
+        return None
+    beta = facts["beta"]
+    return Mass(
+        float(facts["mass"]), int(facts["rows"]), float(facts["smallest"]),
+        None if beta is None else float(beta), int(facts["unit"] or 1),
+    )  # fmt: skip
