@@ -25,7 +25,7 @@ from expstore.api.errors import KINDS, STATUS, status_of
 from expstore.api.openapi import Need, RouteTable
 from expstore.api.rate_limits import Rates
 from expstore.api.request_log import RequestLog
-from tests.support.asgi import ask
+from tests.support.asgi import ask, call
 from tests.support.servers import Serving
 
 TOKEN, READ_TOKEN = b"writes-7a", b"reads-3c"
@@ -163,20 +163,7 @@ def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:
 
 def status_from(app: Any, server: str, host: str) -> int:
     """Ask an application for /healthz as a server would that listens on an address."""
-    scope = {
-        "type": "http", "method": "GET", "path": "/healthz", "raw_path": b"/healthz", "query_string": b"",
-        "root_path": "", "scheme": "http", "http_version": "1.1", "server": (server, 80),
-        "client": ("10.9.9.9", 1), "headers": [(b"host", host.encode())],
-    }  # fmt: skip
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(app(scope, receive, send))
+    sent = asyncio.run(call(app, path="/healthz", server=server, headers=[(b"host", host.encode())]))
     return int(sent[0]["status"])
 
 

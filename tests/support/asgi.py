@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import httpx
+from starlette.types import ASGIApp, Message
 
 _Result = TypeVar("_Result")
 
@@ -25,3 +26,40 @@ def ask(app: Any, act: Callable[[httpx.AsyncClient], Awaitable[_Result]], **kwar
             return await act(asking)
 
     return asyncio.run(run())
+
+
+async def call(
+    app: ASGIApp,
+    *,
+    method: str = "GET",
+    path: str,
+    server: str = "127.0.0.1",
+    headers: Iterable[tuple[bytes, bytes]] = ((b"host", b"127.0.0.1"),),
+    incoming: Iterable[Message] = ({"type": "http.request", "body": b"", "more_body": False},),
+) -> list[Message]:
+    """Pass a request to an application as a server would, and return what it sends.
+
+    Args:
+        app: The application.
+        method: The method.
+        path: The path.
+        server: The address that the client has connected to.
+        headers: All headers.
+        incoming: What the application receives; after it, that the client has disconnected.
+    """
+    scope = {
+        "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": "1.1", "server": (server, 80),
+        "client": ("10.9.9.9", 1), "headers": list(headers),
+    }  # fmt: skip
+    messages = iter(incoming)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent

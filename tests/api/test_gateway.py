@@ -1,0 +1,311 @@
+"""What happens to every request before and after its route: permissions, records, bodies, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from expstore.api import Settings, create_app
+from expstore.api.errors import Refusal
+from expstore.api.shards_app import create_shards_app
+from expstore.cluster.members import FixedMembers
+from tests.support.asgi import ask, call
+
+READ, WRITE = ({"Authorization": f"Bearer {token}"} for token in ("reads", "writes"))
+HOST = (b"host", b"127.0.0.1")
+#: The first half of a body.
+HALF: Message = {"type": "http.request", "body": b"12345", "more_body": True}
+REST: Message = {"type": "http.request", "body": b"67890", "more_body": False}
+#: A route that the tests replace by an ASGI application.
+PATH = "/of-the-test"
+
+
+def create(folder: Path, *, is_of_shards: bool = False, **settings: Any) -> FastAPI:
+    """Return an application with two tokens."""
+    known = Settings(path=folder, token=b"writes", read_token=b"reads", **settings)
+    return (
+        create_shards_app(FixedMembers(["http://127.0.0.1:9/run"]), known)
+        if is_of_shards
+        else create_app(known)
+    )
+
+
+@pytest.fixture
+def access(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Return a function that returns the lines of the access log."""
+    with caplog.at_level(logging.INFO, "expstore.access"):
+        yield lambda: [
+            json.loads(one.getMessage()) for one in caplog.records if one.name == "expstore.access"
+        ]
+
+
+# -- routes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "allowed"),
+    [
+        ({}, "/v1/stores/run", "DELETE, GET, PUT"),
+        ({"read_only": True}, "/v1/stores/run", "GET"),
+        ({}, "/v1/stores/run/samplers/mine", "DELETE, PUT"),
+        ({}, "/v1/stores/run/sql", "GET, POST"),
+        ({}, "/v1/stores/run/extend", "POST"),
+        ({}, "/healthz", "GET"),
+        ({}, "/", "GET"),
+        ({}, "/docs", "GET"),
+        ({}, "/ui/app.js", "GET, HEAD"),
+        ({}, "/openapi.json", "GET, HEAD"),
+        ({"is_of_shards": True}, "/v1/stores/run/sql", "GET, POST"),
+        ({"is_of_shards": True}, "/v1/stores", "GET"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "/exp"])
+def test_a_method_that_a_path_lacks(
+    tmp_path: Path, settings: dict[str, Any], path: str, allowed: str, prefix: str
+) -> None:
+    """Allow names the methods of all routes of the path, below a prefix too."""
+
+    async def check(client: httpx.AsyncClient) -> None:
+        answer = await client.patch(f"{prefix}{path}", headers=WRITE)
+        assert answer.status_code == 405
+        assert set(answer.headers["Allow"].split(", ")) == set(allowed.split(", "))
+        error = answer.json()["error"]
+        assert error["kind"] == "method"
+        assert error["message"] == f"{prefix}{path} does not take PATCH"
+        assert error["hint"].startswith(f"use {answer.headers['Allow'].replace(', ', ' or ')}")
+        assert error["hint"].endswith("; this server only reads its stores") is settings.get(
+            "read_only", False
+        )
+
+    ask(create(tmp_path, **settings), check, root_path=prefix)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "token", "status", "route"),
+    [
+        ("GET", "/nowhere", READ, 404, "(none)"),
+        ("HEAD", "/nowhere", READ, 404, "(none)"),
+        ("OPTIONS", "/nowhere", READ, 404, "(none)"),
+        ("GET", "/nowhere", {}, 401, "(none)"),
+        ("POST", "/nowhere", READ, 403, "(none)"),
+        ("BREW", "/nowhere", READ, 403, "(none)"),
+        ("POST", "/nowhere", WRITE, 404, "(none)"),
+        ("GET", "/docs", {}, 401, "(none)"),
+        ("GET", "/docs", READ, 200, "(none)"),
+        ("GET", "/openapi.json", READ, 200, "(none)"),
+        ("GET", "/docs-assets/favicon.png", READ, 200, "(none)"),
+        ("GET", "/v1/stores/", READ, 404, "(none)"),
+        ("GET", "/healthz/", {}, 401, "(none)"),
+        ("HEAD", "/v1/stores", READ, 405, "/v1/stores"),
+        ("OPTIONS", "/v1/stores/run/extend", READ, 405, "/v1/stores/{name}/extend"),
+        ("PATCH", "/v1/stores/run", READ, 403, "/v1/stores/{name}"),
+        ("PATCH", "/v1/stores/run", WRITE, 405, "/v1/stores/{name}"),
+        ("HEAD", "/healthz", READ, 405, "/healthz"),
+        ("HEAD", "/healthz", {}, 401, "/healthz"),
+        ("GET", "/", {}, 307, "/ui"),
+        ("GET", "/ui", {}, 307, "/ui"),
+        ("GET", "/ui/", {}, 200, "/ui"),
+        ("HEAD", "/ui/app.js", {}, 200, "/ui"),
+        ("GET", "/ui/none", {}, 404, "/ui"),
+        ("HEAD", "/", {}, 405, "/ui"),
+        ("POST", "/ui/app.js", {}, 401, "(none)"),
+        ("POST", "/", READ, 403, "(none)"),
+        ("GET", "/uix", {}, 401, "(none)"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "/exp"])
+def test_who_may_ask_and_what_is_noted(
+    tmp_path: Path,
+    access: Callable[[], list[dict[str, Any]]],
+    method: str,
+    path: str,
+    token: dict[str, str],
+    status: int,
+    route: str,
+    prefix: str,
+) -> None:
+    app = create(tmp_path)
+
+    async def check(client: httpx.AsyncClient) -> None:
+        assert (await client.request(method, f"{prefix}{path}", headers=token)).status_code == status
+
+    ask(app, check, root_path=prefix)
+    (line,) = access()
+    named = method if method != "BREW" else "other"
+    assert (line["route"], line["status"], line["method"]) == (route, status, named)
+    assert line["path"] == f"{prefix}{path}"
+    counted = f'expstore_requests_total{{method="{named}",route="{route}",status="{status}"}} 1.0'
+    assert counted in app.state.metrics.render("")[0].decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "token", "status", "route"),
+    [
+        ("GET", "/", {}, 307, "/ui"),
+        ("GET", "/v1/stores", {}, 401, "/v1/stores"),
+        ("POST", "/v1/stores/shard-0/sql", {}, 401, "/v1/stores/{name}/sql"),
+        ("POST", "/v1/stores/shard-1/sql", READ, 404, "/v1/stores/{name}/sql"),
+        ("POST", "/v1/stores/shard-0/sample", READ, 403, "/v1/stores/{name}/sample"),
+        ("GET", "/v1/stores/shard-1/episodes/7", READ, 404, "/v1/stores/{name}/episodes/{episode}"),
+        ("POST", "/v1/stores/shard-0/extend", READ, 403, "(none)"),
+        ("GET", "/v1/stores/shard-1/new/route", READ, 404, "(none)"),
+        ("DELETE", "/v1/stores/shard-0", READ, 403, "/v1/stores/{name}"),
+        ("PUT", "/v1/stores/shard-0/samplers/mine", READ, 403, "/v1/stores/{name}/samplers/{sampler}"),
+        ("GET", "/openapi.json", READ, 200, "(none)"),
+        ("GET", "/healthz", {}, 200, "/healthz"),
+    ],
+)
+def test_requests_for_shards_need_the_token_of_a_reading_server(
+    tmp_path: Path,
+    access: Callable[[], list[dict[str, Any]]],
+    method: str,
+    path: str,
+    token: dict[str, str],
+    status: int,
+    route: str,
+) -> None:
+    async def check(client: httpx.AsyncClient) -> None:
+        assert (await client.request(method, path, headers=token, json={})).status_code == status
+
+    ask(create(tmp_path, is_of_shards=True, read_only=True), check)
+    (line,) = access()
+    assert (line["route"], line["status"]) == (route, status)
+
+
+def test_only_probes_may_omit_the_host(tmp_path: Path, access: Callable[[], list[dict[str, Any]]]) -> None:
+    """As clients that speak HTTP/1.0 do."""
+    app = create(tmp_path)
+    for path, status in (("/healthz", 200), ("/readyz", 200), ("/", 307), ("/v1/stores", 400), ("/x", 400)):
+        (start, *_) = asyncio.run(call(app, path=path, headers=[]))
+        assert start["status"] == status, path
+    assert [line["may"] for line in access()] == ["nothing"] * 3 + [None] * 2
+    (start, *_) = asyncio.run(call(app, path="/healthz", headers=[(b"host", b"evil.example")]))
+    assert start["status"] == 400
+
+
+# -- bodies --------------------------------------------------------------------------------------------
+
+
+def run(
+    folder: Path,
+    act: Callable[[Receive, Send], Awaitable[None]],
+    *,
+    incoming: tuple[Message, ...],
+    **settings: Any,
+) -> list[Message]:
+    """Return what is sent for a POST that a function answers."""
+    app = create(folder, **settings)
+
+    class Endpoint:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await act(receive, send)
+
+    app.router.routes.append(Route(PATH, Endpoint()))  # type: ignore[arg-type]
+    headers = [HOST, (b"authorization", b"Bearer writes")]
+    return asyncio.run(call(app, method="POST", path=PATH, headers=headers, incoming=incoming))
+
+
+START: Message = {"type": "http.response.start", "status": 200, "headers": []}
+FIRST: Message = {"type": "http.response.body", "body": b"first", "more_body": True}
+LAST: Message = {"type": "http.response.body", "body": b"last", "more_body": False}
+
+
+def test_a_body_is_too_long_while_the_route_answers(
+    tmp_path: Path, access: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """A response that has begun cannot become a refusal: it ends as the route ends it."""
+
+    async def act(receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(FIRST)
+        assert (await receive())["more_body"]
+        with pytest.raises(Refusal, match="more than 8 bytes"):
+            await receive()
+        with pytest.raises(Refusal, match="more than 8 bytes"):  # and no part after it
+            await receive()
+        await send(LAST)
+
+    sent = run(tmp_path, act, incoming=(HALF, REST), max_body=8)
+    assert [message["type"].rpartition(".")[2] for message in sent] == ["start", "body", "body"]
+    assert (sent[0]["status"], sent[1]["body"], sent[2]["body"]) == (200, b"first", b"last")
+    (line,) = access()
+    assert (line["status"], line["bytes_in"], line["bytes_out"]) == (200, 10, 9)
+
+
+def test_a_refusal_replaces_the_response_of_the_route(
+    tmp_path: Path, access: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """A route, or FastAPI, may make an error of its own of a body that it could not read."""
+
+    async def act(receive: Receive, send: Send) -> None:
+        assert (await receive())["more_body"]
+        with pytest.raises(Refusal, match="more than 8 bytes"):
+            await receive()
+        await send(START)
+        await send(LAST)
+
+    sent = run(tmp_path, act, incoming=(HALF, REST), max_body=8)
+    assert len(sent) == 2
+    assert sent[0]["status"] == 413
+    assert json.loads(sent[1]["body"])["error"]["kind"] == "too_large"
+    assert access()[0]["status"] == 413
+
+
+def test_a_route_fails_after_its_response_has_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, access: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """The server hears of it, and ends the connection."""
+
+    async def act(receive: Receive, send: Send) -> None:
+        await send(START)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run(tmp_path, act, incoming=(REST,))
+    assert access()[0]["status"] == 200
+    assert any(record.exc_info and record.name == "expstore.api" for record in caplog.records)
+
+
+# -- shutdown ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reads", "starts", "status", "kind"),
+    [(False, False, 503, "busy"), (True, False, 500, "stopped"), (True, True, 200, None)],
+)
+def test_a_request_that_the_shutdown_cancels(
+    tmp_path: Path,
+    access: Callable[[], list[dict[str, Any]]],
+    reads: bool,
+    starts: bool,
+    status: int,
+    kind: str | None,
+) -> None:
+    """What a client hears depends on whether its request may have been executed."""
+
+    async def act(receive: Receive, send: Send) -> None:
+        if reads:
+            await receive()
+        if starts:
+            await send(START)
+        raise asyncio.CancelledError
+
+    sent = run(tmp_path, act, incoming=(REST,))
+    assert sent[0]["status"] == status
+    assert len(sent) == (1 if kind is None else 2)
+    if kind is not None:
+        error = json.loads(sent[1]["body"])["error"]
+        assert error["kind"] == kind
+        assert ("idempotency" in error["hint"]) is (kind == "stopped")
+        assert ((b"connection", b"close") in sent[0]["headers"]) is (kind == "busy")
+    assert access()[0]["status"] == status
