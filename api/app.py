@@ -6,35 +6,29 @@ Used by `expstore serve`, and by programs that mount it into their own applicati
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, Depends, FastAPI
-from starlette.routing import NoMatchFound
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 import expstore
 from expstore.api import docs_page, errors
-from expstore.api.auth import Guard
-from expstore.api.body_limits import Incoming
-from expstore.api.dependencies import check_query
+from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
-from expstore.api.openapi import TAGS, RouteTable, add_security, outline
+from expstore.api.openapi import TAGS, add_security
 from expstore.api.page import files as page_files
-from expstore.api.request_log import RequestLog
 from expstore.api.routes import events, health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
-#: Routers with the prefixes of their paths: those of every server, and those of servers that write.
-_READING = (
-    ("", health.router),
-    *(("/v1", part.router) for part in (read, events, sample, query, snapshots)),
-)
-_CHANGING = (("/v1", write.router), ("/v1", snapshots.changing))
+#: Routes of every server, and those of servers that write. An application has them as its own: in a router
+#: that it includes, FastAPI would search them twice for each request, and hide which one it finds.
+READING = [route for part in (health, read, events, sample, query, snapshots) for route in part.router.routes]
+_CHANGING = [*write.router.routes, *snapshots.changing.routes]
 
 
 class _Upkeep:
@@ -166,39 +160,16 @@ def create_app(settings: Settings) -> FastAPI:
     metrics = Metrics(stores.open_now, stores.root)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
+    app.routes.extend(READING if settings.read_only else READING + _CHANGING)
     docs_page.install(app)
     if settings.ui:
         page_files.install(app)
-    # The last middleware is the outermost.
-    app.add_middleware(Incoming, settings=settings)
-    app.add_middleware(Guard, settings=settings)
-    routers = _READING if settings.read_only else _READING + _CHANGING
-    for prefix, router in routers:
-        app.include_router(router, prefix=prefix, dependencies=[Depends(check_query)] if prefix else None)
-    # Recent FastAPI builds included routes when they are first searched, and changes the filters of warnings
-    # of the whole process meanwhile. Searched here, they are built before there are requests.
-    with suppress(NoMatchFound):
-        app.url_path_for("")
-    open_folder = page_files.PATH if settings.ui else None
-    table = RouteTable(lambda: _outline(routers, app.routes), open_folder)
-    app.state.routes = table
-    app.add_middleware(RequestLog, routes=table, metrics=metrics)
+    app.add_middleware(Gateway, routes=app.routes, settings=settings, metrics=metrics)
     return app
-
-
-def reading_routes() -> RouteTable:
-    """Return the routes of a read-only server with the page."""
-    return RouteTable(lambda: _outline(_READING), page_files.PATH)
 
 
 def describe_reading() -> dict[str, Any]:
     """Return the OpenAPI document of a read-only server; takes half a second of CPU."""
     app = _Api(title="expstore", version=expstore.__version__, openapi_tags=TAGS)
-    for prefix, router in _READING:
-        app.include_router(router, prefix=prefix)
+    app.routes.extend(READING)
     return app.openapi()
-
-
-def _outline(routers: Sequence[tuple[str, APIRouter]], own: Sequence[object] = ()) -> dict[str, Any]:
-    included = ((prefix, route) for prefix, router in routers for route in router.routes)
-    return outline([*(("", route) for route in own), *included])

@@ -1,7 +1,7 @@
 """Check who may send a request: host names, origins, tokens, rates.
 
-Used by the application, before bodies are read and routes are called. It never reads a body, and its
-responses reveal nothing about the stores.
+Used by the gateway, before bodies are read and routes are called. It never reads a body, and its refusals
+reveal nothing about the stores.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import ipaddress
 import math
 import re
 import time
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from expstore.api.errors import Refusal, refuse
-from expstore.api.openapi import Need, Routed
+from expstore.api.errors import Refusal
+from expstore.api.openapi import Need
 from expstore.api.rate_limits import Rates
 from expstore.api.settings import Settings
 
@@ -38,40 +37,38 @@ def is_loopback(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
-class Guard:
-    """Pass permitted requests to the application, and reject the others.
+class Access:
+    """Decide who may send a request.
+
+    Threads: the event loop's only.
 
     Args:
-        app: The application behind this middleware.
         settings: The server's settings.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hosts = _LOOPBACK_NAMES | {host.lower() for host in settings.hosts}
         self._rates = None if settings.rate is None else Rates(settings.rate)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject a request, or pass it to the application."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._authorize(scope, scope["expstore.route"])
-        except Refusal as refusal:
-            await refuse(refusal)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+    def check(self, scope: Scope, headers: Headers, need: str) -> None:
+        """Check a request; note in its scope, as `expstore.may`, what its token permits.
 
-    def _authorize(self, scope: Scope, route: Routed) -> None:
-        headers = Headers(scope=scope)
+        Args:
+            scope: The request's ASGI scope.
+            headers: Its headers.
+            need: The permission that it needs.
+
+        Raises:
+            Refusal: 400: the server does not have the host's name. 403: the request comes from another
+                site's page, or the token does not permit it. 429: too many requests. 401: no valid token.
+        """
         server = (scope.get("server") or ("", None))[0]
         host = headers.get("host", "")
         # Probes by HTTP/1.0 name no host; browsers always do.
-        if route.need != Need.NOTHING or "host" in headers:
+        if need != Need.NOTHING or "host" in headers:
             self._check_host(host, server)
-        if route.need != Need.NOTHING:
+        if need != Need.NOTHING:
             _check_origin(headers, host)
         may = self._find_role(headers.getlist("authorization"), server)
         scope["expstore.may"] = may
@@ -79,14 +76,14 @@ class Guard:
             client = (scope.get("client") or ("", None))[0]
             if wait := self._rates.wait((client, may), time.monotonic()):
                 raise Refusal(429, "too many requests", headers={"Retry-After": str(math.ceil(wait))})
-        if route.need != Need.NOTHING and may == Need.NOTHING:
+        if need != Need.NOTHING and may == Need.NOTHING:
             raise Refusal(
                 401,
                 "a valid token is needed",
                 hint="send Authorization: Bearer TOKEN; in Python: expstore.connect(url, token=TOKEN)",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if route.need == Need.WRITE and may != Need.WRITE:
+        if need == Need.WRITE and may != Need.WRITE:
             raise Refusal(403, "this token only permits reading")
 
     def _check_host(self, host: str, server: str) -> None:
@@ -118,7 +115,7 @@ def _name_of(host: str) -> str:
     return found["name"].lower() if found else ""
 
 
-def _check_origin(headers: Any, host: str) -> None:
+def _check_origin(headers: Headers, host: str) -> None:
     """Reject requests that a page of another site makes a browser send; only browsers send these headers.
 
     The rule is Datasette's (https://docs.datasette.io, "CSRF protection"), but for GET, too: a page of

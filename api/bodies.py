@@ -100,7 +100,7 @@ def compression_of(request: Request) -> str | None:
 
 
 async def read_body(request: Request) -> bytearray:
-    """Return the whole body as a writable buffer; `expstore.api.body_limits` limits its size."""
+    """Return the whole body as a writable buffer; `expstore.api.gateway` limits its size."""
     body = bytearray()
     async for part in request.stream():
         body += part

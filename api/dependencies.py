@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.dependencies.models import Dependant
 
 from expstore.api import examples
@@ -112,6 +112,15 @@ async def check_query(request: Request) -> None:
     if name is not None:
         listed = suggest(name, known, "the parameters are") if known else "this route takes none"
         raise Refusal(422, f"there is no query parameter {name[:80]!r}", hint=listed)
+
+
+def create_router(tag: str) -> APIRouter:
+    """Return a router below `/v1`, whose routes reject unknown query parameters.
+
+    Args:
+        tag: Tag of its routes, which says what token they need.
+    """
+    return APIRouter(prefix="/v1", tags=[tag], dependencies=[Depends(check_query)])
 
 
 def check_sql(limits: Settings) -> None:

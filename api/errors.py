@@ -13,7 +13,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from expstore import errors
 from expstore.api.request_models import explain_request
@@ -156,9 +158,11 @@ def _of_framework(request: Request, exc: Exception) -> Response:
         hint = "/docs lists the routes; expstore.connect takes http://HOST:PORT/STORE"
     headers = dict(exc.headers or {})
     if exc.status_code == 405:
-        # Starlette's Allow has the methods of the first route of the path only.
-        table = getattr(request.app.state, "routes", None)
-        allowed = table.methods(request.scope) if table is not None else []
+        # Starlette's Allow has the methods of one route, even of `episodes/{episode}` for `episodes/end`.
+        routes = [one for one in request.app.routes if isinstance(one, APIRoute) and one.include_in_schema]
+        routes = [one for one in routes if one.matches(request.scope)[0] is Match.PARTIAL]
+        path = min((one.path_format for one in routes), key=lambda path: path.count("{"), default="")
+        allowed = sorted({method for one in routes if one.path_format == path for method in one.methods})
         headers["Allow"] = ", ".join(allowed) or headers.get("Allow", "")
         message = f"{request.url.path} does not take {request.method}"
         hint = f"use {headers['Allow'].replace(', ', ' or ')}"

@@ -21,13 +21,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from expstore.api import errors
-from expstore.api.app import describe_reading, reading_routes
-from expstore.api.auth import Guard
-from expstore.api.body_limits import Incoming
+from expstore.api.app import READING, describe_reading
 from expstore.api.errors import Refusal
+from expstore.api.gateway import Gateway
 from expstore.api.metrics import Metrics
 from expstore.api.page import files as page_files
-from expstore.api.request_log import RequestLog
 from expstore.api.routes import health
 from expstore.api.routes.read import StoreNames
 from expstore.api.settings import Settings
@@ -125,10 +123,9 @@ def create_shards_app(members: Members, settings: Settings, token: Token = None)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     page_files.install(app)
-    app.add_middleware(Incoming, settings=settings)
-    app.add_middleware(Guard, settings=settings)
-    app.add_middleware(RequestLog, routes=reading_routes(), metrics=metrics)
-    app.include_router(health.router)
+    # A path that is passed to a shard needs the permission of the shard's own route.
+    app.add_middleware(Gateway, routes=[*app.routes, *READING], settings=settings, metrics=metrics)
+    app.routes.extend(health.router.routes)
 
     describe = functools.cache(describe_reading)
 

@@ -19,6 +19,8 @@ from expstore.api.docs_page import CLOSED
 
 #: Path of the page.
 PATH = "/ui"
+#: Name of its routes, which need no token. It is not the name of a function, as other routes have.
+NAME = "expstore.page"
 #: What the page may load: only files and data of this server, and frames that it has fetched itself.
 _POLICY = f"{CLOSED}; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'"
 
@@ -36,13 +38,13 @@ class _Files(StaticFiles):
 def install(app: FastAPI) -> None:
     """Serve the page, and redirect `/` to it."""
 
-    @app.get("/", include_in_schema=False)
+    @app.get("/", name=NAME, include_in_schema=False)
     async def root() -> RedirectResponse:
         return RedirectResponse(f"{PATH[1:]}/")
 
-    @app.get(PATH, include_in_schema=False)
+    @app.get(PATH, name=NAME, include_in_schema=False)
     async def without_slash() -> RedirectResponse:
         return RedirectResponse(f"{PATH[1:]}/")
 
     static: Any = _Files(directory=str(files("expstore.api") / "static"), html=True)
-    app.mount(PATH, static, name="page")
+    app.mount(PATH, static, name=NAME)

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import anyio
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from expstore.api.dependencies import Known, Store, problems
+from expstore.api.dependencies import Known, Store, create_router, problems
 from expstore.api.errors import Refusal
 from expstore.api.stores import Pulse, Served, Stores
 from expstore.errors import ExpStoreError
 
-router = APIRouter(tags=["reading"])
+router = create_router("reading")
 
 #: Seconds from an event to the next at least, seconds without an event after which a comment is sent, and
 #: seconds between two checks whether the server shuts down.

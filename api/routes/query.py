@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
@@ -18,6 +18,7 @@ from expstore.api.dependencies import (
     Limits,
     Store,
     check_sql,
+    create_router,
     problems,
     table_answer,
 )
@@ -34,7 +35,7 @@ from expstore.sql.result import table_stream
 from expstore.wire.json_sizes import json_bytes
 from expstore.wire.stream import batches_of, read_table
 
-router = APIRouter(tags=["asking"])
+router = create_router("asking")
 
 #: Size of most results as JSON, relative to their size as Arrow; larger results are refused.
 _JSON_TIMES = 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import anyio.to_thread
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,7 @@ from expstore.api.dependencies import (
     Limits,
     Session,
     Store,
+    create_router,
     problems,
 )
 from expstore.api.errors import Refusal
@@ -34,7 +35,7 @@ from expstore.buffers.read_limits import limit_reads
 from expstore.data.images import encode_png
 from expstore.errors import NotFoundError
 
-router = APIRouter(tags=["reading"])
+router = create_router("reading")
 
 
 class StoreNames(BaseModel):

@@ -10,12 +10,12 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request
+from fastapi import Path, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import ARROW, NDJSON, choose_type, compression_of, rows_to_json
-from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
+from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, create_router, problems
 from expstore.api.errors import Refusal
 from expstore.api.page.preview import Preview, preview
 from expstore.api.request_models import RequestModel
@@ -29,7 +29,7 @@ from expstore.buffers.read_limits import limit_reads
 from expstore.errors import ExpStoreError
 from expstore.wire.stream import StreamWriter
 
-router = APIRouter(tags=["sampling"])
+router = create_router("sampling")
 
 #: Approximate size of a part of a stream, in bytes: small, because a part is made while the previous one is
 #: sent.

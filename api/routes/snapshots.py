@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 import expstore
-from expstore.api.dependencies import Store, problems
+from expstore.api.dependencies import Store, create_router, problems
 from expstore.api.request_models import RequestModel
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
-router = APIRouter(tags=["versions"])
-changing = APIRouter(tags=["versions"])
+router = create_router("versions")
+changing = create_router("versions")
 
 
 _EXAMPLE: dict[str, Any] = {

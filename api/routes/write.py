@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import content_type, read_body
@@ -22,6 +22,7 @@ from expstore.api.dependencies import (
     Session,
     Store,
     StoreName,
+    create_router,
     problems,
     rows_body,
 )
@@ -34,7 +35,7 @@ from expstore.api.stores import Served
 from expstore.core.arguments import MOST_ROWS
 from expstore.errors import SchemaError
 
-router = APIRouter(tags=["writing"])
+router = create_router("writing")
 
 _KEY_BYTES = 128
 #: Most bytes of the facts of one request, as JSON, and how deep they may be nested.

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,9 +23,9 @@ from expstore import errors
 from expstore.api import Settings, create_app
 from expstore.api.auth import is_loopback
 from expstore.api.errors import KINDS, STATUS, status_of
-from expstore.api.openapi import Need, RouteTable
+from expstore.api.gateway import find_route
+from expstore.api.openapi import Need
 from expstore.api.rate_limits import Rates
-from expstore.api.request_log import RequestLog
 from tests.support.asgi import ask, call
 from tests.support.servers import Serving
 
@@ -129,26 +130,40 @@ def test_every_route_says_who_may_ask(guarded: Serving) -> None:
             path
         )
         assert act.get("tags"), path
-    table = RouteTable(lambda: {"paths": {"/new/{it}": {"get": {}, "post": {"tags": ["other"]}}}})
-    assert table.find({"method": "GET", "path": "/new/1"}).need == Need.WRITE
-    assert table.find({"method": "POST", "path": "/new/1"}).need == Need.WRITE
-    assert table.find({"method": "POST", "path": "/new/1/2"}).path == "(none)"
+    new = APIRouter()
+    for path, method, tags in (
+        ("/new/{it}", "GET", []),
+        ("/new/{it}", "POST", ["other"]),
+        ("/hidden", "GET", ["open"]),
+    ):
+        new.add_api_route(
+            path, lambda: None, methods=[method], tags=tags, include_in_schema=path != "/hidden"
+        )
+
+    def find(method: str, path: str) -> tuple[str, str]:
+        found = find_route(new.routes, {"type": "http", "method": method, "path": path})
+        return found.path, found.need
+
+    assert find("GET", "/new/1") == ("/new/{it}", Need.WRITE)
+    assert find("POST", "/new/1") == ("/new/{it}", Need.WRITE)
+    assert find("HEAD", "/new/1") == ("/new/{it}", Need.READ)
+    assert find("POST", "/new/1/2") == ("(none)", Need.WRITE)
+    assert find("GET", "/hidden") == ("(none)", Need.READ)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_the_routes_are_those_of_the_document(tmp_path: Path, read_only: bool) -> None:
-    """The guard finds every route of the OpenAPI document, and needs the token that the document names."""
+    """The gateway finds every route of the OpenAPI document, and needs the token that the document names."""
     app = create_app(Settings(path=tmp_path, read_only=read_only))
-    (watch,) = (layer for layer in app.user_middleware if layer.cls is RequestLog)
-    table = watch.kwargs["routes"]
     needs = {0: Need.NOTHING, 1: Need.WRITE, 2: Need.READ}
     for path, acts in app.openapi()["paths"].items():
         for method, act in acts.items():
-            found = table.find({"method": method.upper(), "path": path.replace("{", "").replace("}", "")})
+            told = path.replace("{", "").replace("}", "")
+            found = find_route(app.routes, {"type": "http", "method": method.upper(), "path": told})
             content = set(act.get("requestBody", {}).get("content", {}))
             assert found.path == path
             assert found.need == needs[len(act["security"])]
-            assert found.parsed == (content == {"application/json"})
+            assert found.is_parsed == (content == {"application/json"})
 
 
 def test_without_a_token_others_are_not_answered(tmp_path: Path) -> None:

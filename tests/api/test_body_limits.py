@@ -10,13 +10,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from expstore.api import Settings
-from expstore.api.body_limits import Incoming
+from expstore.api.gateway import Gateway
+from expstore.api.metrics import Metrics
+from tests.support.asgi import call
 
-
-class Route:
-    """What the limits read of a route."""
-
-    parsed = False
+HOST = (b"host", b"127.0.0.1")
 
 
 async def pass_request(
@@ -24,20 +22,13 @@ async def pass_request(
 ) -> tuple[list[Message], list[Message]]:
     """Return what a route received, and what was sent, of a request whose client leaves before its body."""
     received: list[Message] = []
-    sent: list[Message] = []
-    scope: dict[str, Any] = {
-        "type": "http", "headers": headers, "expstore.route": Route,
-        "expstore.body_whole": False,
-    }  # fmt: skip
-
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await Incoming(lambda *args: app(*args, received), Settings(path=tmp_path))(scope, receive, send)
-    return received, sent
+    gateway = Gateway(
+        lambda *args: app(*args, received),
+        routes=[],
+        settings=Settings(path=tmp_path),
+        metrics=Metrics(lambda: [], tmp_path),
+    )
+    return received, await call(gateway, method="POST", path="/", headers=[HOST, *headers], incoming=())
 
 
 def test_a_response_that_has_begun_hears_that_its_client_has_gone(tmp_path: Path) -> None:

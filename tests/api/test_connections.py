@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from expstore.api import Settings
-from expstore.api.body_limits import JSON_BYTES
+from expstore.api.gateway import JSON_BYTES
 from tests.support.servers import Serving
 
 HEAD, BODY, IDLE, ANSWER = 0.6, 1.0, 1.0, 0.4

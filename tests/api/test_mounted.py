@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from expstore.api import Settings, create_app
-from expstore.api.body_limits import JSON_BYTES
+from expstore.api.gateway import JSON_BYTES
 from expstore.api.openapi import Need
 from tests.api.test_auth import routes_of
 from tests.support.asgi import ask, client
