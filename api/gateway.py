@@ -72,19 +72,20 @@ class Gateway:
         sent = headers.get("x-request-id", "")
         scope["request_id"] = sent if _SANE_ID.fullmatch(sent) else f"{self._prefix}-{next(self._numbers)}"
         route = find_route(self._routes, scope)
-        limit = self._settings.max_body
-        if route.is_parsed:
-            limit = min(limit, JSON_BYTES)
+        most = self._settings.max_body
+        limit = min(most, JSON_BYTES) if route.is_parsed else most
         exchange = _Exchange(scope, receive, send, limit, self._settings.body_seconds)
         self._metrics.in_flight.inc()
         try:
             try:
                 self._access.check(scope, headers, route.need)
                 exchange.check_length()
-            except Refusal as refusal:
-                exchange.refusal = refusal
-            else:
-                await self._run_app(exchange)
+                await self._app(scope, exchange.receive, exchange.send)
+            except Exception as exc:
+                if isinstance(exc, Refusal) and exchange.refusal is None:
+                    exchange.refusal = exc
+                if exchange.refusal is None or exchange.status:
+                    raise
             if exchange.refusal is not None and not exchange.status:
                 await exchange.end(refuse(exchange.refusal))
         except asyncio.CancelledError:  # the server shuts down and does not wait any longer
@@ -99,13 +100,6 @@ class Gateway:
         finally:
             self._metrics.in_flight.dec()
             self._note(exchange, route.path, time.perf_counter() - began)
-
-    async def _run_app(self, exchange: _Exchange) -> None:
-        try:
-            await self._app(exchange.scope, exchange.receive, exchange.send)
-        except Exception:
-            if exchange.refusal is None or exchange.status:
-                raise
 
     def _note(self, exchange: _Exchange, route: str, seconds: float) -> None:
         scope = exchange.scope

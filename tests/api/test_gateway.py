@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from expstore.api import Settings, create_app
 from expstore.api.errors import Refusal
+from expstore.api.gateway import JSON_BYTES
 from expstore.api.shards_app import create_shards_app
 from expstore.cluster.members import FixedMembers
 from tests.support.asgi import ask, call
@@ -60,6 +61,8 @@ def access(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[
         ({}, "/v1/stores/run/samplers/mine", "DELETE, PUT"),
         ({}, "/v1/stores/run/sql", "GET, POST"),
         ({}, "/v1/stores/run/extend", "POST"),
+        ({}, "/v1/stores/run/episodes/1", "GET, PATCH"),
+        ({}, "/v1/stores/run/episodes/end", "POST"),
         ({}, "/healthz", "GET"),
         ({}, "/", "GET"),
         ({}, "/docs", "GET"),
@@ -76,12 +79,12 @@ def test_a_method_that_a_path_lacks(
     """Allow names the methods of all routes of the path, below a prefix too."""
 
     async def check(client: httpx.AsyncClient) -> None:
-        answer = await client.patch(f"{prefix}{path}", headers=WRITE)
+        answer = await client.request("BREW", f"{prefix}{path}", headers=WRITE)
         assert answer.status_code == 405
         assert set(answer.headers["Allow"].split(", ")) == set(allowed.split(", "))
         error = answer.json()["error"]
         assert error["kind"] == "method"
-        assert error["message"] == f"{prefix}{path} does not take PATCH"
+        assert error["message"] == f"{prefix}{path} does not take BREW"
         assert error["hint"].startswith(f"use {answer.headers['Allow'].replace(', ', ' or ')}")
         assert error["hint"].endswith("; this server only reads its stores") is settings.get(
             "read_only", False
@@ -191,6 +194,24 @@ def test_only_probes_may_omit_the_host(tmp_path: Path, access: Callable[[], list
     assert [line["may"] for line in access()] == ["nothing"] * 3 + [None] * 2
     (start, *_) = asyncio.run(call(app, path="/healthz", headers=[(b"host", b"evil.example")]))
     assert start["status"] == 400
+
+
+def test_a_newline_after_a_path_changes_nothing(
+    tmp_path: Path, access: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Starlette routes such a path like the one without it, so the same limits and permission hold."""
+    app = create(tmp_path)
+    for token, length, status in (("writes", JSON_BYTES + 1, 413), ("reads", 2, 404), ("none", 2, 401)):
+        headers = [
+            HOST,
+            (b"authorization", f"Bearer {token}".encode()),
+            (b"content-length", str(length).encode()),
+        ]
+        incoming: list[Message] = [{"type": "http.request", "body": b'{"ids": [1]}', "more_body": False}]
+        path = "/v1/stores/run/rows\n"
+        (start, *_) = asyncio.run(call(app, method="POST", path=path, headers=headers, incoming=incoming))
+        assert start["status"] == status, token
+    assert {line["route"] for line in access()} == {"/v1/stores/{name}/rows"}
 
 
 # -- bodies --------------------------------------------------------------------------------------------
