@@ -162,7 +162,9 @@ def _of_framework(request: Request, exc: Exception) -> Response:
         routes = [one for one in request.app.routes if isinstance(one, APIRoute) and one.include_in_schema]
         routes = [one for one in routes if one.matches(request.scope)[0] is Match.PARTIAL]
         path = min((one.path_format for one in routes), key=lambda path: path.count("{"), default="")
-        allowed = sorted({method for one in routes if one.path_format == path for method in one.methods})
+        allowed = sorted(
+            {method for one in routes if one.path_format == path for method in one.methods or ()}
+        )
         headers["Allow"] = ", ".join(allowed) or headers.get("Allow", "")
         message = f"{request.url.path} does not take {request.method}"
         hint = f"use {headers['Allow'].replace(', ', ' or ')}"

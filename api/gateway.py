@@ -222,12 +222,16 @@ class _Exchange:
         return message
 
     async def _next(self) -> Message:
-        """Return the next part; the whole body has a deadline, and each part has a tenth of that time."""
-        now = asyncio.get_running_loop().time()
+        """Return the next part; the whole body has a deadline, and each part has a tenth of that time.
+
+        A route whose body asks for more while it is answered gives each part `expstore.idle_seconds` instead.
+        """
+        now, idle = asyncio.get_running_loop().time(), self.scope.get("expstore.idle_seconds")
         if self._deadline is None:
             self._deadline = now + self._seconds
+        left = min(self._seconds / 10, self._deadline - now) if idle is None else idle
         try:
-            async with asyncio.timeout(max(0.0, min(self._seconds / 10, self._deadline - now))):
+            async with asyncio.timeout(max(0.0, left)):
                 return await self._receive()
         except TimeoutError:
             raise self._note_refusal(Refusal(408, "the body did not arrive in time")) from None

@@ -84,7 +84,7 @@ class StreamRequest(SampleRequest):
     batches: int | None = Field(None, ge=1, description="Number of batches; null: no end.")
 
 
-def _check(asked: SampleRequest, limits: Settings) -> float:
+def check_request(asked: SampleRequest, limits: Settings) -> float:
     """Return how many seconds the request may wait for rows."""
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
@@ -93,7 +93,7 @@ def _check(asked: SampleRequest, limits: Settings) -> float:
     return min(asked.wait, limits.wait_seconds)
 
 
-def _make_draw(store: Served, asked: SampleRequest, limits: Settings, kind: str) -> Callable[[int], Drawn]:
+def make_draw(store: Served, asked: SampleRequest, limits: Settings, kind: str) -> Callable[[int], Drawn]:
     """Return a function that draws a batch, given its number from 0."""
 
     def draw(number: int) -> Drawn:
@@ -117,7 +117,7 @@ async def sample(request: Request, store: Store, limits: Limits, asked: SampleRe
     Status 409 with kind `not_ready`: there are too few rows, even after `wait` seconds.
     """
     kind, compression = choose_type(request), compression_of(request)
-    seconds, draw = _check(asked, limits), _make_draw(store, asked, limits, kind)
+    seconds, draw = check_request(asked, limits), make_draw(store, asked, limits, kind)
 
     def answer() -> Response:
         batch, mass = draw(0)
@@ -201,9 +201,9 @@ async def stream(request: Request, store: Store, limits: Limits, asked: StreamRe
     The server's limit of bytes applies to each batch, not to the stream.
     """
     kind = choose_type(request, (NDJSON, ARROW))
-    seconds = _check(asked, limits)
-    drawing = _make_draw(store, asked, limits, kind)
-    batches = _ArrowBatches(store, compression_of(request)) if kind == ARROW else _JsonBatches(store)
+    seconds = check_request(asked, limits)
+    drawing = make_draw(store, asked, limits, kind)
+    batches = ArrowBatches(store, compression_of(request)) if kind == ARROW else _JsonBatches(store)
     parts = _Parts(asked.batches, drawing, batches)
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
@@ -251,7 +251,7 @@ async def preview_sampler(store: Store, asked: PreviewRequest) -> Preview:
     )
 
 
-class _ArrowBatches:
+class ArrowBatches:
     """Write batches as one Arrow stream, and return its bytes piece by piece."""
 
     def __init__(self, store: Served, compression: str | None) -> None:
@@ -309,7 +309,7 @@ class _Parts:
     """
 
     def __init__(
-        self, count: int | None, draw: Callable[[int], Drawn], batches: _ArrowBatches | _JsonBatches
+        self, count: int | None, draw: Callable[[int], Drawn], batches: ArrowBatches | _JsonBatches
     ) -> None:
         self._count, self._draw, self._batches = count, draw, batches
         self._number = 0

@@ -53,7 +53,6 @@ from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address, Connection, Retries
 from expstore.remote.worker import run_together
-from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
 from expstore.sql.result import Result
@@ -221,9 +220,7 @@ class ShardedReplayBuffer(ServedBuffer):
                 (drawn,) = self._macro.fetch(_OTHER, self._others, 1, size)
                 self._others += 1
         batch = self._convert(drawn)
-        info = {name: found for name in SAMPLE_ENTRIES if (found := batch.get(name)) is not None}
-        if include_info is False:
-            batch = batch.exclude(*SAMPLE_ENTRIES)
+        batch, info = self._split_info(batch, return_info, include_info)
         batch = self._to_numpy(batch, as_numpy)
         return (batch, self._to_numpy(info, as_numpy) | {"draw": drawn.draw}) if return_info else batch
 

@@ -306,7 +306,8 @@ class RemoteReplayBuffer(ServedBuffer):
                     self._draw = number
             raise
         rows = self._place(part.codec.build(part.columns))
-        return self._convert(self._split_info(rows, return_info, include_info), as_numpy)
+        rows, info = self._split_info(rows, return_info, include_info)
+        return self._convert((rows, info) if return_info else rows, as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
         """Return a batch, as NumPy arrays if `as_numpy` is True; None means the buffer's setting."""
@@ -385,12 +386,6 @@ class RemoteReplayBuffer(ServedBuffer):
 
     def _place(self, rows: TensorDict) -> TensorDict:
         return rows if self._device is None else rows.to(self._device)
-
-    def _split_info(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
-        info = {name: found for name in SAMPLE_ENTRIES if (found := batch.get(name)) is not None}
-        if include_info is False:
-            batch = batch.exclude(*SAMPLE_ENTRIES)
-        return (batch, info) if return_info else batch
 
     # -- named samplers --------------------------------------------------------------------------
 

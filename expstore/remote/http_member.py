@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
 from expstore.core.values import IntArray, Mass
 from expstore.rate_limiters import Counts
-from expstore.remote.transport import ARROW, Connection
+from expstore.remote.draw_stream import DrawStream
+from expstore.remote.transport import ARROW, Connection, encode_json
 from expstore.remote.worker import Worker
 from expstore.wire.codec import Decoder, note_of
 from expstore.wire.frames import Frame
@@ -37,7 +38,7 @@ class HttpMember(Member):
 
     def __init__(self, connection: Connection, *, wait: float = 0.0) -> None:
         self.connection, self._wait = connection, wait
-        self._decoder = Decoder()
+        self._decoder, self._stream = Decoder(), DrawStream(connection)
         self._worker = Worker("expstore-draws")
 
     @property
@@ -53,8 +54,11 @@ class HttpMember(Member):
     # -- drawing ---------------------------------------------------------------------------------
 
     def begin(self, draw: Draw, rows: int) -> Callable[[], Part]:
-        """Request rows in a thread; the function that is returned waits for them."""
-        return self._worker.submit(lambda: self.draw(draw, rows)).result
+        """Ask for rows over the open connection, or in a thread; the function that is returned waits."""
+        body = encode_json(self.body_of(draw, rows))
+        if self._stream.ask(body, wait=self._wait):
+            return lambda: self._take(body)
+        return self._worker.submit(lambda: self._request(body)).result
 
     def draw(self, draw: Draw, rows: int) -> Part:
         """Draw rows.
@@ -63,7 +67,14 @@ class HttpMember(Member):
             NotReadyError: There are no rows that may be drawn.
             RemoteError: The server did not answer.
         """
-        body = self.body_of(draw, rows)
+        body = encode_json(self.body_of(draw, rows))
+        return self._take(body) if self._stream.ask(body, wait=self._wait) else self._request(body)
+
+    def _take(self, body: bytes) -> Part:
+        frame = self._stream.take()
+        return self._request(body) if frame is None else self.decode(frame)
+
+    def _request(self, body: bytes) -> Part:
         answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=self._wait)
         (frame,) = frames_in(answer.body)
         return self.decode(frame)
@@ -110,8 +121,9 @@ class HttpMember(Member):
         return {name: json.loads(text) for name, text in found.items()}
 
     def close(self) -> None:
-        """Close the connection of this process."""
-        self.connection.close()
+        """Close the connections of this process."""
+        self.connection.close()  # first: a thread that is woken must not send a request
+        self._stream.close()
         self._worker.close()
 
 

@@ -23,6 +23,7 @@ from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
 from expstore.remote.forks import copy_in_child
 from expstore.remote.local_only import LocalOnly
+from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.torchrl_options import check_device
 
@@ -151,6 +152,15 @@ class ServedBuffer(LocalOnly):
             StateError: The sampler cannot draw from several stores; the message says what to do.
         """
         return self._sample(self._require_size(batch_size), return_info, include_info, as_numpy)
+
+    def _split_info(
+        self, batch: TensorDict, return_info: bool, include_info: bool | None
+    ) -> tuple[TensorDict, dict[str, Any]]:
+        """Return a batch, without the entries about its rows if they are not wanted, and these entries."""
+        info: dict[str, Any] = {}
+        if return_info:
+            info = {name: entry for name in SAMPLE_ENTRIES if (entry := batch.get(name)) is not None}
+        return batch if include_info is not False else batch.exclude(*SAMPLE_ENTRIES), info
 
     @abstractmethod
     def _sample(self, size: int, return_info: bool, include_info: bool | None, as_numpy: bool | None) -> Any:

@@ -35,6 +35,8 @@ from expstore.errors import ArgumentError, ExpStoreError, RemoteError, StateErro
 
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
+#: Lines of JSON, one for each draw.
+DRAWS = "application/x-ndjson"
 _Found = TypeVar("_Found")
 #: The class of an error by its HTTP status, if the server names no class and none has its kind.
 _CLASSES: Mapping[int, type[ExpStoreError]] = {
@@ -188,6 +190,15 @@ class Download:
         if self.ended.is_set():
             self._release()
             raise StateError("the stream of batches is closed", hint="begin a new iteration")
+
+    def send(self, data: bytes) -> None:
+        """Send more of the request.
+
+        Raises:
+            OSError: The connection broke.
+        """
+        assert self._sock is not None
+        self._sock.sendall(data)
 
     def readinto(self, memory: Any) -> int:
         """Fill memory and return the number of bytes read; fewer than requested at the end.
@@ -357,7 +368,8 @@ class Connection:
             headers["Idempotency-Key"] = f"{mine.session}-{next(mine.numbers)}"
         if write or once:
             self.begin_session()
-        content = _encode(body) if body is not None and kind == JSON else body
+        is_value = body is not None and kind == JSON and not isinstance(body, bytes)
+        content = encode_json(body) if is_value else body
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
 
         def ask() -> Answer:
@@ -393,16 +405,13 @@ class Connection:
             ExpStoreError: The error that the store raised on the server.
             StateError: The download is closed.
         """
-        mine, content = self._get_in_process(), _encode(body)
+        mine, content = self._get_in_process(), encode_json(body)
         headers = self._headers(ARROW, JSON) | {"Connection": "close"}
-        secure = self.address.root.startswith("https:")
-        made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         mine.downloads.add(download)
 
         def ask() -> None:
             download.check()
-            parts, url = urlsplit(self.address.root), self.address.path(route)
-            link = made(parts.hostname or "", parts.port, timeout=self.timeout + wait)
+            url, link = self.address.path(route), self._make_link(self.timeout + wait)
             try:
                 link.connect()
                 download.began(link.sock)
@@ -421,6 +430,44 @@ class Connection:
                 raise
 
         self._retry(f"POST {self.address.path(route)}", mine, ask, download.ended)
+
+    def open_draws(self, download: Download, *, seconds: float, wait: float) -> None:
+        """Begin a request whose body asks for draws one by one, over a socket of its own.
+
+        Args:
+            download: Sends chunks of the body, and reads the answer.
+            seconds: Seconds in which the answer must begin.
+            wait: Seconds that draws ask the server to wait for rows.
+
+        Raises:
+            OSError, http.client.HTTPException: The server did not answer in time.
+            ExpStoreError: The server refuses.
+        """
+        mine = self._get_in_process()
+        link, url = self._make_link(seconds), self.address.path("draws")
+        mine.downloads.add(download)
+        try:
+            link.connect()
+            sock = link.sock
+            download.began(sock)
+            headers = self._headers(ARROW, DRAWS) | {"Transfer-Encoding": "chunked"}
+            link.putrequest("POST", url, skip_accept_encoding=True)
+            for name, value in headers.items():
+                link.putheader(name, value)
+            link.endheaders()
+            response = link.getresponse()
+            if response.status != 200:
+                raise _error_of(response.status, response.read(_MOST))
+            sock.settimeout(self.timeout + wait)
+            download.came(response)
+        except BaseException:
+            link.close()
+            raise
+
+    def _make_link(self, timeout: float) -> http.client.HTTPConnection:
+        secure, parts = self.address.root.startswith("https:"), urlsplit(self.address.root)
+        made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return made(parts.hostname or "", parts.port, timeout=timeout)
 
     def begin_session(self) -> None:
         """Start a thread that tells the server about this process's session, until the connection is closed.
@@ -520,7 +567,7 @@ def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
         del known
 
 
-def _encode(body: Any) -> bytes:
+def encode_json(body: Any) -> bytes:
     """Return a body as JSON.
 
     Raises:

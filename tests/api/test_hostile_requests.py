@@ -201,7 +201,7 @@ def test_names_of_samplers_and_versions_lead_nowhere(tmp_path: Path) -> None:
 # -- requests of every kind ----------------------------------------------------------------------------
 
 
-#: Has schemathesis send Arrow streams, too: the examples, which are base64, and bytes of its own.
+#: Has schemathesis send Arrow streams, too (the examples, which are base64, and bytes of its own), and lines.
 ARROW_HOOK = """
 import base64
 
@@ -211,6 +211,11 @@ import schemathesis
 @schemathesis.serializer("application/vnd.apache.arrow.stream")
 def arrow_body(ctx, value):
     return base64.b64decode(value) if isinstance(value, str) else bytes(getattr(value, "data", b""))
+
+
+@schemathesis.serializer("application/x-ndjson")
+def lines_body(ctx, value):
+    return value.encode(errors="replace") if isinstance(value, str) else b""
 """
 
 

@@ -1,0 +1,134 @@
+"""The route that draws batches over one connection, each when the client asks for it.
+
+Used by the application. Python's client uses it for all but its first draws: a request of its own for each
+batch takes several times as much time, most of it for HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from expstore.api.bodies import ARROW, NDJSON
+from expstore.api.dependencies import BATCHES_ANSWER, Limits, Store, create_router, problems
+from expstore.api.errors import Refusal
+from expstore.api.routes.sample import ArrowBatches, SampleRequest, check_request, make_draw
+from expstore.api.settings import Settings
+from expstore.api.stores import Served
+from expstore.buffers.local_member import Drawn
+from expstore.errors import ExpStoreError
+
+router = create_router("sampling")
+
+#: Longest line of a request in bytes.
+_LINE_BYTES = 64 * 1024
+#: Seconds between two looks at whether the server shuts down or the store is deleted.
+_LOOK_SECONDS = 0.5
+
+
+@router.post(
+    "/stores/{name}/draws",
+    summary="Draw batches as they are asked for",
+    response_class=StreamingResponse,
+    responses=problems()
+    | {
+        200: {
+            "description": "An Arrow record batch each.",
+            "content": {ARROW: BATCHES_ANSWER[200]["content"][ARROW]},
+        }
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                NDJSON: {
+                    "schema": {
+                        "type": "string",
+                        "description": "Lines of JSON, each as the body of `sample`.",
+                    },
+                    "example": '{"batch_size": 2}\n{"batch_size": 2}\n',
+                }
+            },
+        }
+    },
+)
+async def draws(request: Request, store: Store, limits: Limits) -> Response:
+    """Draw a batch for each line of the body, when the line arrives.
+
+    The answer begins at once. It is one Arrow stream, with a record batch for each line in their order. So a
+    client sends a line when it wants a batch, and needs no request for each. The answer ends with the body;
+    when a batch cannot be drawn, of which `sample` says why; when the fields of the store change; and after
+    a time without a line.
+    """
+    return _Draws(store, limits)
+
+
+class _Draws(Response):
+    """Answer lines of a body while they arrive.
+
+    Args:
+        store: The store.
+        limits: The server's settings.
+    """
+
+    media_type = ARROW
+
+    def __init__(self, store: Served, limits: Settings) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._store, self._limits = store, limits
+        self._batches = ArrowBatches(store, None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read lines, and send batches, until the client or this server ends it."""
+        scope["expstore.idle_seconds"] = self._limits.idle_seconds
+        scope["expstore.rows_out"] = 0
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(ExpStoreError, ValidationError):
+            async for line in self._read_lines(receive):
+                asked = SampleRequest.model_validate_json(line)
+                seconds = check_request(asked, self._limits)
+                draw = make_draw(self._store, asked, self._limits, ARROW)
+
+                def answer(draw: Callable[[int], Drawn] = draw) -> tuple[bytes | memoryview, int]:
+                    drawn = draw(0)
+                    self._batches.write(drawn)
+                    return self._batches.take(), drawn.batch.numel()
+
+                part, rows = await self._store.run_patiently(answer, seconds)
+                scope["expstore.rows_out"] += rows
+                await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+        self._batches.end()
+        await send({"type": "http.response.body", "body": bytes(self._batches.take())})
+
+    async def _read_lines(self, receive: Receive) -> AsyncIterator[bytes]:
+        rest = bytearray()
+        arriving: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                if arriving is None:
+                    arriving = asyncio.ensure_future(receive())
+                done, _ = await asyncio.wait([arriving], timeout=_LOOK_SECONDS)
+                if self._store.is_over:
+                    return
+                if not done:
+                    continue
+                message, arriving = arriving.result(), None
+                rest += message.get("body", b"")
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    yield bytes(line)
+                if not message.get("more_body", False) or len(rest) > _LINE_BYTES:
+                    return
+        finally:
+            if arriving is not None:
+                arriving.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Refusal):
+                    await arriving

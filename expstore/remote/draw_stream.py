@@ -1,0 +1,136 @@
+"""Draws over one connection that stays open: a line goes up for each, a record batch comes down.
+
+Used by `HttpMember`. A request of its own for each draw takes several times as much of both processes' time,
+most of it for HTTP. A draw that gets no answer here is requested again in the ordinary way, which also says
+why it fails.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from expstore.errors import ExpStoreError, RemoteError
+from expstore.remote.forks import copy_in_child
+from expstore.remote.transport import Connection, Download
+from expstore.wire.frames import Frame
+from expstore.wire.stream import read_each
+
+#: The draw for which a connection is opened: a client that draws once or twice needs none.
+_FIRST = 3
+#: Seconds in which the answer must begin; a proxy that collects bodies would never let it begin.
+_OPENING_SECONDS = 2.0
+#: Seconds after which a server that did not open a stream is asked again.
+_REFUSED_SECONDS = 60.0
+
+
+class DrawStream:
+    """Ask for draws over one connection, one after another.
+
+    Threads: any number may ask; while one waits for its answer, others are told to use a request. Processes:
+    a copy in another process, and a forked child, open a connection of their own.
+
+    Args:
+        connection: The connection to the server.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._download: Download | None = None
+        self._frames: Iterator[Frame] = iter(())
+        #: The thread that has asked and not taken its answer yet.
+        self._asking: int | None = None
+        self._draws, self._refused = 0, float("-inf")
+        copy_in_child(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy."""
+        return {"_connection": self._connection}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._begin()
+
+    def ask(self, body: bytes, *, wait: float) -> bool:
+        """Ask for a draw, whose answer `take` returns in the same thread.
+
+        Args:
+            body: The request, as JSON without line breaks.
+            wait: Seconds that it asks the server to wait for rows.
+
+        Returns:
+            False if the draw must be requested in another way.
+        """
+        me = threading.get_ident()
+        with self._lock:
+            if self._asking not in (None, me):
+                return False
+            if self._asking == me:  # an exception kept it from taking the answer
+                self._drop()
+            self._draws += 1
+            if self._draws < _FIRST or not (self._download or self._open(wait)):
+                return False
+            assert self._download is not None
+            try:
+                self._download.send(b"%x\r\n%b\n\r\n" % (len(body) + 1, body))
+            except OSError:
+                self._drop()
+                return False
+            self._asking = me
+            return True
+
+    def _open(self, wait: float) -> bool:
+        """Open a connection; return False if the server does not stream draws now."""
+        if time.monotonic() < self._refused:
+            return False
+        download = Download()
+        try:
+            self._connection.open_draws(download, seconds=_OPENING_SECONDS, wait=wait)
+        except (ExpStoreError, OSError, http.client.HTTPException):
+            download.close()
+            self._refused = time.monotonic() + _REFUSED_SECONDS
+            return False
+        self._download, self._frames = download, read_each(download.readinto)
+        return True
+
+    def take(self) -> Frame | None:
+        """Return the answer to the last `ask`; None if the draw must be requested in another way.
+
+        Raises:
+            RemoteError: There was no answer in time, and the connection does not repeat requests.
+        """
+        try:
+            frame = next(self._frames, None)
+        except TimeoutError as exc:
+            frame = None
+            if not self._connection.retries.seconds:
+                raise RemoteError(
+                    f"{self._connection.address.root} does not answer: {exc}", kind="unreachable"
+                ) from exc
+        except (OSError, EOFError, http.client.HTTPException):
+            frame = None
+        finally:
+            with self._lock:
+                self._asking = None
+        if frame is None:
+            self.close()
+        return frame
+
+    def close(self) -> None:
+        """Close the connection; the next draw opens another one."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        download, self._download, self._asking = self._download, None, None
+        self._frames = iter(())
+        if download is not None:
+            download.close()
