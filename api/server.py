@@ -6,6 +6,7 @@ Used by `expstore serve`. It reads no command line and prints nothing.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
 import resource
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import torch
@@ -74,6 +75,7 @@ def serve(
             writes serves the folder.
     """
     _check_path(settings)
+    settings = _allow(settings, host)
     run(create_app(settings), settings, host=host, port=port, ready=ready, stopping=stopping)
 
 
@@ -113,6 +115,22 @@ def _check_path(settings: Settings) -> None:
         )
 
 
+def _allow(settings: Settings, host: str) -> Settings:
+    """Return settings that let clients use the name that the server was told to listen on.
+
+    An address needs no entry: the server accepts the address that a connection arrived at.
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.partition("%")[0])
+        return settings
+    return replace(settings, hosts=(*settings.hosts, host))
+
+
+def local_url(url: str) -> str:
+    """Return the URL at which this machine reaches a server: one of all addresses has no address itself."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def _listen(app: FastAPI, settings: Settings, host: str, port: int) -> tuple[socket.socket, Listening]:
     family, address = _resolve(host, port)
     _check_token(settings, address)
@@ -144,6 +162,7 @@ class ServerThread:
         self, settings: Settings, *, host: str, port: int, failed: Callable[[], None] = lambda: None
     ) -> None:
         _check_path(settings)
+        settings = _allow(settings, host)
         self._app = create_app(settings)
         self._listener, self.listening = _listen(self._app, settings, host, port)
         self._started, self._failed = threading.Event(), failed
@@ -196,7 +215,7 @@ def _claim(app: FastAPI, settings: Settings, listening: Listening) -> Iterator[N
     if settings.read_only or not isinstance(stores, Stores):
         yield
         return
-    stores.address = listening.url
+    stores.address = local_url(listening.url)
     if stores.single:
         yield
         return
@@ -207,7 +226,7 @@ def _claim(app: FastAPI, settings: Settings, listening: Listening) -> Iterator[N
         yield
         return
     try:
-        lock.announce(listening.url)
+        lock.announce(local_url(listening.url))
         yield
     finally:
         lock.release()

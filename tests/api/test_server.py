@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from expstore.api.server import ServerThread
+from expstore.api.server import ServerThread, local_url
 from expstore.cli.app import run
 from expstore.errors import LockedError
 from expstore.wire.stream import END
@@ -40,6 +40,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 def listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
+def has_name() -> bool:
+    """Return whether a server can listen on this machine's name."""
+    try:
+        socket.create_server((socket.gethostname(), 0)).close()
     except OSError:
         return False
     return True
@@ -110,6 +119,44 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     assert f"can read {token}: chmod 600" in warning
     assert [json.loads(line)["status"] for line in lines] == [401, 200]
     assert "secret-1" not in err
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://0.0.0.0:8420", "http://127.0.0.1:8420"),
+        ("http://[::]:8420", "http://[::1]:8420"),
+        ("http://10.0.0.0:8420", "http://10.0.0.0:8420"),
+    ],
+)
+def test_a_local_url_names_an_address(url: str, local: str) -> None:
+    assert local_url(url) == local
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        pytest.param(socket.gethostname(), marks=pytest.mark.skipif(not has_name(), reason="no address")),
+    ],
+)
+def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    build_store(tmp_path / "runs" / "run.exp", numbered_rows(10, key="x"))
+    token = tmp_path / "token"
+    token.write_text("secret-1")
+    token.chmod(0o600)
+    server = ServerThread(Settings(path=tmp_path / "runs", token=b"secret-1"), host=host, port=0)
+    try:
+        address = server.listening.url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}).is_success
+        store = str(tmp_path / "runs" / "run.exp")
+        assert run(["dumps", store, "--token-file", str(token)]) == 0, capsys.readouterr().err
+    finally:
+        server.stop()
+    with expstore.open(tmp_path / "runs" / "run.exp" / "versions", version=1) as rb:
+        assert len(rb) == 10
 
 
 def test_unservable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
