@@ -91,6 +91,8 @@ class Settings:
         """
         object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
+        if self.error_buffer is not None and self.samples_per_insert is None:
+            raise ValueError("error_buffer requires samples_per_insert, from which it permits a deviation")
         if not self.session_timeout > 0:
             raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")
         for token in (self.token, self.read_token):

@@ -24,10 +24,11 @@ from expstore._open import open as open_store
 from expstore.buffers.hindsight import HindsightGoals, relabel
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.collectors.space_fields import SpaceField, check_spaces, describe_rows
+from expstore.core.arguments import check_whole
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import ReadingDisk
-from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, StateError
+from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, SchemaError, StateError
 from expstore.exchange.base import Imported
 from expstore.exchange.sb3_buffers import import_sb3, import_sb3_object
 from expstore.samplers.prioritized import PrioritizedSampler
@@ -253,6 +254,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         **options: Any,
     ) -> None:
         folder = self._check_arguments(observation_space, path, options)
+        buffer_size = check_whole("buffer_size", buffer_size)
         if optimize_memory_usage:
             raise ArgumentError(
                 "optimize_memory_usage=True keeps next observations only once, which a store does by itself "
@@ -402,10 +404,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return observation
         if isinstance(self.obs_shape, dict):
             return {
-                key: np.asarray(observation[key]).reshape(self.n_envs, *shape)
+                key: _reshape_rows(np.asarray(observation[key]), (self.n_envs, *shape))
                 for key, shape in self.obs_shape.items()
             }
-        return np.asarray(observation).reshape(self.n_envs, *self.obs_shape)
+        return _reshape_rows(np.asarray(observation), (self.n_envs, *self.obs_shape))
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw rows of all environments, with replacement.
@@ -760,6 +762,16 @@ class _Fields:
                 found["next", *field.key] = spec
         describe_rows(rb, found)
         return True
+
+
+def _reshape_rows(observations: Array, shape: tuple[int, ...]) -> Array:
+    """Return observations of all environments in another shape of the same size."""
+    if observations.size != np.prod(shape, dtype=np.int64):
+        raise SchemaError(
+            f"observations have shape {list(observations.shape)}, expected {list(shape)}",
+            hint="the first dim is the environments, the others are the shape of the observation space",
+        )
+    return observations.reshape(shape)
 
 
 class _Store:

@@ -321,6 +321,7 @@ class Recorder:
         self.flush()
         schema = self._target.schema()
         if schema is None:
+            _refuse_missing(values, more)
             schema = self._target.fix_fields(_first_row(values, more, self._lanes))
         if schema.variable:
             self._block = _VariableBlock(
@@ -335,6 +336,15 @@ class Recorder:
             block.runs = self._target.run_reader(schema, block.columns)
         self._block, self._appender = block, appender
         return block
+
+
+def _refuse_missing(values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
+    """Raise SchemaError if the first step has None for a field: a field's type follows from its value."""
+    observation, action, _, following, _, _ = values
+    named = {"observation": observation, "action": action, "next_observation": following, **more}
+    for name, value in named.items():
+        if value is None:
+            raise SchemaError(f"the first step has None for {name!r}", hint="pass an array or a number")
 
 
 def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | None) -> dict[str, Any]:

@@ -227,10 +227,15 @@ class TensorDictRows(RowStyle):
         first = data[0] if isinstance(data, list) and data else data
         if has_fields or isinstance(first, TensorDictBase) or (isinstance(data, list) and not data):
             return
+        hint = "use a ReplayBuffer"
+        if hasattr(first, "columns"):  # a data frame
+            hint = "pass {name: frame[name].to_numpy() for name in frame.columns}"
+        elif first is None:
+            hint = "pass a TensorDict or a dict of arrays"
         raise SchemaError(
             f"{self._owner} only accepts TensorDictBase subclasses, dicts of arrays and Arrow "
             f"tables, got {type(first).__name__}",
-            hint="use a ReplayBuffer",
+            hint=hint,
         )
 
     def takes_priorities(self, asked: bool | None) -> bool:

@@ -138,14 +138,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _add_info(command: Any, arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments; with `info` before them if the first one is a store and no command."""
+    """Return the arguments, with `info` before them if the first one is a path and not a command."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST
 
     disk, first = Disk(), arguments[0]
-    if first.startswith("-") or first in command.commands or not disk.exists(Path(first) / MANIFEST):
+    if first.startswith("-") or first in command.commands:
         return arguments
-    return ["info", *arguments]
+    is_path = "/" in first or first.endswith(".exp")  # `info` says what is missing there
+    return ["info", *arguments] if is_path or disk.exists(Path(first) / MANIFEST) else arguments
 
 
 def _command_name(command: Any, arguments: Sequence[str]) -> str:

@@ -124,7 +124,7 @@ def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], lis
         leaves: Tensors, or non-tensor entries of a TensorDict.
 
     Raises:
-        SchemaError: A tensor has a dtype that cannot be stored.
+        SchemaError: A tensor is sparse, or has a dtype that cannot be stored.
     """
     try:
         return [tensor.numpy() for tensor in leaves], [NAMES[tensor.dtype] for tensor in leaves]
@@ -137,6 +137,12 @@ def to_columns(keys: list[Key], leaves: Sequence[Any]) -> tuple[list[Array], lis
         ]
     except KeyError:
         raise _strange_dtype(keys, leaves) from None
+    for key, leaf, tensor in zip(keys, leaves, tensors, strict=True):
+        if tensor and leaf.layout is not torch.strided:
+            raise SchemaError(
+                f"field {key_name(key)!r} is a sparse tensor ({leaf.layout}), which cannot be stored",
+                hint="convert it with to_dense()",
+            )
     arrays = [
         to_numpy(leaf) if tensor else _non_tensor(leaf, tuple(leaf.batch_size))
         for leaf, tensor in zip(leaves, tensors, strict=True)

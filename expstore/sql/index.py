@@ -583,7 +583,8 @@ def _require_one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.S
     """Return the statement if it is a single SELECT; raise QueryError otherwise."""
     found = cursor.extract_statements(sql)
     if len(found) != 1:
-        raise QueryError(f"expected one SELECT, found {len(found)} statements", hint="run one at a time")
+        hint = "run one at a time" if found else "write one, such as SELECT count(*) FROM transitions"
+        raise QueryError(f"expected one SELECT, found {len(found)} statements", hint=hint)
     try:
         kind = found[0].type
     except ValueError:  # a statement that DuckDB knows but its Python client does not

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from pandas import DataFrame
 from tensordict import TensorDict
 
 import expstore
@@ -24,6 +25,7 @@ from expstore.errors import (
     ArgumentError,
     ExpStoreError,
     NotReadyError,
+    QueryError,
     RemoteError,
     SchemaError,
     StackError,
@@ -175,6 +177,16 @@ MISUSES: list[tuple[Callable[[Any], object], type[ExpStoreError], str]] = [
     (lambda rb: expstore.open(""), StateError, "the path is empty; pass one such as 'run.exp'"),
     (lambda rb: expstore.connect("run.exp"), ArgumentError, "expstore.open takes a path of this machine"),
     (lambda rb: expstore.connect("http://host:99999/a"), ArgumentError, "Port out of range 0-65535"),
+    (
+        lambda rb: rb.extend({"observation": torch.zeros(3, 2).to_sparse(), "action": torch.zeros(3)}),
+        SchemaError,
+        "field 'observation' is a sparse tensor (torch.sparse_coo), which cannot be stored; convert it with",
+    ),
+    (lambda rb: rb.extend(DataFrame({"action": [1.0]})), SchemaError, "pass {name: frame[name].to_numpy()"),
+    (lambda rb: rb.extend(None), SchemaError, "got NoneType; pass a TensorDict or a dict of arrays"),
+    (lambda rb: rb.sql(" "), QueryError, "found 0 statements; write one, such as SELECT count(*) FROM"),
+    (step_first(observation=None), SchemaError, "the first step has None for 'observation'; pass an array"),
+    (step_first(next_observation=None), SchemaError, "the first step has None for 'next_observation'"),
 ]  # fmt: skip
 
 
@@ -188,6 +200,38 @@ def test_a_misuse_is_answered_by(
     with pytest.raises(error) as caught:
         act(rb)
     assert message in str(caught.value)
+
+
+def test_a_step_can_follow_a_refused_first_step() -> None:
+    rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(20))
+    with rb.record("a") as record:
+        with pytest.raises(SchemaError):
+            record.step(None, 0, 1.0, np.zeros(2), False, False)
+        record.step(np.zeros(2), 0, 1.0, np.zeros(2), True, False)
+    assert len(rb) == 1
+
+
+@pytest.mark.parametrize("version", [[1], 1.5, True])
+def test_a_version_is_a_number_or_a_tag(version: Any, tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        rb.extend({"action": np.zeros(3)})
+        rb.snapshots.tag("first")
+        with pytest.raises(ArgumentError, match="version must be an integer, got .*; use the number of a"):
+            rb.snapshots.restore(version=version)
+
+
+def test_arguments_of_a_buffer_of_stable_baselines3_are_checked(tmp_path: Path) -> None:
+    pytest.importorskip("stable_baselines3")
+    spaces = pytest.importorskip("gymnasium").spaces
+    box, choices = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+    with pytest.raises(ArgumentError, match="buffer_size must be an integer, got 'many'"):
+        expstore.sb3.ReplayBuffer("many", box, choices, path=tmp_path / "a.exp")  # type: ignore[arg-type]
+    assert not (tmp_path / "a.exp").exists()
+    rb = expstore.sb3.ReplayBuffer(10, box, choices, path=tmp_path / "b.exp")
+    wide, one = np.zeros((1, 3)), np.zeros(1)
+    with pytest.raises(SchemaError, match=r"observations have shape \[1, 3\], expected \[1, 2\]; the first"):
+        rb.add(wide, wide, np.zeros((1, 1)), one, one, [{}])
+    rb.close()
 
 
 def test_a_class_of_a_sampler_is_made() -> None:
@@ -292,6 +336,10 @@ def run_exp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["sql", "run.exp", "SELECT 1", "extra"], 2, "'extra' comes after the query; leave it out, or if it"),
         (["sql", "SELECT 1", "run.exp"], 2, 'write expstore sql run.exp "SELECT 1"'),
         (["push", "run.exp", "folder"], 2, "for a version in a local folder there are expstore dumps and"),
+        (["runn.exp"], 2, "runn.exp is not a store: there is no such folder"),
+        (["./runs/run"], 2, "runs/run is not a store: there is no such folder"),
+        (["serve", "run.exp", "--error-buffer", "3"], 2, "error_buffer requires samples_per_insert"),
+        (["sql", "run.exp", " "], 2, "found 0 statements; write one, such as SELECT count(*)"),
         (["cluster", "show", "cluster.json"], 2, "no cluster file cluster.json; make one: expstore cluster"),
         (["cluster", "show", "run.exp"], 2, "run.exp is a folder, not a cluster file; open a store with"),
     ],

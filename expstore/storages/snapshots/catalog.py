@@ -17,6 +17,7 @@ from typing import Any
 
 import google_crc32c
 
+from expstore.core.arguments import check_whole
 from expstore.core.parsing import INVALID
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
@@ -183,6 +184,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
 
     Raises:
         SnapshotError: There is no such snapshot; the message lists the existing ones.
+        ArgumentError: `version` is neither a number nor text.
     """
     if disk.exists(path / VERSION) and version is None:
         return path
@@ -196,8 +198,10 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     elif isinstance(version, str) and not re.fullmatch(r"v?\d+", version):
         tags = {known.tag: known.number for known in list_versions(disk, place)}
         number = tags.get(version, 0)
+    elif isinstance(version, str):
+        number = int(version.removeprefix("v"))
     else:
-        number = int(str(version).removeprefix("v"))
+        number = check_whole("version", version, hint="use the number of a snapshot, or its tag")
     if number not in numbers:
         raise _build_missing_error(disk, path, place, version)
     return place / version_name(number)
