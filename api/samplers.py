@@ -191,7 +191,7 @@ def describe_mass(mass: Mass | None, status: Status) -> dict[str, Any]:
     """Return what a batch is drawn from as facts by name; `mass` is None if the sampler has no mass."""
     facts: dict[str, Any] = {"mass": None} if mass is None else {"mass": mass.total}
     if mass is not None:
-        facts |= {name: getattr(mass, name) for name in ("rows", "smallest", "beta", "unit")}
+        facts |= {name: getattr(mass, name) for name in ("rows", "smallest", "beta", "unit", "left")}
     limits = Limited.of(status.limits)
     return facts | {
         "largest_priority": status.largest_priority,

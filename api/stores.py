@@ -95,7 +95,7 @@ class Served:
         self.heard = SessionActivity(settings.clock, rb.episodes.remote_sessions())
         self._sql_workers = sql_workers
         self.member = LocalMember(
-            rb, limiter=limiter, path=path, make=partial(make_limited, seconds=settings.sql_seconds)
+            rb, limiter=limiter, make=partial(make_limited, seconds=settings.sql_seconds)
         )
         self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
         #: Answers of the route for series.

@@ -154,6 +154,7 @@ class MassOf(BaseModel):
                     "smallest": 1.0,
                     "beta": None,
                     "unit": 1,
+                    "left": None,
                     "largest_priority": 1.0,
                     "limits": None,
                 }
@@ -174,6 +175,11 @@ class MassOf(BaseModel):
         None,
         description="Rows that are drawn together: the length of a slice, or 1. Null: a named sampler has "
         "`num_slices`, so the length depends on the size of each batch.",
+    )
+    left: int | None = Field(
+        None,
+        description="Rows that can be drawn before any comes again: the rest of a pass, or rows that are not "
+        "used up; 0 at the end of a pass. Null: every draw chooses from all rows.",
     )
     largest_priority: float = Field(description="The priority that new rows of the store get.")
     limits: Limited | None = Field(None, description="What the rate limiter counts; null: there is none.")

@@ -10,7 +10,6 @@ import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,6 +21,7 @@ from expstore.buffers.draw_masses import record_masses
 from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
+from expstore.buffers.store_handle import StorePart
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.per_key import PerKey
 from expstore.core.values import IntArray, Mass, Selection
@@ -31,6 +31,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.names import SAMPLERS, make_sampler
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.read_view import ReadView
 from expstore.wire.codec import Encoder
 
 #: Samplers that remember which rows they have drawn: they need a name.
@@ -89,7 +90,7 @@ class Drawn(NamedTuple):
     mass: Mass | None
 
 
-class LocalMember(Member):
+class LocalMember(Member, StorePart):
     """A store that a buffer of this process has open.
 
     The buffer may also be a worker's copy of one that `share()` lets other processes write to: the copy reads
@@ -101,7 +102,6 @@ class LocalMember(Member):
     Args:
         buffer: The buffer.
         limiter: The rate limiter that `buffer` also uses; None: there is no limit.
-        path: The store's folder, where named samplers open readers of their own; None: rows in RAM.
         make: Makes a sampler of its description and condition.
     """
 
@@ -110,11 +110,15 @@ class LocalMember(Member):
         buffer: ReplayBuffer,
         *,
         limiter: RateLimiter | None = None,
-        path: Path | None = None,
         make: Callable[[Mapping[str, Any], str | None], Sampler] = make_described,
     ) -> None:
-        self.buffer, self._limiter, self._path, self._make_sampler = buffer, limiter, path, make
+        self.buffer, self._limiter, self._make_sampler = buffer, limiter, make
         self._begin()
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer) -> LocalMember:
+        """Return the member of a buffer, always the same: all who draw from the buffer share its samplers."""
+        return buffer._keep_member(lambda: cls(buffer))
 
     def _begin(self) -> None:
         #: Held while samplers are looked up, and never while one is made or draws.
@@ -124,6 +128,7 @@ class LocalMember(Member):
         self._kept: OrderedDict[_Wanted, _Shared[_Drawer]] = OrderedDict()
         self._named: OrderedDict[str, _Shared[TensorDictReplayBuffer]] = OrderedDict()
         self._closed = False
+        self._drawn_from: ReadView | None = None
         self._counting = Lock()
         self._encoder = Encoder(lambda: self.buffer.schema)
         #: Number of rows drawn since the member was made.
@@ -131,7 +136,7 @@ class LocalMember(Member):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy."""
-        own = ("buffer", "_limiter", "_path", "_make_sampler")
+        own = ("buffer", "_limiter", "_make_sampler")
         return {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -398,14 +403,14 @@ class LocalMember(Member):
                 raise ArgumentError("sampler 'consuming' does not take a seed: leave it out", kind="request")
             sampler = self._make_sampler(description, where)
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-        if self._path is None:
+        if storage.path is None:
             raise StateError(
                 "rows in RAM have no named samplers: passes over them belong to their buffer's own sampler",
                 hint="use a store on disk: expstore.open(path)",
             )
         # Passes belong to this sampler alone: it opens the store as another process would.
         sampler = self._make_sampler(description, where)
-        reader = FollowerStorage(self._path, settings=Settings(mode="r", seed=seed))
+        reader = FollowerStorage(storage.path, settings=Settings(mode="r", seed=seed))
         try:
             return TensorDictReplayBuffer(storage=reader, sampler=sampler, with_ids=True)
         except BaseException:
@@ -435,6 +440,18 @@ class LocalMember(Member):
         with self._lock:
             return {name: json.loads(shared.wanted[0]) for name, shared in sorted(self._named.items())}
 
+    # -- life --------------------------------------------------------------------------------------
+
+    def attach(self, storage: ReadView) -> None:
+        """Drop the samplers if the buffer has another storage."""
+        if self._drawn_from is not storage:
+            self._end_samplers()
+            self._drawn_from = storage
+
+    def leave_parent(self) -> None:
+        """Drop the samplers in a forked child; the parent's threads may hold the locks."""
+        self._begin()
+
     # -- rows --------------------------------------------------------------------------------------
 
     def set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
@@ -448,9 +465,12 @@ class LocalMember(Member):
                 shared.buffer.sampler.on_write(_NO_IDS)
 
     def close(self) -> None:
-        """End all samplers, and close the readers of the store."""
+        """End all samplers, and close the readers of the store; the buffer stays open."""
+        self._closed = True
+        self._end_samplers()
+
+    def _end_samplers(self) -> None:
         with self._lock:
-            self._closed = True
             dropped: list[_Shared[Any]] = [*self._kept.values(), *self._named.values()]
             self._kept.clear()
             self._named.clear()

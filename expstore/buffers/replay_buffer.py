@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -42,7 +42,7 @@ from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
-from expstore.buffers.store_handle import Life, StoreHandle
+from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
 from expstore.buffers.torchrl_dump import is_torchrl_dump, load_torchrl_dump
 from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
@@ -72,6 +72,8 @@ from expstore.writers.writers import Writer
 if TYPE_CHECKING:
     from expstore.specs import Composite
     from expstore.sql.result import Result
+
+_Part = TypeVar("_Part", bound=StorePart)
 
 
 class ReplayBuffer:
@@ -205,6 +207,8 @@ class ReplayBuffer:
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
         self._sharing = Sharing(store, self._sampling, self._ingest, self._updates)
         self._batches.label_generations(placing.tracks_generations)
+        #: What buffers over several stores draw from; it has samplers of its own, so it is made when needed.
+        self._member: Any = None
         self._connect()
         if shared:
             self.share()
@@ -213,6 +217,14 @@ class ReplayBuffer:
         """Attach the parts to the storage."""
         for part in (self._ingest, self._batches, self._sampling, self._sharing):
             self._store.add_part(part)
+
+    def _keep_member(self, make: Callable[[], _Part]) -> _Part:
+        """Return the part that draws for buffers over several stores; made once, closed with the buffer."""
+        if self._member is None:
+            self._member = make()
+            self._store.add_part(self._member)
+        part: _Part = self._member
+        return part
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -979,6 +991,8 @@ class ReplayBuffer:
         """Flush, update the index for other programs, and release the store."""
         self._sampling.close()
         self._sharing.stop()
+        if self._member is not None:
+            self._member.close()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -1310,7 +1324,7 @@ class ReplayBuffer:
         Raises:
             StateError: The store is closed.
         """
-        return vars(self) | {"_iterating": False}
+        return vars(self) | {"_iterating": False, "_member": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of `__getstate__`; a store on disk is opened when it is first used."""

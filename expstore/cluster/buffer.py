@@ -198,7 +198,8 @@ class ShardedReplayBuffer(ServedBuffer):
             limit=self._limit,
         )  # fmt: skip
         self._drawing = threading.Lock()
-        self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw)
+        is_named = isinstance(self._sampler_of, str)
+        self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw, is_aligned=not is_named)
         self._ahead, self._others = ahead, 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,7 +215,7 @@ class ShardedReplayBuffer(ServedBuffer):
 
     def _sample(self, size: int, return_info: bool, include_info: bool | None, as_numpy: bool | None) -> Any:
         if size == self._batch_size:
-            drawn = self._queue.take(prefetch=False)
+            drawn = self._queue.take()
         else:
             with self._drawing:
                 (drawn,) = self._macro.fetch(_OTHER, self._others, 1, size)
@@ -256,11 +257,16 @@ class ShardedReplayBuffer(ServedBuffer):
         given = 0
         while batches is None or given < batches:
             if size == self._batch_size:
-                drawn = self._queue.take(prefetch=batches is None or batches - given > 1)
+                is_more = batches is None or batches - given > 1
+                # Rows that are drawn once would be lost in batches that nobody takes.
+                drawn = self._queue.take(prefetch=partial(self._may_prefetch, is_more))
                 yield self._to_numpy(self._convert(drawn), as_numpy)
             else:
                 yield self.sample(size, as_numpy=as_numpy)
             given += 1
+
+    def _may_prefetch(self, is_more: bool) -> bool:
+        return is_more and not self._macro.draws_once
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -553,7 +559,7 @@ class ShardedReplayBuffer(ServedBuffer):
         """Return where the draws are, for `load_state_dict`. The rows are in the shards."""
         return {
             "seed": self._seed, "draw": self._queue.draw, "others": self._others, "ahead": self._ahead,
-            "batch_size": self._batch_size,
+            "batch_size": self._batch_size, "passed": sorted(self._macro.passed),
             "shards": {str(number): shard.uuid for number, shard in self._shards.by_number.items()},
         }  # fmt: skip
 
@@ -581,7 +587,7 @@ class ShardedReplayBuffer(ServedBuffer):
                     hint=f"connect with the same {name}",
                 )
         self._queue.reset(int(state_dict["draw"]))
-        self._others = int(state_dict["others"])
+        self._others, self._macro.passed = int(state_dict["others"]), set(state_dict["passed"])
 
     @property
     def snapshots(self) -> NoReturn:
@@ -641,7 +647,8 @@ class ShardedReplayBuffer(ServedBuffer):
         same = all(version.draws[name] == mine[name] for name in ("seed", "ahead", "batch_size"))
         self._queue.reset(int((version.draws if same else mine)["draw"]))
         with self._drawing:
-            self._others = int((version.draws if same else mine)["others"])
+            draws = version.draws if same else mine
+            self._others, self._macro.passed = int(draws["others"]), set(draws["passed"])
             for shard in self._shards.all:
                 shard.mass = None
         return version
@@ -791,7 +798,7 @@ def _reach(
         here: Buffers of this process, by the numbers of their entries.
     """
     if entry.number in here:
-        member = LocalMember(here[entry.number])
+        member = LocalMember.of(here[entry.number])
         return Reach(member, member, here[entry.number])
     address = Address.of(entry.url)
     token = tokens.of(address)

@@ -17,7 +17,7 @@ from expstore.buffers.member import Draw, Part
 from expstore.cluster.cluster_limit import ClusterLimit
 from expstore.cluster.shard import Shard, does_not_answer
 from expstore.cluster.shard_set import ShardSet
-from expstore.cluster.shares import derive_seed, draw_counts, find_factors
+from expstore.cluster.shares import derive_seed, draw_counts, draw_rest, find_factors
 from expstore.core.values import IntArray, Mass
 from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
 from expstore.schema.schema import Field, Schema
@@ -75,6 +75,7 @@ class _Plan(NamedTuple):
     assumed: NDArray[np.float64]
     counts: IntArray  # units of each batch and shard
     unit: int
+    may_lack: bool = False  # rows may be used up meanwhile: a batch with fewer rows is right
 
 
 class Many:
@@ -106,6 +107,10 @@ class Many:
         self._shards, self._seed, self._ask = shards, seed, ask
         self._shares = shares
         self._skips, self._limit = skips, limit
+        #: Whether the last batch was of a sampler that draws rows once.
+        self.draws_once = False
+        #: Numbers of the shards that have ended the pass of such a sampler, while others have not.
+        self.passed: set[int] = set()
         self._joint: _Joint | None = None
         self._seeds: dict[tuple[int, int], int] = {}
 
@@ -115,7 +120,8 @@ class Many:
         Args:
             lane: Which sequence of draws; each has its own random numbers.
             first: Number of the first batch.
-            count: Number of batches.
+            count: Number of batches. Of a sampler that draws rows once, one is drawn; it has fewer rows at
+                the end of a pass, or if no more are left.
             size: Number of rows of each batch.
 
         Raises:
@@ -130,6 +136,7 @@ class Many:
             if self._limit is not None:
                 self._limit.wait_to_sample(count * size)
             plan = self._plan(self._shards.all, first, count, wanted)
+            self.draws_once = plan.may_lack
             parts = self._draw(plan, first, wanted)
             if parts is not None:
                 return self._build(plan, parts, first)
@@ -155,6 +162,8 @@ class Many:
         if self._shares is not None:
             shares = dict(zip(shards, self._share(len(shards)), strict=True))
             totals = [shares[shard] for shard in live]
+        elif any(mass is not None and mass.left is not None for mass in masses):
+            return self._plan_rest(shards, live, first, wanted)
         by_shard = dict(zip(live, totals, strict=True))
         assumed = np.array([by_shard.get(shard, 0.0) for shard in shards])
         if not assumed.sum() > 0:
@@ -169,6 +178,43 @@ class Many:
             )
         numbers = [(number, wanted.lane) for number in range(first, first + count)]
         return _Plan(shards, assumed, draw_counts(self._seed, numbers, wanted.size // unit, assumed), unit)
+
+    def _plan_rest(
+        self, shards: tuple[Shard, ...], live: Sequence[Shard], first: int, wanted: _Wanted
+    ) -> _Plan:
+        """Plan one batch of a sampler that draws rows once: without replacement from what all have left.
+
+        A shard whose pass is over waits for the others; then a pass over all of them begins. Which shards
+        have ended theirs is what this client has drawn: clients that share a pass see its end at different
+        times.
+
+        Raises:
+            NotReadyError: No row is left.
+            StateError: The shards have different samplers under the name.
+        """
+        masses = {shard: mass for shard in live if (mass := shard.mass) is not None}
+        if any(mass.left is None for mass in masses.values()):
+            raise StateError(
+                f"the shards have different samplers under the name {wanted.draw.sampler!r}",
+                hint="forget_sampler() it, then name_sampler() it for all of them",
+            )
+
+        def count(shard: Shard) -> int:
+            mass = masses.get(shard)
+            if mass is None:
+                return 0
+            return mass.left or (0 if shard.number in self.passed else int(mass.total))
+
+        rows = np.array([count(shard) for shard in shards], np.int64)
+        if not rows.any():
+            self.passed.clear()
+            rows = np.array([count(shard) for shard in shards], np.int64)
+        if not rows.any():
+            raise NotReadyError(
+                f"none of the {len(live)} shards has rows that can be drawn", hint="extend() them first"
+            )
+        counts = draw_rest(self._seed, (first, wanted.lane), wanted.size, rows)
+        return _Plan(shards, rows.astype(np.float64), counts[None], 1, may_lack=True)
 
     def _share(self, count: int) -> Sequence[float]:
         """Return the fixed share of each shard.
@@ -207,20 +253,33 @@ class Many:
             draw = self._address(shard, wanted)
             if rows:
                 numbered = draw if draw.seed is None else draw._replace(number=first)
-                waits[shard] = shard.begin(numbered, rows)
+                waits[shard] = shard.begin(numbered, rows, may_lack=plan.may_lack)
             elif not shard.is_down:
                 waits[shard] = shard.weigh(draw, wanted.size).result
-        parts = self._collect(waits, wanted)
-        if parts is None:
+        results = self._collect(waits, wanted, may_lack=plan.may_lack)
+        if results is None:
             return None
-        return {
+        parts = {
             place: part
             for place, shard in enumerate(plan.shards)
-            if isinstance(part := parts.get(shard), Part)
+            if isinstance(part := results.get(shard), Part)
         }
+        if plan.may_lack:
+            plan.counts[0] = [parts[k].rows if k in parts else 0 for k in range(len(plan.shards))]
+            ended = (plan.counts[0] > 0) & (plan.counts[0] >= plan.assumed)
+            self.passed |= {shard.number for shard, is_end in zip(plan.shards, ended, strict=True) if is_end}
+        return parts or None
 
-    def _collect(self, waits: Mapping[Shard, Callable[[], Any]], wanted: _Wanted) -> dict[Shard, Any] | None:
+    def _collect(
+        self, waits: Mapping[Shard, Callable[[], Any]], wanted: _Wanted, *, may_lack: bool = False
+    ) -> dict[Shard, Any] | None:
         """Return the results of all shards; None if a shard had no rows, or did not answer and is skipped.
+
+        Args:
+            waits: Functions that return the results.
+            wanted: The batches.
+            may_lack: Whether to return the results of the others then: rows that are drawn once would be
+                lost.
 
         Raises:
             ExpStoreError: Another error of a shard, after all shards have answered.
@@ -234,10 +293,10 @@ class Many:
             except NotReadyError as exc:
                 if self._shares is not None or exc.kind == "rate_limited":
                     errors.append(exc)
-                is_whole = False
-                shard.mass = Mass(0.0, 0)
+                is_whole = is_whole and may_lack
+                shard.mass = None if may_lack else Mass(0.0, 0)
             except ExpStoreError as exc:
-                is_whole = False
+                is_whole = is_whole and may_lack
                 if shard.is_removed:
                     continue
                 if self._skips and does_not_answer(exc):

@@ -256,8 +256,14 @@ class Shard:
 
     # -- drawing -----------------------------------------------------------------------------------
 
-    def begin(self, draw: Draw, rows: int) -> Callable[[], Part]:
-        """Begin to draw rows; the function that is returned waits for them."""
+    def begin(self, draw: Draw, rows: int, *, may_lack: bool) -> Callable[[], Part]:
+        """Begin to draw rows; the function that is returned waits for them.
+
+        Args:
+            draw: Which rows.
+            rows: Number of rows.
+            may_lack: Whether fewer rows are returned if no more are left.
+        """
         asked, wait = time.monotonic(), self._draws.begin(draw, rows)
 
         def finish() -> Part:
@@ -265,11 +271,17 @@ class Shard:
                 part = self._wait(wait, draw, rows)
                 parts = [part]
                 # Slices of short trajectories are shorter: the number of slices is right, not that of rows.
-                while part.mass is None and (left := rows - self._count_rows(parts)) > 0:
-                    part = self._wait(self._draws.begin(draw, left), draw, left)
+                is_once = part.mass is not None and part.mass.left is not None
+                while (part.mass is None or is_once) and (lacking := rows - self._count_rows(parts)) > 0:
+                    try:
+                        part = self._wait(self._draws.begin(draw, lacking), draw, lacking)
+                    except NotReadyError:
+                        if not may_lack:
+                            raise
+                        break
                     parts.append(part)
             self._hear(part.status, asked)
-            self.mass = part.mass
+            self.mass = _rest_of(part)
             return _join_parts(parts)
 
         return finish
@@ -353,6 +365,8 @@ class Shard:
     def close(self) -> None:
         """Close the connections of this process, and end the threads."""
         self._ended.set()
+        if self.is_local:
+            return
         self._reach.member.close()
         if self._is_asked:  # its request would leave a socket behind
             self._worker.submit(self._reach.quick.close)
@@ -365,6 +379,15 @@ class Shard:
 def does_not_answer(error: BaseException) -> bool:
     """Return whether an error says that a server is unreachable or busy, not that it refuses the request."""
     return isinstance(error, RemoteError) and (error.kind == "unreachable" or error.status in _BUSY)
+
+
+def _rest_of(part: Part) -> Mass | None:
+    """Return what is left after a draw; None if it must be asked for, as at the end of a pass."""
+    mass = part.mass
+    if mass is None or mass.left is None:
+        return mass
+    left = (mass.left or int(mass.total)) - part.rows
+    return mass._replace(total=left, left=left) if left > 0 else None
 
 
 def _join_parts(parts: list[Part]) -> Part:

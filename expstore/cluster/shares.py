@@ -44,6 +44,22 @@ def draw_counts(
     return counts
 
 
+def draw_rest(seed: int, number: tuple[int, int], rows: int, left: IntArray) -> IntArray:
+    """Draw how many rows of a batch every shard draws, if no row is drawn twice. Shape `(shards,)`.
+
+    They are multivariate hypergeometric: the batch is a sample without replacement of what all have left.
+
+    Args:
+        seed: Seed of the draws.
+        number: The number of the batch, as a pair of words.
+        rows: Rows of the batch; fewer are drawn if fewer are left.
+        left: Rows that each shard has left. Shape `(shards,)`.
+    """
+    numbers, wanted = Draws(seed, _SHARES).numbers(number), min(rows, int(left.sum()))
+    counts: IntArray = numbers.multivariate_hypergeometric(left, wanted, method="marginals")
+    return counts
+
+
 def find_factors(assumed: NDArray[np.float64], masses: Sequence[Mass | None]) -> NDArray[np.float64] | None:
     """Return the factor of each shard's `priority_weight`; None if there are no weights. Shape `(shards,)`.
 

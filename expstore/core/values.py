@@ -219,6 +219,9 @@ class Mass(NamedTuple):
         smallest: The smallest weight above 0; 1 if batches have no `priority_weight`.
         beta: Exponent of `priority_weight`; None if batches have none.
         unit: Number of rows that are drawn together: the length of a slice, otherwise 1.
+        left: Number of rows that can be drawn before any row comes again: the rest of a pass, or rows that
+            are not used up. 0 at the end of a pass, when `total` is the number of rows of the next one.
+            None: every draw chooses from all rows.
     """
 
     total: float
@@ -226,6 +229,7 @@ class Mass(NamedTuple):
     smallest: float = 1.0
     beta: float | None = None
     unit: int = 1
+    left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,8 @@ def _read_mass(facts: Mapping[str, Any]) -> Mass | None:
     """Return the mass in a server's answer; None if the sampler has none."""
     if facts.get("mass") is None:
         return None
-    beta = facts["beta"]
+    beta, left = facts["beta"], facts["left"]
     return Mass(
         float(facts["mass"]), int(facts["rows"]), float(facts["smallest"]),
-        None if beta is None else float(beta), int(facts["unit"] or 1),
+        None if beta is None else float(beta), int(facts["unit"] or 1), None if left is None else int(left),
     )  # fmt: skip

@@ -304,7 +304,7 @@ class Sampler(metaclass=SamplerKind):
     def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
         """Return what a batch would be drawn from now; None if draws do not follow from weights alone.
 
-        It is also None for samplers that remember which rows were drawn, or that draw no row twice in a
+        It is also None for samplers that remember which slices were drawn, or that draw none twice in a
         batch: draws from several stores cannot be combined to a draw from all of them.
 
         Args:

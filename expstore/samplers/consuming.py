@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Selection
+from expstore.core.values import Array, IntArray, Mass, Selection
 from expstore.errors import ArgumentError, NotReadyError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
@@ -110,6 +110,15 @@ class ConsumingSampler(Sampler):
                 break
         return left
 
+    def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
+        """Return how many rows can still be drawn; None for a reader, which does not count.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch; it does not matter here.
+        """
+        return None if storage.follows else _build_mass(storage, self.count_left(storage))
+
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose and count `batch_size` rows, or all that remain if there are fewer.
 
@@ -143,14 +152,18 @@ class ConsumingSampler(Sampler):
         filter = self.filter
         if filter is not None:
             filter.look(storage)
-        ids = self._choose(writer, had, size, generator)
+        ids, left = self._choose(writer, had, size, generator)
         if filter is not None and self._ran_out and filter.find_more(storage):
-            ids = self._choose(writer, ids, size, generator)  # rows written meanwhile may match
+            ids, more = self._choose(writer, ids, size, generator)  # rows written meanwhile may match
+            left += more
         if not ids.size:
             raise self.build_no_rows_error(storage)
-        return Selection(ids)
+        return Selection(ids, mass=_build_mass(storage, left))
 
-    def _choose(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> IntArray:
+    def _choose(
+        self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator
+    ) -> tuple[IntArray, int]:
+        """Return the rows, and how many could be drawn besides those of `had`."""
         with storage.locks.sampled:
             if storage.closed:
                 raise build_closed_error()
@@ -172,7 +185,7 @@ class ConsumingSampler(Sampler):
             self._live.change(storage, slots, lambda known: self._weigh(sampled, known))
             self._mirrored = sampled, sampled.moves
             self._ran_out = tree.total == 0
-        return ids
+        return ids, left
 
     def _catch_up(self, storage: ReadView) -> tuple[SumTree, Sampled]:
         """Return a tree in which remaining rows weigh 1 and all others 0; the caller holds the lock."""
@@ -215,6 +228,10 @@ class ConsumingSampler(Sampler):
 
     def __repr__(self) -> str:
         return f"ConsumingSampler(max_sample_count={self._limit}{self._filtering})"
+
+
+def _build_mass(storage: ReadView, left: int) -> Mass:
+    return Mass(left, len(storage), left=left)
 
 
 def check_count(name: str, value: int) -> int:

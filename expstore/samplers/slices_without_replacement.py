@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.torchrl_keywords import SLICES_WITHOUT_REPLACEMENT, check_keywords
-from expstore.core.values import IntArray, Selection
+from expstore.core.values import IntArray, Mass, Selection
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.row_trajectories import RowTrajectories
@@ -140,6 +140,9 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
                 have = runs.stop - runs.first
                 raise build_too_short_error(have[have > 0], self.slicing.sizes(batch_size)[0])
         return found
+
+    def _build_mass(self, size: int) -> Mass | None:
+        return None  # it draws trajectories once, and not rows
 
     def _next_slices(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from expstore.core.values import IntArray, Selection, Window, cut_run
+from expstore.core.values import IntArray, Mass, Selection, Window, cut_run
 from expstore.errors import ArgumentError, NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.filter import Where
@@ -131,6 +131,22 @@ class SamplerWithoutReplacement(Sampler):
             raise self.build_no_rows_error(storage)
         return found
 
+    def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
+        """Return how many rows of the pass are left; None with a filter or `drop_last`.
+
+        Args:
+            storage: The storage with the rows.
+            batch_size: Number of rows of the batch; it does not matter here.
+        """
+        with self._lock:
+            return self._build_mass(len(storage))
+
+    def _build_mass(self, size: int) -> Mass | None:
+        if self.filter is not None or self.drop_last:
+            return None
+        left = self._size - self._position if self._position and size == self._size else 0
+        return Mass(left or size, size, left=left)
+
     def _try(self, storage: ReadView, count: int, generator: np.random.Generator) -> Selection | None:
         choose = self._next if self.filter is None else self._next_matching
         with self._lock:
@@ -147,10 +163,10 @@ class SamplerWithoutReplacement(Sampler):
     def _next(
         self, storage: ReadView, size: int, batch_size: int, generator: np.random.Generator
     ) -> Selection:
-        step = self._step(size, batch_size, generator)
+        step, mass = self._step(size, batch_size, generator), self._build_mass(size)
         ids = _ids(storage, size, step.places)
         self._settle(step)
-        return Selection(ids, progress=(self._kind, *step.after))
+        return Selection(ids, progress=(self._kind, *step.after), mass=mass)
 
     def _next_matching(
         self, storage: ReadView, size: int, count: int, generator: np.random.Generator

@@ -142,8 +142,16 @@ def test_batches_say_what_they_were_drawn_from(client: httpx.Client) -> None:
             frames = frames_in(bytearray(answer.content))
             assert [note_of(frame) for frame in frames] == [told] * 2
     client.put(f"{RUN}/samplers/pass", json={"sampler": {"kind": "without_replacement"}})
-    assert client.post(f"{RUN}/mass", json={"sampler": "pass"}).json()["mass"] is None
-    assert client.post(f"{RUN}/sample", json={"sampler": "pass"}).json()["drawn_from"]["mass"] is None
+    before = client.post(f"{RUN}/mass", json={"sampler": "pass"}).json()
+    assert (before["mass"], before["rows"], before["left"]) == (40, 40, 0)  # no pass has begun
+    drawn = client.post(f"{RUN}/sample", json={"sampler": "pass", "batch_size": 30}).json()["drawn_from"]
+    assert (drawn["mass"], drawn["left"]) == (40, 0)
+    rest = client.post(f"{RUN}/mass", json={"sampler": "pass"}).json()
+    assert (rest["mass"], rest["rows"], rest["left"]) == (10, 40, 10)
+    client.put(
+        f"{RUN}/samplers/runs", json={"sampler": {"kind": "slices_without_replacement", "slice_len": 2}}
+    )
+    assert client.post(f"{RUN}/mass", json={"sampler": "runs"}).json()["mass"] is None
 
 
 def test_another_store_is_refused(client: httpx.Client) -> None:

@@ -27,7 +27,7 @@ def member(tmp_path: Path) -> Iterator[LocalMember]:
     with expstore.open(path, schema={"x": "int64"}) as rb:
         rb.extend(TensorDict({"x": [*range(10)]}, [10]))
         rb.flush()
-        member = LocalMember(rb, path=path)
+        member = LocalMember(rb)
         yield member
         member.close()
 

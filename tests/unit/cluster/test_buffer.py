@@ -221,8 +221,6 @@ def test_samplers_that_remember_draw_by_member(urls: list[str]) -> None:
         rb.name_sampler("once", {"kind": "without_replacement"})
         assert rb.samplers() == {"once": {"kind": "without_replacement", "shuffle": True, "drop_last": False}}
         counts = [count for count, _ in rb.sql_each("SELECT count(*) AS n FROM transitions").fetchall()]
-    with connect(urls, sampler="once") as rb, pytest.raises(StateError, match='by="member"'):
-        rb.sample()
     with connect(urls, sampler="once", by="member", p=[1, 0, 0], ahead=2) as rb:
         batch = torch.cat([rb.sample(counts[0]), rb.sample(counts[0])])
         rows = batch["id"].tolist()
