@@ -9,12 +9,13 @@ from typing import Any, overload
 import torch
 
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.cluster.buffer import By, Down, ShardedReplayBuffer
+from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import FileMembers, FixedMembers, Members
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
 from expstore.rate_limiters import RateLimiter
 from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.connect_options import By, ConnectOptions, Down
 from expstore.remote.tokens import Token, Tokens
 from expstore.remote.transport import Address, Connection, Retries
 
@@ -146,17 +147,12 @@ def connect(
         ...     batch = rb.sample()
         >>> rb = expstore.connect(Path("cluster.json"), batch_size=256, seed=0)  # doctest: +SKIP
     """
-    shared: dict[str, Any] = {
-        "batch_size": batch_size, "sampler": sampler, "where": where, "seed": seed, "draw": draw,
-        "device": device, "priority_key": priority_key, "as_numpy": as_numpy,
-    }  # fmt: skip
-    sharded: dict[str, Any] = {"ahead": ahead, "down": down, "by": by, "p": p, "rate_limiter": rate_limiter}
-    given = {name: value for name, value in sharded.items() if value is not None}
+    options = ConnectOptions(
+        batch_size=batch_size, sampler=sampler, where=where, seed=seed, draw=draw, wait=wait, device=device,
+        prefetch=prefetch, priority_key=priority_key, as_numpy=as_numpy, ahead=ahead, down=down, by=by, p=p,
+        rate_limiter=rate_limiter,
+    )  # fmt: skip
     if not isinstance(url, str) or (url.endswith(_CLUSTER_FILE) and "://" not in url):
-        if prefetch is not None:
-            raise ArgumentError(
-                "prefetch is for one store: pass ahead=, the number of batches drawn together"
-            )
         if not isinstance(url, list | tuple | str | PathLike):
             raise ArgumentError(
                 f"url must be the address of a store, a list of addresses, or the path of a cluster file, "
@@ -171,20 +167,12 @@ def connect(
             members = FixedMembers(url)
         else:
             members = FileMembers(local_path(url))
-        return ShardedReplayBuffer(
-            members, token=token, timeout=timeout, retries=retries, wait=wait, **shared, **given
-        )
-    if given:
-        raise ArgumentError(
-            f"{next(iter(given))}= is for several shards: pass a list of addresses, or a cluster file"
-        )
+        return ShardedReplayBuffer(members, options, token=token, timeout=timeout, retries=retries)
+    options.check_one()
     address = Address.of(url)
     connection = Connection(address, Tokens(token, named=True).of(address), timeout=timeout, retries=retries)
     try:
-        buffer = RemoteReplayBuffer(
-            connection, wait=0.0 if wait is None else wait, prefetch=8 if prefetch is None else prefetch,
-            **shared,
-        )  # fmt: skip
+        buffer = RemoteReplayBuffer(connection, options)
         connection.request("GET", "")
     except BaseException:
         connection.close()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from expstore.buffers.local_member import LocalMember
-from expstore.buffers.member import Draw
+from expstore.buffers.member import Draw, Member
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.cluster.batch_queue import BatchQueue
 from expstore.cluster.cluster_limit import ClusterLimit
@@ -45,8 +45,8 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
-from expstore.rate_limiters import RateLimiter
 from expstore.remote.client import RemoteReplayBuffer
+from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -58,19 +58,14 @@ from expstore.sql.parts import join_parts, query_parts
 from expstore.sql.result import Result
 from expstore.sql.views import select_episodes
 
-#: What a draw does if a shard does not answer, and how rows of a batch are divided among shards.
-Down = Literal["raise", "wait", "partial"]
-By = Literal["mass", "member"]
-_Found = TypeVar("_Found")
-#: The kinds of samplers that may be given by name only.
-_KINDS = frozenset({"uniform", "prioritized", "slices", "prioritized_slices", "recency"})
+_Result = TypeVar("_Result")
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
 _MAIN, _OTHER = 0, 1
 #: Seconds after which a shard that did not answer is asked for its largest priority before a write.
 _STALE_SECONDS = 5.0
 
 
-class ShardedReplayBuffer(ServedBuffer):
+class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
     """A replay buffer over several served stores, its shards, each of which holds different rows.
 
     Batches are drawn as from one store with all rows. The number of rows that each shard draws is multinomial
@@ -106,27 +101,7 @@ class ShardedReplayBuffer(ServedBuffer):
             none.
         timeout: Seconds that connecting, the answer, and each part of it may take.
         retries: Pauses between repeated requests, and if `wait` is None, how long they are repeated.
-        batch_size: Rows per batch of `sample` and iteration.
-        sampler: How batches are chosen: a description or a name, as in `connect`.
-        where: SQL condition of the rows to draw.
-        seed: Seed of the draws; None for a random one.
-        draw: Number of the first draw of the seed.
-        ahead: Number of batches that are drawn together.
-        down: What draws do if a shard does not answer. "raise": raise RemoteError after `wait` seconds.
-            "wait": wait without limit. "partial": draw from the other shards at once; the entry
-            `shards_missing` of batches lists the numbers of the missing shards. `update_priority` does the
-            same; with "partial" it skips rows of shards that do not answer. A shard whose server's rate
-            limiter forbids a draw does answer: draws wait for it, `wait` seconds with "partial" too.
-        wait: Seconds for which requests to a shard that does not answer are repeated. None: as `retries`
-            says, or without limit with `down="wait"`.
-        by: "mass" to draw as from one store. "member" to draw from the shards in fixed shares, which also
-            works for samplers that remember which rows they have drawn.
-        p: Share of each shard with `by="member"`; None for equal shares.
-        rate_limiter: Limits the draws and writes of all clients that have it, by the sums of what the shards
-            count; None: only the servers' own limits.
-        device: Device of the returned batches.
-        priority_key: The entry of a sample in which `update_priority` finds priorities.
-        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+        options: What is drawn, and how; `expstore.connect` describes it.
 
     Raises:
         RemoteError: A shard does not answer when the buffer is made. With `down="partial"`, a list that says
@@ -144,63 +119,48 @@ class ShardedReplayBuffer(ServedBuffer):
     def __init__(
         self,
         members: Members,
+        options: ConnectOptions | None = None,
         *,
         token: Token = None,
         timeout: float = 30.0,
         retries: Retries | None = None,
-        batch_size: int | None = None,
-        sampler: str | Mapping[str, Any] | None = None,
-        where: str | None = None,
-        seed: int | None = None,
-        draw: int = 0,
-        ahead: int = 4,
-        down: Down = "raise",
-        wait: float | None = None,
-        by: By = "mass",
-        p: Sequence[float] | None = None,
-        rate_limiter: RateLimiter | None = None,
-        device: torch.device | str | None = None,
-        priority_key: str = "td_error",
-        as_numpy: bool = False,
     ) -> None:
-        super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
-        shares = _check_shares(by, p)
-        if not isinstance(ahead, int) or ahead < 1:
-            raise ArgumentError(f"ahead must be at least 1, got {ahead!r}")
-        if draw < 0 or (draw and seed is None):
-            raise ArgumentError(
-                "draw= is the number of a draw of a seed: it must not be negative, and needs seed="
-            )
-        if seed is not None and not 0 <= seed < 1 << 63:
-            raise ArgumentError(f"seed must be from 0 to 2**63 - 1, got {seed}")
-        retries = _choose_retries(retries or Retries(), down, wait)
-        self._sampler_of = _describe_sampler(sampler)
-        self._where = where
+        options = options or ConnectOptions()
+        super().__init__(options)
+        options.check_several()
+        shares, seed = options.read_shares(), options.seed
+        self._wanted = options.wanted._replace(seed=None)
         self._seed = uuid.uuid4().int >> 65 if seed is None else seed
         self._client = uuid.uuid4().hex
         tokens = Tokens(token, members.named)
-        options = {"sampler": sampler, "where": where, "priority_key": priority_key, "device": device}
+        alone = ConnectOptions(
+            sampler=options.sampler, where=options.where, priority_key=options.priority_key,
+            device=options.device,
+        )  # fmt: skip
         reaches = partial(
-            _reach, tokens=tokens, timeout=timeout, retries=retries, options=options,
+            _reach, tokens=tokens, timeout=timeout, retries=options.choose_retries(retries), options=alone,
             here=members.here if isinstance(members, FixedMembers) else {},
         )  # fmt: skip
-        make = partial(_make_shard, reach=reaches, tokens=tokens, skips=down == "partial")
+        make = partial(_make_shard, reach=reaches, tokens=tokens, skips=options.skips)
         self._shards = ShardSet(members, make)
         try:
             if shares and len(shares) != len(self._shards.all):
-                raise ArgumentError(f"p must be {len(self._shards.all)} numbers, one per shard; got {p}")
-            self._limit = None if rate_limiter is None else ClusterLimit(rate_limiter, self._shards)
+                raise ArgumentError(
+                    f"p must be {len(self._shards.all)} numbers, one per shard; got {options.p}"
+                )
+            limiter = options.rate_limiter
+            self._limit = None if limiter is None else ClusterLimit(limiter, self._shards)
         except BaseException:
             self._shards.close()
             raise
         self._macro = Many(
-            self._shards, self._seed, self._describe, shares=shares, skips=down == "partial",
+            self._shards, self._seed, self._describe, shares=shares, skips=options.skips,
             limit=self._limit,
         )  # fmt: skip
         self._drawing = threading.Lock()
-        is_named = isinstance(self._sampler_of, str)
-        self._queue = BatchQueue(self._fetch, ahead=ahead, draw=draw, is_aligned=not is_named)
-        self._ahead, self._others = ahead, 0
+        self._ahead, self._others = options.ahead or 4, 0
+        is_named = isinstance(self._wanted.sampler, str)
+        self._queue = BatchQueue(self._fetch, ahead=self._ahead, draw=options.draw, is_aligned=not is_named)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process."""
@@ -232,13 +192,13 @@ class ShardedReplayBuffer(ServedBuffer):
 
     def _describe(self, size: int) -> Draw:
         """Return which rows batches of a size are drawn from: a shard must know the length of slices."""
-        sampler = self._sampler_of
+        sampler = self._wanted.sampler
         if isinstance(sampler, dict) and sampler.get("num_slices") is not None:
             count = sampler["num_slices"]
             if size % count:
                 raise StateError(f"the batch size must be a multiple of num_slices, got {size} and {count}")
             sampler = sampler | {"num_slices": None, "slice_len": size // count}
-        return Draw(sampler, self._where)
+        return self._wanted._replace(sampler=sampler)
 
     def _convert(self, drawn: Drawn) -> TensorDict:
         return drawn.rows if self._device is None else drawn.rows.to(self._device)
@@ -270,68 +230,19 @@ class ShardedReplayBuffer(ServedBuffer):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        data: Any,
-        *,
-        source: str | None = None,
-        return_ids: bool = True,
-        episode_info: Mapping[str, Any] | None = None,
-        update_priority: bool | None = None,
-        validate: Literal["schema", "domain"] = "schema",
-    ) -> torch.Tensor:
-        """Append a batch of rows to the shard of its source: all of them or none, and once.
-
-        Args:
-            data: The rows, as in `RemoteReplayBuffer.extend`.
-            source: Name of the stream of experience; it selects the shard.
-            return_ids: Must be True: only ids can be returned, not indices.
-            episode_info: Facts to record for every episode that has a row in the batch.
-            update_priority: Whether to use priorities in the data; None means True.
-            validate: "domain": the server also checks the values against the specs of the store.
-
-        Returns:
-            Shard and id of each row; id -1 for rows that were not stored. Shape `(n, 2)`, int64.
-
-        Raises:
-            SchemaError: The batch does not fit the store, or its specs.
-            NotReadyError: The time limit of a rate limiter passed (kind "rate_limited").
-            StateError: The store cannot be written, or the shard was removed meanwhile (kind "removed").
-            RemoteError: The shard, which the message names, did not answer. It is unknown then whether the
-                rows were stored.
-        """
+    def _extend(self, data: Any, source: str | None, options: dict[str, Any]) -> torch.Tensor:
         with self._wait_to_insert(data):
             shard = self._route(source)
-            ids = shard.call(
-                lambda buffer: buffer.extend(
-                    data, source=source, return_ids=return_ids, episode_info=episode_info,
-                    update_priority=update_priority, validate=validate,
-                )
-            )  # fmt: skip
-        self._raise_priorities(shard, ids, data, update_priority)
+            ids: torch.Tensor = shard.call(
+                lambda buffer: buffer.extend(data, source=source, return_ids=True, **options)
+            )
+        self._raise_priorities(shard, ids, data, options["update_priority"])
         return _pair(shard.number, ids)
 
-    def add(
-        self,
-        data: Any,
-        *,
-        source: str | None = None,
-        episode_info: Mapping[str, Any] | None = None,
-        validate: Literal["schema", "domain"] = "schema",
-    ) -> tuple[int, int]:
-        """Append one row to the shard of its source; return shard and id, which is -1 if it was not stored.
-
-        Args:
-            data: One row, as in `RemoteReplayBuffer.add`.
-            source: Name of the stream of experience; it selects the shard.
-            episode_info: Facts to record for the row's episode.
-            validate: "domain": the server also checks the values against the specs of the store.
-        """
+    def _add(self, data: Any, source: str | None, options: dict[str, Any]) -> tuple[int, int]:
         with self._wait_to_insert([data]):
             shard = self._route(source)
-            row = shard.call(
-                lambda buffer: buffer.add(data, source=source, episode_info=episode_info, validate=validate)
-            )
+            row: int = shard.add(data, source, options)
         self._raise_priorities(shard, torch.tensor([row]), data, None)
         return shard.number, row
 
@@ -384,41 +295,21 @@ class ShardedReplayBuffer(ServedBuffer):
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def by_id(self, ids: Any) -> TensorDict:
-        """Return rows by shard and id, in the order of `ids`.
-
-        Args:
-            ids: Shard and id of the rows. Shape `(n, 2)`.
-
-        Raises:
-            NotFoundError: One of the rows was overwritten or deleted, or never existed.
-        """
-        pairs = self._to_ids(ids)
-        if not len(pairs):
+    def _read_rows(self, ids: IntArray) -> TensorDict:
+        if not len(ids):
             return TensorDict({}, [0])
         places: list[IntArray] = []
         parts: list[TensorDict] = []
 
         def read(number: int, rows: IntArray) -> tuple[IntArray, TensorDict]:
-            return rows, self._shards.find(number).call(lambda buffer: buffer.by_id(pairs[rows, 1]))
+            return rows, self._shards.find(number).call(lambda buffer: buffer.by_id(ids[rows, 1]))
 
-        for number, (rows, part) in self._each_of(pairs, read).items():
+        for number, (rows, part) in self._each_of(ids, read).items():
             places.append(rows)
             parts.append(_with_pairs(part, number))
         return take_rows(join_rows(parts), np.argsort(np.concatenate(places)))
 
-    def trajectory(self, episode: tuple[int, int]) -> TensorDict:
-        """Return the rows of an episode that can still be read, in the order of its steps.
-
-        Args:
-            episode: Number of the shard and id of the episode there, as in `rb.episodes()`.
-
-        Returns:
-            The rows with their fields as stored. Batch size `[n]`.
-
-        Raises:
-            NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
-        """
+    def _read_episode(self, episode: tuple[int, int]) -> TensorDict:
         (pair,) = self._to_ids([episode])
         shard = self._shards.find(int(pair[0]))
         return _with_pairs(shard.call(lambda buffer: buffer.trajectory(int(pair[1]))), shard.number)
@@ -504,23 +395,8 @@ class ShardedReplayBuffer(ServedBuffer):
         """Numbers of the shards from which draws do not wait for an answer at present."""
         return tuple(shard.number for shard in self._shards.all if shard.is_down)
 
-    def name_sampler(
-        self, name: str, sampler: Mapping[str, Any], *, where: str | None = None, seed: int | None = None
-    ) -> None:
-        """Make every server keep a sampler under a name.
-
-        Arguments and errors are those of `RemoteReplayBuffer.name_sampler`.
-        """
-        self._each(lambda shard: shard.ask(lambda member: member.name_sampler(name, sampler, where, seed)))
-
-    def forget_sampler(self, name: str) -> None:
-        """Make every server forget a named sampler."""
-        self._each(lambda shard: shard.ask(lambda member: member.forget_sampler(name)))
-
-    def samplers(self) -> dict[str, dict[str, Any]]:
-        """Return the descriptions of the samplers that all servers keep, by name."""
-        first, *others = self._each(lambda shard: shard.ask(lambda member: member.samplers()))
-        return {name: told for name, told in first.items() if all(one.get(name) == told for one in others)}
+    def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
+        return self._each(lambda shard: shard.ask(act))
 
     def flush(self) -> None:
         """Sync all shards: rows written before survive a power failure of the servers' machines."""
@@ -665,11 +541,11 @@ class ShardedReplayBuffer(ServedBuffer):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _each(self, act: Callable[[Shard], _Found]) -> list[_Found]:
+    def _each(self, act: Callable[[Shard], _Result]) -> list[_Result]:
         """Call a function for all shards at once; return the results in the order of the shards."""
         return list(self._shards.each(act).values())
 
-    def _each_of(self, pairs: IntArray, act: Callable[[int, IntArray], _Found]) -> dict[int, _Found]:
+    def _each_of(self, pairs: IntArray, act: Callable[[int, IntArray], _Result]) -> dict[int, _Result]:
         """Call a function for all shards of some rows at once: number of the shard, places of its rows."""
         numbers = np.unique(pairs[:, 0]).tolist()
         places = [np.flatnonzero(pairs[:, 0] == number) for number in numbers]
@@ -784,7 +660,7 @@ def _reach(
     tokens: Tokens,
     timeout: float,
     retries: Retries,
-    options: Mapping[str, Any],
+    options: ConnectOptions,
     here: Mapping[int, ReplayBuffer],
 ) -> Reach:
     """Return the ways to reach the store of an entry.
@@ -806,7 +682,7 @@ def _reach(
         Connection(address, token, timeout=timeout, retries=how)
         for how in (retries, replace(retries, seconds=0.0))
     )
-    buffer = RemoteReplayBuffer(patient, **options)
+    buffer = RemoteReplayBuffer(patient, options)
     return Reach(buffer.member, HttpMember(quick), buffer)
 
 
@@ -814,57 +690,6 @@ def _make_shard(
     entry: ShardEntry, *, reach: Callable[[ShardEntry], Reach], tokens: Tokens, skips: bool
 ) -> Shard:
     return Shard(entry, reach(entry), tokens, skips=skips)
-
-
-def _check_shares(by: str, p: Sequence[float] | None) -> list[float] | None:
-    """Return the fixed share of each shard, none for equal ones; None for shares by mass.
-
-    Raises:
-        ArgumentError: The arguments contradict each other.
-    """
-    if by not in ("mass", "member"):
-        raise ArgumentError(f"by must be 'mass' or 'member', got {by!r}")
-    if by == "mass":
-        if p is not None:
-            raise ArgumentError('p is the share of each shard: it needs by="member"')
-        return None
-    shares = [] if p is None else [float(share) for share in p]
-    if p is not None and not (shares and min(shares) >= 0 and 0 < sum(shares) < np.inf):
-        raise ArgumentError(f"p must be numbers >= 0 with a sum above 0, one per shard; got {p}")
-    return shares
-
-
-def _describe_sampler(sampler: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return the description of a sampler, or the name of one that the servers keep.
-
-    Raises:
-        RemoteError: The sampler is an object.
-    """
-    if sampler is None or (isinstance(sampler, str) and sampler not in _KINDS):
-        return sampler
-    if isinstance(sampler, str):
-        return {"kind": sampler}
-    if not isinstance(sampler, Mapping):
-        raise RemoteError(
-            f"a {type(sampler).__name__} object cannot be sent to servers", kind="local_only",
-            hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or pass the name of one that '
-            "the servers keep",
-        )  # fmt: skip
-    return dict(sampler)
-
-
-def _choose_retries(retries: Retries, down: str, wait: float | None) -> Retries:
-    """Return how long requests are repeated.
-
-    Raises:
-        ArgumentError: The arguments are out of range, or contradict each other.
-    """
-    if down not in ("raise", "wait", "partial"):
-        raise ArgumentError(f"down must be 'raise', 'wait' or 'partial', got {down!r}")
-    if down == "wait" and wait is not None:
-        raise ArgumentError("down='wait' waits without limit: leave wait out, or pass down='raise'")
-    seconds = np.inf if down == "wait" else retries.seconds if wait is None else float(wait)
-    return Retries(seconds=seconds, first=retries.first, longest=retries.longest, seed=retries.seed)
 
 
 def _count_rows(data: Any) -> int:

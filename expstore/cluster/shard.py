@@ -217,6 +217,19 @@ class Shard:
         with self.name_errors():
             return act(self.buffer)
 
+    def add(self, data: Any, source: str | None, options: Mapping[str, Any]) -> int:
+        """Append one row; return its id.
+
+        Args:
+            data: One row.
+            source: Name of the stream of experience.
+            options: The other keywords of `add`.
+        """
+        with self.name_errors():
+            if self.is_local:  # its `add` returns an index
+                return int(self.buffer.extend([data], source=source, return_ids=True, **options)[0])
+            return int(self.buffer.add(data, source=source, **options))
+
     def ask(self, act: Callable[[Member], _Result]) -> _Result:
         """Return the result of a function of the member; errors name the shard."""
         with self.name_errors():

@@ -52,6 +52,8 @@ from expstore.on_ray.members import (
     ray,
     wait_for,
 )
+from expstore.remote.connect_options import ConnectOptions
+from expstore.remote.transport import Retries
 
 __all__ = ["Cluster", "RayMembers", "RayShardedReplayBuffer", "Replaced", "ShardStatus", "find", "start"]
 
@@ -166,19 +168,24 @@ class Cluster:
         """The shards with their addresses."""
         return self._members.read()
 
-    def buffer(self, **options: Any) -> RayShardedReplayBuffer:
+    def buffer(
+        self, *, timeout: float = 30.0, retries: Retries | None = None, **options: Any
+    ) -> RayShardedReplayBuffer:
         """Return a buffer over all shards, which follows changes of the cluster.
 
         It can be passed to tasks and actors of Ray: each copy opens its own connections.
 
         Args:
-            options: As for `expstore.connect` of a list of addresses, without `token`: `batch_size`,
-                `sampler`, `where`, `seed`, `ahead`, `down`, ...
+            timeout: As for `expstore.connect`.
+            retries: As for `expstore.connect`.
+            options: The other options of `expstore.connect`: `batch_size`, `sampler`, `seed`, `down`, ...
 
         Raises:
             RemoteError: A shard does not answer.
         """
-        return RayShardedReplayBuffer(self._members, token=self.token, **options)
+        return RayShardedReplayBuffer(
+            self._members, ConnectOptions(**options), token=self.token, timeout=timeout, retries=retries
+        )
 
     # -- changes -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.domain_checks import asks_for_domain
-from expstore.buffers.member import Draw
+from expstore.buffers.member import Member
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
@@ -27,7 +27,8 @@ from expstore.data.containers import Layout
 from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
-from expstore.errors import ArgumentError, NotFoundError, QueryError, RemoteError, SchemaError, StateError
+from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
+from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
@@ -45,9 +46,10 @@ from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
 _logger = logging.getLogger("expstore")
+_Result = TypeVar("_Result")
 
 
-class RemoteReplayBuffer(ServedBuffer):
+class RemoteReplayBuffer(ServedBuffer[int]):
     """A replay buffer over a store on a server.
 
     It has the methods of the buffer that `expstore.open` returns. Methods that need direct access to the rows
@@ -63,54 +65,19 @@ class RemoteReplayBuffer(ServedBuffer):
 
     Args:
         connection: The connection to the server.
-        batch_size: Rows per batch of `sample` and iteration.
-        sampler: How batches are chosen: a description or a name, as in `connect`.
-        where: SQL condition of the rows to draw.
-        seed: Seed of the draws; None to use the store's own next draw.
-        draw: Number of the first draw of the seed.
-        wait: Seconds that the server waits for rows if it cannot draw yet.
-        device: Device of the returned batches.
-        prefetch: Number of batches that an iteration prefetches, in a thread.
-        priority_key: The entry of a sample in which `update_priority` finds priorities.
-        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+        options: What is drawn, and how it is returned.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        batch_size: int | None = None,
-        sampler: str | Mapping[str, Any] | None = None,
-        where: str | None = None,
-        seed: int | None = None,
-        draw: int = 0,
-        wait: float = 0.0,
-        device: torch.device | str | None = None,
-        prefetch: int = 8,
-        priority_key: str = "td_error",
-        as_numpy: bool = False,
-    ) -> None:
-        super().__init__(batch_size=batch_size, device=device, priority_key=priority_key, as_numpy=as_numpy)
-        if sampler is not None and not isinstance(sampler, (str, Mapping)):
-            raise RemoteError(
-                f"a {type(sampler).__name__} object cannot be sent to a server", kind="local_only",
-                hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or pass the name of one that '
-                "the server keeps",
-            )  # fmt: skip
-        if not isinstance(prefetch, int) or prefetch < 1:
-            raise ArgumentError(f"prefetch must be at least 1, got {prefetch!r}")
-        if wait < 0 or draw < 0:
-            raise ArgumentError("wait and draw must not be negative")
-        if draw and seed is None:
-            raise ArgumentError("draw= is the number of a draw of a seed; give seed= too")
+    def __init__(self, connection: Connection, options: ConnectOptions | None = None) -> None:
+        options = options or ConnectOptions()
+        super().__init__(options)
         self._connection, self._decoder = connection, Decoder()
         #: Draws, weighs and sets priorities.
-        self.member = HttpMember(connection, wait=wait)
+        self._wait, self._prefetch = options.wait or 0.0, options.prefetch or 8
+        self.member = HttpMember(connection, wait=self._wait)
         self._fields: Schema | None = None
         self._has_warned = False  # of names that are left out
-        self._seed, self._draw = seed, draw
-        self._wanted = Draw(dict(sampler) if isinstance(sampler, Mapping) else sampler, where, seed)
-        self._wait, self._prefetch = wait, prefetch
+        self._seed, self._draw, self._wanted = options.seed, options.draw, options.wanted
         self._largest = 1.0
         #: Called with the server's answer to each write of rows, a dict.
         self.on_write: Callable[[Mapping[str, Any]], None] | None = None
@@ -129,73 +96,18 @@ class RemoteReplayBuffer(ServedBuffer):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def extend(
-        self,
-        data: Any,
-        *,
-        source: str | None = None,
-        return_ids: bool = True,
-        episode_info: Mapping[str, Any] | None = None,
-        update_priority: bool | None = None,
-        validate: Literal["schema", "domain"] = "schema",
-    ) -> torch.Tensor:
-        """Append a batch of rows, all of them or none, and only once even if the request is repeated.
-
-        Args:
-            data: The rows: a TensorDict, a nested dict of arrays or an Arrow table; or a list of TensorDicts
-                or dicts, one per row.
-            source: Name of the stream of experience; see `ReplayBuffer.extend`.
-            return_ids: Must be True: only ids can be returned, not indices.
-            episode_info: Facts to record for every episode that has a row in the batch.
-            update_priority: Whether to use priorities in the data; None means True.
-            validate: "domain": the server also checks the values against the specs of the store.
-
-        Returns:
-            Id of each row; -1 for rows that were not stored. Shape `(n,)`, int64.
-
-        Raises:
-            SchemaError: The batch does not fit the store, or its specs.
-            StateError: The store cannot be written.
-            RemoteError: The server did not answer. It is unknown then whether the rows were stored; calling
-                `extend` again would append them again.
-        """
-        if not return_ids:
-            raise RemoteError(
-                "a served store does not return indices", kind="local_only", hint="use ids: return_ids=True"
-            )
+    def _extend(self, data: Any, source: str | None, options: dict[str, Any]) -> torch.Tensor:
         if isinstance(data, list) and not data:
             return torch.zeros(0, dtype=torch.int64)
         if is_table(data):
             data = to_table(data)
 
         def write() -> IntArray:
-            rows = self._tensordict_of(data, single=False)
-            return self._write("extend", rows, source, episode_info, update_priority, validate)
+            return self._write("extend", self._tensordict_of(data, single=False), source, **options)
 
         return torch.from_numpy(self._with_fields(write))
 
-    def add(
-        self,
-        data: Any,
-        *,
-        source: str | None = None,
-        episode_info: Mapping[str, Any] | None = None,
-        validate: Literal["schema", "domain"] = "schema",
-    ) -> int:
-        """Append one row; return its id, or -1 if it was not stored.
-
-        Args:
-            data: One row: a TensorDict without batch dims, or a nested dict of values.
-            source: Name of the stream of experience, as in `extend`.
-            episode_info: Facts to record for the row's episode.
-            validate: "domain": the server also checks the values against the specs of the store.
-
-        Raises:
-            SchemaError: The data has batch dims, or does not fit the store or its specs.
-            StateError: The store cannot be written.
-            RemoteError: The server did not answer. It is unknown then whether the row was stored.
-        """
-
+    def _add(self, data: Any, source: str | None, options: dict[str, Any]) -> int:
         def write() -> IntArray:
             row = self._tensordict_of(data, single=True)
             _check_rows(row)
@@ -204,7 +116,7 @@ class RemoteReplayBuffer(ServedBuffer):
                     f"one row has no batch dims, but this has batch size {list(row.shape)}",
                     hint="extend() it",
                 )
-            return self._write("add", row.unsqueeze(0), source, episode_info, None, validate)
+            return self._write("add", row.unsqueeze(0), source, **options)
 
         return int(self._with_fields(write)[0])
 
@@ -250,14 +162,15 @@ class RemoteReplayBuffer(ServedBuffer):
         route: str,
         data: TensorDictBase,
         source: str | None,
-        info: Mapping[str, Any] | None,
-        priorities: bool | None,
+        *,
+        episode_info: Mapping[str, Any] | None,
         validate: str,
+        update_priority: bool | None = None,
     ) -> IntArray:
         _check_rows(data)
-        pack_info(info)  # raises if JSON cannot represent it
+        pack_info(episode_info)  # raises if JSON cannot represent it
         told = {
-            "episode_info": info and dict(info), "update_priority": priorities,
+            "episode_info": episode_info and dict(episode_info), "update_priority": update_priority,
             "validate": "domain" if asks_for_domain(validate) else None,
         }  # fmt: skip
         if not data.numel():
@@ -348,31 +261,11 @@ class RemoteReplayBuffer(ServedBuffer):
                 self._draw = number + 1
             return True
 
-    def by_id(self, ids: Any) -> TensorDict:
-        """Return rows by id, in the order of `ids`.
+    def _read_rows(self, ids: IntArray) -> TensorDict:
+        return self._rows("POST", "rows", {"ids": ids.tolist()})
 
-        Args:
-            ids: Ids of the rows. Shape `(n,)`.
-
-        Raises:
-            NotFoundError: One of the rows was overwritten or deleted, or never existed.
-        """
-        wanted = to_array(ids).reshape(-1)
-        return self._rows("POST", "rows", {"ids": wanted.tolist()})
-
-    def trajectory(self, episode_id: int) -> TensorDict:
-        """Return the rows of an episode that can still be read, in the order of its steps.
-
-        Args:
-            episode_id: Id of the episode, as in `rb.episodes()`.
-
-        Returns:
-            The rows with their fields as stored. Batch size `[n]`.
-
-        Raises:
-            NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
-        """
-        number = check_episode(episode_id)
+    def _read_episode(self, episode: int) -> TensorDict:
+        number = check_episode(episode)
         if not 0 <= number < 1 << 63:
             raise NotFoundError(f"there is no episode {number}")
         return self._rows("GET", f"episodes/{number}")
@@ -387,42 +280,8 @@ class RemoteReplayBuffer(ServedBuffer):
     def _place(self, rows: TensorDict) -> TensorDict:
         return rows if self._device is None else rows.to(self._device)
 
-    # -- named samplers --------------------------------------------------------------------------
-
-    def name_sampler(
-        self,
-        name: str,
-        sampler: Mapping[str, Any],
-        *,
-        where: str | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """Make the server keep a sampler that is shared by all clients that connect with `sampler=name`.
-
-        Args:
-            name: Its name: letters, digits, ".", "_" and "-".
-            sampler: Its description, as for `connect`. `kind` can also be "consuming",
-                "without_replacement", "slices_without_replacement" or "streaming_slices": kinds that remember
-                which rows were drawn.
-            where: SQL condition of the rows to draw.
-            seed: Seed of its draws; None for the store's.
-
-        Raises:
-            StateError: The server keeps a different sampler of this name. Repeating a call changes nothing.
-        """
-        self.member.name_sampler(name, sampler, where, seed)
-
-    def forget_sampler(self, name: str) -> None:
-        """Make the server forget a named sampler.
-
-        Raises:
-            NotFoundError: The server keeps no sampler of this name.
-        """
-        self.member.forget_sampler(name)
-
-    def samplers(self) -> dict[str, dict[str, Any]]:
-        """Return the descriptions of the samplers that the server keeps, by name."""
-        return self.member.samplers()
+    def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
+        return [act(self.member)]
 
     # -- priorities ------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
-from typing import Any, Literal, Self, overload
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -17,43 +17,39 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers.arguments import check_batch_size, check_sample
+from expstore.buffers.member import Member
 from expstore.core.arguments import check_numbers
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.to_arrays import to_array
 from expstore.errors import ArgumentError, RemoteError, SchemaError, StateError
+from expstore.remote.connect_options import ConnectOptions
 from expstore.remote.forks import copy_in_child
 from expstore.remote.local_only import LocalOnly
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.torchrl_options import check_device
 
+#: What identifies a row or an episode: an id, or a pair of the store's number and an id.
+_Id = TypeVar("_Id")
+_Result = TypeVar("_Result")
 
-class ServedBuffer(LocalOnly):
+
+class ServedBuffer(LocalOnly, Generic[_Id]):
     """The parts of a replay buffer that do not depend on how many served stores it is over.
 
     Args:
-        batch_size: Rows per batch of `sample` and iteration.
-        device: Device of the returned batches.
-        priority_key: The entry of a sample in which `update_priority` finds priorities.
-        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
+        options: What is drawn, and how it is returned.
     """
 
     #: The field in which `update_priority` finds the priorities of a sample.
     priority_key = "td_error"
 
-    def __init__(
-        self,
-        *,
-        batch_size: int | None,
-        device: torch.device | str | None,
-        priority_key: str,
-        as_numpy: bool,
-    ) -> None:
-        self._batch_size = check_batch_size(batch_size)
-        if device is not None:
-            check_device(device, "batches")
-        self._device = None if device is None else torch.device(device)
-        self.priority_key, self._as_numpy = priority_key, as_numpy
+    def __init__(self, options: ConnectOptions) -> None:
+        self._batch_size = check_batch_size(options.batch_size)
+        if options.device is not None:
+            check_device(options.device, "batches")
+        self._device = None if options.device is None else torch.device(options.device)
+        self.priority_key, self._as_numpy = options.priority_key, options.as_numpy
         self._iterator: Generator[Any] | None = None
         self._next_lock = threading.Lock()
         copy_in_child(self)
@@ -68,6 +64,82 @@ class ServedBuffer(LocalOnly):
         self.__dict__.update(state)
         self._next_lock = threading.Lock()
         copy_in_child(self)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        return_ids: bool = True,
+        episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> torch.Tensor:
+        """Append a batch of rows, all of them or none, and only once even if the request is repeated.
+
+        Args:
+            data: The rows: a TensorDict, a nested dict of arrays or an Arrow table; or a list of TensorDicts
+                or dicts, one per row.
+            source: Name of the stream of experience; see `ReplayBuffer.extend`. Of several stores it selects
+                the one that gets the rows.
+            return_ids: Must be True: only ids can be returned, not indices.
+            episode_info: Facts to record for every episode that has a row in the batch.
+            update_priority: Whether to use priorities in the data; None means True.
+            validate: "domain": the server also checks the values against the specs of the store.
+
+        Returns:
+            Id of each row; -1 for rows that were not stored. Shape `(n,)`, int64. Over several stores pairs
+            of the store's number and the id there, shape `(n, 2)`.
+
+        Raises:
+            SchemaError: The batch does not fit the store, or its specs.
+            NotReadyError: The time limit of a rate limiter passed (kind "rate_limited").
+            StateError: The store cannot be written, or is no longer one of several (kind "removed").
+            RemoteError: The server did not answer. It is unknown then whether the rows were stored; calling
+                `extend` again would append them again.
+        """
+        if not return_ids:
+            raise RemoteError(
+                "a served store does not return indices", kind="local_only", hint="use ids: return_ids=True"
+            )
+        options = {"episode_info": episode_info, "update_priority": update_priority, "validate": validate}
+        return self._extend(data, source, options)
+
+    @abstractmethod
+    def _extend(self, data: Any, source: str | None, options: dict[str, Any]) -> torch.Tensor:
+        """Append rows; `options` are the other keywords of `extend`."""
+
+    def add(
+        self,
+        data: Any,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        validate: Literal["schema", "domain"] = "schema",
+    ) -> _Id:
+        """Append one row; return its id, which is -1 if it was not stored.
+
+        Args:
+            data: One row: a TensorDict without batch dims, or a nested dict of values.
+            source: Name of the stream of experience, as in `extend`.
+            episode_info: Facts to record for the row's episode.
+            validate: "domain": the server also checks the values against the specs of the store.
+
+        Returns:
+            The id; over several stores a pair, the store's number and the id there.
+
+        Raises:
+            SchemaError: The data has batch dims, or does not fit the store or its specs.
+            StateError: The store cannot be written.
+            RemoteError: The server did not answer. It is unknown then whether the row was stored.
+        """
+        return self._add(data, source, {"episode_info": episode_info, "validate": validate})
+
+    @abstractmethod
+    def _add(self, data: Any, source: str | None, options: dict[str, Any]) -> _Id:
+        """Append one row; `options` are the other keywords of `add`."""
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -229,6 +301,84 @@ class ServedBuffer(LocalOnly):
             if batch is None:
                 self._iterator = None
             return batch
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def by_id(self, ids: Any) -> TensorDict:
+        """Return rows by id, in the order of `ids`.
+
+        Args:
+            ids: Ids of the rows. Shape `(n,)`; of several stores pairs of number and id, shape `(n, 2)`.
+
+        Raises:
+            NotFoundError: One of the rows was overwritten or deleted, or never existed.
+        """
+        return self._read_rows(self._to_ids(ids))
+
+    @abstractmethod
+    def _read_rows(self, ids: IntArray) -> TensorDict:
+        """Return rows by id, in the order of `ids`."""
+
+    def trajectory(self, episode: _Id) -> TensorDict:
+        """Return the rows of an episode that can still be read, in the order of its steps.
+
+        Args:
+            episode: Id of the episode, as in `rb.episodes()`; over several stores the store's number and the
+                id there.
+
+        Returns:
+            The rows with their fields as stored. Batch size `[n]`.
+
+        Raises:
+            NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
+        """
+        return self._read_episode(episode)
+
+    @abstractmethod
+    def _read_episode(self, episode: _Id) -> TensorDict:
+        """Return the rows of an episode."""
+
+    # -- named samplers --------------------------------------------------------------------------
+
+    def name_sampler(
+        self,
+        name: str,
+        sampler: Mapping[str, Any],
+        *,
+        where: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Make every store keep a sampler that is shared by all who connect with `sampler=name`.
+
+        Args:
+            name: Its name: letters, digits, ".", "_" and "-".
+            sampler: Its description, as for `connect`. `kind` can also be "consuming",
+                "without_replacement", "slices_without_replacement" or "streaming_slices": kinds that remember
+                which rows were drawn.
+            where: SQL condition of the rows to draw.
+            seed: Seed of its draws; None for the store's.
+
+        Raises:
+            StateError: A different sampler of this name is kept. Repeating a call changes nothing.
+        """
+        self._ask_each(lambda member: member.name_sampler(name, sampler, where, seed))
+
+    def forget_sampler(self, name: str) -> None:
+        """Make every store forget a named sampler.
+
+        Raises:
+            NotFoundError: No sampler of this name is kept.
+        """
+        self._ask_each(lambda member: member.forget_sampler(name))
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """Return the descriptions of the samplers that all stores keep, by name."""
+        first, *others = self._ask_each(lambda member: member.samplers())
+        return {name: one for name, one in first.items() if all(each.get(name) == one for each in others)}
+
+    @abstractmethod
+    def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
+        """Return the results of a function of every store, in their order."""
 
     # -- priorities ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import ClusterFile, FileMembers, MemberList, ShardEntry
 from expstore.cluster.routing import Place, choose_shard, find_earlier_shards
 from expstore.errors import NotFoundError, QueryError, RemoteError, StateError
+from expstore.remote.connect_options import ConnectOptions
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
@@ -190,7 +191,7 @@ def test_no_episode_is_divided_although_a_client_is_late(cluster: Cluster) -> No
     """Two clients write parts of episodes, also of each other's sources, while shards come and go."""
     rng = np.random.default_rng(7)
     late = Late(cluster.path)
-    late_rb = ShardedReplayBuffer(late, batch_size=32, seed=1, retries=SOON)
+    late_rb = ShardedReplayBuffer(late, ConnectOptions(batch_size=32, seed=1), retries=SOON)
     with cluster.connect() as rb, late_rb:
         clients = [rb, late_rb]
         grown, taken = shards_of(rb) | {2: cluster._left[0][1]}, set[str]()
@@ -296,7 +297,7 @@ def test_copies_take_new_lists_up(cluster: Cluster) -> None:
 
 def test_lists_that_contradict_are_refused(cluster: Cluster) -> None:
     late = Late(cluster.path)
-    with ShardedReplayBuffer(late, batch_size=8, retries=SOON) as rb:
+    with ShardedReplayBuffer(late, ConnectOptions(batch_size=8), retries=SOON) as rb:
         rb.extend(batch_of(50), source="actor")
         members = late._list.members
         late._list = MemberList(2, (members[0], ShardEntry(1, members[1].url, "other", accepts=True)))
