@@ -14,6 +14,7 @@ import datetime
 import http.client
 import itertools
 import json
+import logging
 import os
 import random
 import socket
@@ -33,6 +34,8 @@ from expstore import errors
 from expstore.core import tuning
 from expstore.errors import ArgumentError, ExpStoreError, RemoteError, StateError
 
+_logger = logging.getLogger("expstore")
+
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 #: Lines of JSON, one for each draw.
@@ -50,6 +53,8 @@ _CLASSES: Mapping[int, type[ExpStoreError]] = {
 }
 #: Time limit of the request that ends a session.
 _FAREWELL_SECONDS = 2.0
+#: Seconds without an answer after which a warning says what is waited for.
+_NOTICE_SECONDS = 2.0
 #: Statuses with which a server asks for a retry.
 _AGAIN = (429, 503)
 #: The most bytes to read of an error answer.
@@ -281,6 +286,7 @@ class Connection:
             raise ArgumentError("the token has characters that an HTTP header cannot contain")
         self.address, self.timeout, self.retries = address, timeout, retries or Retries()
         self._token, self._closed = token, False
+        self._has_warned = False  # that the server does not answer, since its last answer
         #: Uuid of the store; the server refuses requests if another store has its name. "": not checked.
         self.store = ""
         self._mine: dict[int, _InProcess] = {}
@@ -516,7 +522,9 @@ class Connection:
         for times, pause in enumerate(self.pauses(), 1):
             self.check()
             try:
-                return ask()
+                found = ask()
+                self._has_warned = False
+                return found
             except _Lost as lost:
                 took, pause = time.monotonic() - began, max(pause, lost.pause)
                 if lost.final or took + pause > self.retries.seconds:
@@ -528,6 +536,13 @@ class Connection:
                         kind="unreachable",
                         hint="check the address, and that `expstore serve` runs there",
                     ) from lost
+                if lost.error is None and took > _NOTICE_SECONDS and not self._has_warned:
+                    self._has_warned = True
+                    _logger.warning(
+                        f"{self.address.root} does not answer: {lost}; requests are repeated for "
+                        f"{self.retries.seconds:g} s (retries=), so start `expstore serve` there, or check "
+                        "the address"
+                    )
             (ended or mine.ended).wait(pause)
         raise AssertionError("pauses do not end")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,7 @@ from expstore.errors import (
     StackError,
     StateError,
 )
+from expstore.remote import transport
 from tests.support.servers import Serving
 
 
@@ -409,3 +411,21 @@ def test_a_server_answers(
     assert message in error["message"]
     assert hint in error["hint"]
     assert answer.headers.get("Allow") == (hint[4:].replace(" or ", ", ") if status == 405 else None)
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_answer_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_NOTICE_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    retries = transport.Retries(seconds=0.5, first=0.01, longest=0.02)
+    with caplog.at_level(logging.WARNING, "expstore"), pytest.raises(RemoteError):
+        expstore.connect(f"http://127.0.0.1:{port}/run", retries=retries)
+    (record,) = caplog.records
+    assert record.name == "expstore"
+    assert f"http://127.0.0.1:{port} does not answer: " in record.message
+    assert "requests are repeated for 0.5 s (retries=), so start `expstore serve` there" in record.message
