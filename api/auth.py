@@ -84,7 +84,11 @@ class Access:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if need == Need.WRITE and may != Need.WRITE:
-            raise Refusal(403, "this token only permits reading")
+            raise Refusal(
+                403,
+                "this token only permits reading",
+                hint="send the token for writing, which the server reads from --token-file",
+            )
 
     def _check_host(self, host: str, server: str) -> None:
         """Reject host names that were not configured: a web page may let its own name resolve here."""
@@ -98,7 +102,11 @@ class Access:
         token, read_token = self._settings.token, self._settings.read_token
         if token is None and read_token is None:
             if not is_loopback(server):
-                raise Refusal(403, "the server has no token, so it answers only this machine")
+                raise Refusal(
+                    403,
+                    "the server has no token, so it answers only this machine",
+                    hint="start the server with --token-file, or use an address such as 127.0.0.1",
+                )
             return Need.WRITE
         scheme, _, found = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
         borne = found.strip().encode("latin-1")

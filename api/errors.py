@@ -175,7 +175,10 @@ def _of_framework(request: Request, exc: Exception) -> Response:
 
 def _of_request(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
-    return answer(422, "request", *explain_request(exc.errors(), exc.body))
+    route = request.scope.get("route")
+    known = route.dependant.query_params if isinstance(route, APIRoute) else ()
+    parameters = {one.alias: one.field_info.description or "" for one in known}
+    return answer(422, "request", *explain_request(exc.errors(), exc.body, parameters))
 
 
 def _of_others(request: Request, exc: Exception) -> Response:

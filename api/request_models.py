@@ -92,12 +92,15 @@ def _types_in(annotation: Any) -> set[Any]:
     return set().union(*map(_types_in, parts)) if parts else {annotation}
 
 
-def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str]:
+def explain_request(
+    errors: Sequence[Mapping[str, Any]], body: Any, parameters: Mapping[str, str] | None = None
+) -> tuple[str, str]:
     """Return the message and the hint for a request that a model rejects.
 
     Args:
         errors: Pydantic's errors.
         body: The body as JSON, or None.
+        parameters: Descriptions of the query parameters by their names; None: the route has none.
     """
     places = [_place_of(error, body) for error in errors]
     deepest = max(places, key=len)  # of a union, the member that matches best
@@ -106,6 +109,9 @@ def explain_request(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str
     if kind == "json_invalid":
         return f"the body is not JSON: {facts.get('error', 'it cannot be read')}", "send one JSON object"
     if kind == "missing":
+        if first["loc"][0] == "query" and (what := (parameters or {}).get(name)):
+            hint = f"add ?{name}=VALUE: {what[0].lower()}{what[1:].rstrip('.')}"
+            return f"the query parameter {name} is missing", hint
         return (f"{name} is missing", "add it") if name else ("the request has no body", "send a JSON object")
     if kind == "union_tag_not_found":
         return f"{name} has no kind", 'add "kind", such as "uniform"'

@@ -11,6 +11,7 @@ import torch
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.cluster.buffer import ShardedReplayBuffer
 from expstore.cluster.members import FileMembers, FixedMembers, Members
+from expstore.core.arguments import refuse_unknown
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
 from expstore.rate_limiters import RateLimiter
@@ -67,6 +68,7 @@ def connect(
 ) -> ShardedReplayBuffer: ...
 
 
+@refuse_unknown({})
 def connect(
     url: str | Sequence[str | ReplayBuffer] | PathLike[str],
     *,

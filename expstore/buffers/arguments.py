@@ -19,6 +19,9 @@ from expstore.storages.torchrl_options import check_device
 
 _Part = TypeVar("_Part")
 
+#: The largest batch, rows. Memory could not hold the ids of a much larger one.
+MOST_BATCH_ROWS = (1 << 31) - 1
+
 
 def resolve_part(part: Any, method: str) -> Any:
     """Return a buffer's part: the part itself, or the result of calling the function or class that makes it.
@@ -122,11 +125,15 @@ def check_batch_size(size: int | None) -> int | None:
     """Return a batch size as an int.
 
     Raises:
-        ArgumentError: The size is not a whole number; the size is below 1.
+        ArgumentError: The size is not a whole number; the size is below 1, or no memory could hold the batch.
     """
     size = None if size is None else check_whole("batch_size", size)
     if size is not None and size < 1:
         raise ArgumentError(f"batch_size must be at least 1, got {size}")
+    if size is not None and size > MOST_BATCH_ROWS:
+        raise ArgumentError(
+            f"batch_size must be at most 2^31 - 1, got {size}", hint="draw several smaller batches"
+        )
     return size
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import (
+    MOST_BATCH_ROWS,
     check_batch_size,
     check_drawing,
     check_generator,
@@ -350,9 +351,10 @@ class ReplayBuffer:
 
         Raises:
             StateError: Neither the call nor the buffer has a batch size.
+            ArgumentError: As in `check_batch_size`.
         """
         size = self._batch_size if batch_size is None else batch_size
-        if type(size) is int and size > 0:
+        if type(size) is int and 0 < size <= MOST_BATCH_ROWS:
             return size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from expstore.cold.bucket import Bucket
 
 _SCHEME = re.compile(r"s3://", re.IGNORECASE)
-_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#\s]+)*)/?", re.IGNORECASE)
+_BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
+_URL = re.compile(rf"s3://({_BUCKET})((?:/[^/?#\s]+)*)/?", re.IGNORECASE)
+#: A URL whose bucket cannot exist.
+_WRONG_BUCKET = re.compile(rf"s3://(?!{_BUCKET}(?:/|$))(?P<bucket>[^/]+)(?:/.*)?", re.IGNORECASE)
 _RETRIES = 8
 #: Variables with credentials, and groups of variables with which obstore gets them elsewhere.
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -185,6 +188,13 @@ def _check_url(url: str) -> str:
             kind="path",
             hint="set them in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, "
             "AWS_ENDPOINT_URL), or pass a store of obstore",
+        )
+    if wrong := _WRONG_BUCKET.fullmatch(url):
+        raise StateError(
+            f"{url!r} is not the address of an object storage: it names the bucket {wrong['bucket']!r}",
+            kind="path",
+            hint="names of buckets have 3 to 63 letters, digits, dots and hyphens, and begin and end with a "
+            "letter or digit",
         )
     found = _URL.fullmatch(url)
     if found is None or any(part in (".", "..") for part in found[2].split("/")):

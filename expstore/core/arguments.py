@@ -146,9 +146,10 @@ def unknown_keyword(
         parts: For names that are keys of a dict that one of the keywords takes: that keyword. For other
             names: the call to make, which ends with a bracket.
     """
-    text = repr(value) if len(repr(value)) <= 40 else "..."
     alias = _ALIASES.get(name)
     meant = alias if alias in known else None if name in parts else nearest(name, [*known, *parts])
+    is_secret = meant == "token"  # messages end up in logs
+    text = repr(value) if len(repr(value)) <= 40 and not is_secret else "..."
     if name in parts or meant in parts:
         part = meant or name
         home = parts[part]

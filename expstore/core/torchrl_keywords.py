@@ -179,13 +179,13 @@ def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ..
     kind = type(owner).__name__
     for name, value in given.items():
         if name not in known:
-            raise unknown_keyword(kind, name, value, _keywords_of(type(owner)), ON_DISK)
+            raise unknown_keyword(kind, name, value, keywords_of(type(owner)), ON_DISK)
         void = VOID[name]
         if not void.accepts(value):
             raise ArgumentError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")
 
 
-def _keywords_of(kind: type) -> list[str]:
+def keywords_of(kind: type) -> list[str]:
     """Return the keywords of a class's constructor, and of the constructors that it passes keywords on to."""
     found: list[str] = []
     for cls in kind.__mro__:

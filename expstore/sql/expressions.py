@@ -589,7 +589,11 @@ def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, 
     except ValueError as exc:  # DuckDB writes integers beyond its largest type as invalid JSON
         raise QueryError(f"{text!r} has a number that DuckDB cannot read") from exc
     if tree["error"]:
-        raise QueryError(f"{text!r} is not an SQL expression: {tree['error_message']}")
+        why = tree["error_message"]
+        if tree["error_type"] == "not implemented" or why.startswith("SELECT clause"):
+            # DuckDB explains the SELECT around the text, not the text.
+            raise _refusal(text, "it is not one SQL expression")
+        raise QueryError(f"{text!r} is not an SQL expression: {why}")
     statements = tree["statements"]
     if len(statements) != 1:
         raise _refusal(text, f"it contains {len(statements)} statements")

@@ -94,6 +94,47 @@ WRONG: list[tuple[Callable[[Path], object], type[ExpStoreError], str]] = [
         ArgumentError,
         "did you mean 'DAPG(expert)/door_v2d-v1'?",
     ),
+    (
+        lambda path: expstore.D4RLExperienceReplay(name="hopper-medium-v2"),  # type: ignore[call-arg]
+        ArgumentError,
+        "D4RLExperienceReplay got an unexpected keyword argument 'name'; use dataset_id='hopper-medium-v2'; "
+        "other versions of TorchRL's classes call it name",
+    ),
+    (
+        lambda path: expstore.LeRobotExperienceReplay(dataset_id="lerobot/pusht"),  # type: ignore[call-arg]
+        ArgumentError,
+        "use repo_id='lerobot/pusht'; other versions of TorchRL's classes call it dataset_id",
+    ),
+    (
+        lambda path: expstore.MinariExperienceReplay(),  # type: ignore[call-arg]
+        ArgumentError,
+        "MinariExperienceReplay needs dataset_id; pass it as the first argument",
+    ),
+    (
+        lambda path: expstore.VD4RLExperienceReplay("x", batchsize=3),  # type: ignore[call-arg]
+        ArgumentError,
+        "VD4RLExperienceReplay got an unexpected keyword argument 'batchsize'; use batch_size=3",
+    ),
+    (
+        lambda path: expstore.AtariDQNExperienceReplay("Pong/5", root=path, batchsize=3),
+        ArgumentError,
+        "AtariDQNExperienceReplay got an unexpected keyword argument 'batchsize'; use batch_size=3",
+    ),
+    (
+        lambda path: expstore.D4RLExperienceReplay("hopper-medium-v2", batchsize=3),
+        StateError,
+        "did you mean batch_size? The arguments are batch_size, dataset_id",
+    ),
+    (
+        lambda path: expstore.cold.push(path, "s3://b/x"),
+        StateError,
+        "of an object storage: it names the bucket 'b'; names of buckets have 3 to 63 letters",
+    ),
+    (
+        lambda path: expstore.open(path / "a.exp", sampler=expstore.RandomSampler(where="1=1; DROP TABLE x")),
+        QueryError,
+        "'1=1; DROP TABLE x' cannot select rows: it is not one SQL expression; use one expression over a row",
+    ),
 ]  # fmt: skip
 
 
@@ -104,6 +145,7 @@ def test_a_mistake_is_answered_by(
     with pytest.raises(error) as caught:
         act(tmp_path)
     assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_chain_without_trajectory_ids_names_the_field(
@@ -160,6 +202,8 @@ MISUSES: list[tuple[Callable[[Any], object], type[ExpStoreError], str]] = [
     (lambda rb: rb.by_id([True]), ArgumentError, "ids must be integers, got [True]"),
     (lambda rb: rb.by_id(10**30), ArgumentError, "ids must be integers, got 1000000"),
     (lambda rb: rb.sample(True), ArgumentError, "batch_size must be an integer, got True"),
+    (lambda rb: rb.sample(10**12), ArgumentError, "at most 2^31 - 1, got 1000000000000; draw several"),
+    (lambda rb: rb.sample(1e12), ArgumentError, "at most 2^31 - 1, got 1000000000000"),
     (lambda rb: rb.record(5), SchemaError, "source 5 is not a valid name"),
     (lambda rb: rb.record("a", lanes=3).reset(np.zeros((3, 4))), ArgumentError, "from 0 to 2, got array"),
     (lambda rb: rb.record("a", lanes=3).reset([9]), ArgumentError, "from 0 to 2, got [9]; leave it out"),
@@ -178,6 +222,16 @@ MISUSES: list[tuple[Callable[[Any], object], type[ExpStoreError], str]] = [
     (lambda rb: expstore.load_dataset(5), ArgumentError, "dataset_id must be text such as 'd4rl:hopper"),
     (lambda rb: expstore.open(""), StateError, "the path is empty; pass one such as 'run.exp'"),
     (lambda rb: expstore.connect("run.exp"), ArgumentError, "expstore.open takes a path of this machine"),
+    (
+        lambda rb: expstore.connect("http://host:1/a", tokn="secret"),  # type: ignore[call-overload]
+        ArgumentError,
+        "connect() got an unexpected keyword argument 'tokn'; use token=...",
+    ),
+    (
+        lambda rb: expstore.connect("http://host:1/a", batchsize=3),  # type: ignore[call-overload]
+        ArgumentError,
+        "connect() got an unexpected keyword argument 'batchsize'; use batch_size=3",
+    ),
     (lambda rb: expstore.connect("http://host:99999/a"), ArgumentError, "Port out of range 0-65535"),
     (
         lambda rb: rb.extend({"observation": torch.zeros(3, 2).to_sparse(), "action": torch.zeros(3)}),
@@ -338,6 +392,7 @@ def run_exp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["sql", "run.exp", "SELECT 1", "extra"], 2, "'extra' comes after the query; leave it out, or if it"),
         (["sql", "SELECT 1", "run.exp"], 2, 'write expstore sql run.exp "SELECT 1"'),
         (["push", "run.exp", "folder"], 2, "for a version in a local folder there are expstore dumps and"),
+        (["push", "run.exp", "s3://b/x"], 2, "names the bucket 'b'; names of buckets have 3 to 63 letters"),
         (["runn.exp"], 2, "runn.exp is not a store: there is no such folder"),
         (["./runs/run"], 2, "runs/run is not a store: there is no such folder"),
         (["serve", "run.exp", "--error-buffer", "3"], 2, "error_buffer requires samples_per_insert"),
@@ -364,7 +419,7 @@ def test_a_store_without_a_command_is_described(run_exp: Path, capsys: pytest.Ca
 
 def without_free_bytes(text: str) -> str:
     """Return what a store is described by, without the space of the disk, which others use meanwhile."""
-    found, count = re.subn(r"[\d.]+ [kMGT]?B free", "", text)
+    found, count = re.subn(r"[\d.,]+ (bytes|[kMGT]B) free.*", "", text)
     assert count == 1
     return found
 
@@ -398,6 +453,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         ("POST", "/sample", {"sampler": {"kind": "prioritized", "alpha": True}}, 422, "alpha is true", "use"),
         ("POST", "/rows", {"ids": [1, True]}, 422, "ids.1 is true", "use an integer"),
         ("POST", "/priorities", {"ids": [1], "priorities": [True]}, 422, "priorities.0 is true", "a number"),
+        ("DELETE", "", None, 422, "parameter confirm is missing", "?confirm=VALUE: the store's name again"),
+        ("GET", "/sql", None, 422, "the query parameter q is missing", "add ?q=VALUE: one SELECT statement"),
+        ("POST", "/sample", {"where": "1=1; DROP TABLE x"}, 422, "it is not one SQL expression", "use one"),
         ("GET", "/sample", None, 405, "/v1/stores/run/sample does not take GET", "use POST"),
         ("PUT", "/episodes/1", {}, 405, "/episodes/1 does not take PUT", "use GET or PATCH"),
     ],
@@ -411,6 +469,17 @@ def test_a_server_answers(
     assert message in error["message"]
     assert hint in error["hint"]
     assert answer.headers.get("Allow") == (hint[4:].replace(" or ", ", ") if status == 405 else None)
+
+
+def test_a_token_for_reading_names_the_token_for_writing(tmp_path: Path) -> None:
+    settings = Settings(path=tmp_path, token=b"w" * 32, read_token=b"r" * 32)
+    with Serving(settings) as server:
+        headers = {"Authorization": f"Bearer {'r' * 32}"}
+        answer = httpx.put(f"{server.url}/v1/stores/run", json={}, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (403, "this token only permits reading")
+    assert error["hint"] == "send the token for writing, which the server reads from --token-file"
+    assert not (tmp_path / "run.exp").exists()
 
 
 # -- waiting ---------------------------------------------------------------------------------------

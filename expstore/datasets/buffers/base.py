@@ -6,6 +6,8 @@ set is first used, with `expstore.datasets.origin`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,8 @@ from tensordict import NonTensorData, TensorDictBase
 
 from expstore.buffers.arguments import resolve_part
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.arguments import refuse_keywords
+from expstore.core.torchrl_keywords import BUFFER, check_keywords, keywords_of
 from expstore.datasets.buffers.preprocessing import map_rows
 from expstore.datasets.buffers.split_store import make_split_store, split_path
 from expstore.datasets.origin import Download, Origin, data_folder, prepare_dataset, remove_dataset
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
     from torch.multiprocessing.pool import Pool
 
     from expstore.storages.read_view import ReadView
+
+
+#: Names of the argument that says which data set to use, in these classes and in older ones of TorchRL.
+_ID_NAMES = ("dataset_id", "name", "repo_id")
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
@@ -83,6 +91,11 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         True
     """
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__init__" in vars(cls):
+            cls.__init__ = _refuse_wrong_calls(cls.__init__)  # type: ignore[method-assign]
+
     def __init__(
         self,
         origin: Origin,
@@ -98,6 +111,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         rows: TensorDictBase | None = None,
         **keywords: Any,
     ) -> None:
+        # Checked before anything is fetched.
+        known = keywords_of(TensorDictReplayBuffer)
+        check_keywords(self, {name: keywords[name] for name in keywords if name not in known}, BUFFER)
         self._data_origin = origin
         self._collection = data_folder(origin.name) if root is None else local_path(root)
         self._is_split = split_trajs
@@ -228,6 +244,36 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.close()
         if self._is_on_disk:
             remove_dataset(self._collection, self.dataset_id)
+
+
+def _refuse_wrong_calls(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor raise ArgumentError without its first argument, and for an unknown keyword."""
+    _, *parameters = inspect.signature(init).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [one.name for one in named if not one.name.startswith("_")]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    needed = next(
+        (one.name for one in named[:1] if one.kind is not one.KEYWORD_ONLY and one.default is one.empty), None
+    )
+
+    @functools.wraps(init)
+    def check_and_init(self: Any, *args: Any, **keywords: Any) -> None:
+        kind = type(self).__name__
+        if needed is not None and not args and needed not in keywords:
+            for name in _ID_NAMES:
+                if name in keywords and name not in known:
+                    raise ArgumentError(
+                        f"{kind} got an unexpected keyword argument {name!r}",
+                        hint=f"use {needed}={keywords[name]!r}; other versions of TorchRL's classes call it "
+                        f"{name}",
+                    )
+            raise ArgumentError(f"{kind} needs {needed}", hint="pass it as the first argument")
+        if not takes_all:
+            public = {name: keywords[name] for name in keywords if not name.startswith("_")}
+            refuse_keywords(kind, public, known)
+        init(self, *args, **keywords)
+
+    return check_and_init
 
 
 class _FinishBatch:

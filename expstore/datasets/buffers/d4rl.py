@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from expstore.core.nearest import suggest
+from expstore.core.torchrl_keywords import keywords_of
 from expstore.core.values import Array
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
 from expstore.datasets.d4rl import D4RLReader
@@ -53,7 +55,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
 
     Raises:
         UnknownDatasetError: The data set does not exist; a KeyError, as in TorchRL.
-        RuntimeError: `env_kwargs` are given.
+        StateError: `env_kwargs` are given.
         ArgumentError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
         ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
 
@@ -89,8 +91,9 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         **env_kwargs: Any,
     ) -> None:
         if env_kwargs:
-            raise RuntimeError(
-                f"Cannot pass env_kwargs when `direct_download=True`. Got env_kwargs keys: {[*env_kwargs]}"
+            raise StateError(
+                f"Cannot pass env_kwargs when `direct_download=True`. Got env_kwargs keys: {[*env_kwargs]}",
+                hint=suggest(next(iter(env_kwargs)), keywords_of(type(self)), "the arguments are"),
             )
         if from_env or direct_download is False:
             raise ArgumentError(
