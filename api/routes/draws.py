@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -19,10 +20,9 @@ from starlette.types import Receive, Scope, Send
 from expstore.api.bodies import ARROW, NDJSON
 from expstore.api.dependencies import BATCHES_ANSWER, Limits, Store, create_router, problems
 from expstore.api.errors import Refusal
-from expstore.api.routes.sample import ArrowBatches, SampleRequest, check_request, make_draw
+from expstore.api.routes.sample import PART_BYTES, ArrowBatches, SampleRequest, check_request, make_draw
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
-from expstore.buffers.local_member import Drawn
 from expstore.errors import ExpStoreError
 
 router = create_router("sampling")
@@ -92,23 +92,36 @@ class _Draws(Response):
         scope["expstore.rows_out"] = 0
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with contextlib.suppress(ExpStoreError, ValidationError):
-            async for line in self._read_lines(receive):
-                asked = SampleRequest.model_validate_json(line)
-                seconds = check_request(asked, self._limits)
-                draw = make_draw(self._store, asked, self._limits, ARROW)
-
-                def answer(draw: Callable[[int], Drawn] = draw) -> tuple[bytes | memoryview, int]:
-                    drawn = draw(0)
-                    self._batches.write(drawn)
-                    return self._batches.take(), drawn.batch.numel()
-
-                part, rows = await self._store.run_patiently(answer, seconds)
-                scope["expstore.rows_out"] += rows
-                await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            async for lines in self._read_lines(receive):
+                asked = [SampleRequest.model_validate_json(line) for line in lines]
+                while asked:
+                    seconds = check_request(asked[0], self._limits)
+                    part, rows = await self._store.run_patiently(partial(self._answer, asked), seconds)
+                    scope["expstore.rows_out"] += rows
+                    await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
         self._batches.end()
         await send({"type": "http.response.body", "body": bytes(self._batches.take())})
 
-    async def _read_lines(self, receive: Receive) -> AsyncIterator[bytes]:
+    def _answer(self, asked: list[SampleRequest]) -> tuple[bytes | memoryview, int]:
+        """Draw a part of the answer: one batch at least; take its requests out of the list.
+
+        If a later batch cannot be drawn, the part ends before it, and the next call raises the error.
+        """
+        rows = 0
+        while asked and self._batches.pending < PART_BYTES:
+            try:
+                check_request(asked[0], self._limits)
+                drawn = make_draw(self._store, asked[0], self._limits, ARROW)(0)
+                self._batches.write(drawn)
+            except ExpStoreError:
+                if not rows:
+                    raise
+                break
+            rows += drawn.batch.numel()
+            del asked[0]
+        return self._batches.take(), rows
+
+    async def _read_lines(self, receive: Receive) -> AsyncIterator[list[bytes]]:
         rest = bytearray()
         arriving: asyncio.Future[Any] | None = None
         try:
@@ -123,8 +136,8 @@ class _Draws(Response):
                 message, arriving = arriving.result(), None
                 rest += message.get("body", b"")
                 *lines, rest = rest.split(b"\n")
-                for line in lines:
-                    yield bytes(line)
+                if lines:
+                    yield [bytes(line) for line in lines]
                 if not message.get("more_body", False) or len(rest) > _LINE_BYTES:
                     return
         finally:

@@ -33,7 +33,7 @@ router = create_router("sampling")
 
 #: Approximate size of a part of a stream, in bytes: small, because a part is made while the previous one is
 #: sent.
-_PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 #: Most rows of a preview.
 _PREVIEW_ROWS = 200_000
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -333,7 +333,7 @@ class _Parts:
         If a later batch of the part cannot be drawn, the part ends before it, and the next call tries again:
         batches that are drawn count, so they must be sent.
         """
-        while not self.ended and self._batches.pending < _PART_BYTES:
+        while not self.ended and self._batches.pending < PART_BYTES:
             if self._number == self._count:
                 self._batches.end()
                 self.ended = True

@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.domain_checks import asks_for_domain
-from expstore.buffers.member import Member
+from expstore.buffers.member import Member, Part
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
 from expstore.data.batch import tensordict_of
@@ -33,7 +34,6 @@ from expstore.remote.http_member import HttpMember
 from expstore.remote.local_only import LocalEpisodes
 from expstore.remote.served_buffer import ServedBuffer
 from expstore.remote.snapshots import RemoteSnapshots
-from expstore.remote.stream import Feed
 from expstore.remote.transport import ARROW, Answer, Connection
 from expstore.schema.row_fields import SAMPLE_ENTRIES
 from expstore.schema.schema import Schema
@@ -41,7 +41,6 @@ from expstore.sql.result import Result
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.snapshots.catalog import Version
 from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
-from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
@@ -218,8 +217,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
                 if number is not None and self._draw == number + 1:  # no other thread has drawn since
                     self._draw = number
             raise
-        rows = self._place(part.codec.build(part.columns))
-        rows, info = self._split_info(rows, return_info, include_info)
+        rows, info = self._split_info(self._build(part), return_info, include_info)
         return self._convert((rows, info) if return_info else rows, as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
@@ -230,27 +228,15 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         given = 0
         while batches is None or given < batches:
             begin, left = self._draw, None if batches is None else batches - given
-            feed = self._feed(size, begin, left)
-            try:
-                for number in itertools.count(begin):
-                    batch = feed.take()
-                    if batch is None:
-                        break
+            numbers = itertools.repeat(None) if self._seed is None else itertools.count(begin)
+            draws = (self._wanted._replace(number=number) for number in itertools.islice(numbers, left))
+            with closing(self.member.stream(draws, size, ahead=self._prefetch)) as parts:
+                for number, part in enumerate(parts, begin):
                     if self._is_next(number):
                         given += 1
-                        yield self._convert(batch, as_numpy)
-            finally:
-                feed.close()
+                        yield self._convert(self._build(part), as_numpy)
             if self._seed is None:
                 return
-
-    def _feed(self, size: int, begin: int, batches: int | None) -> Feed:
-        def ask(came: int) -> dict[str, Any]:
-            left = None if batches is None else batches - came
-            number = None if self._seed is None else begin + came
-            return self.member.body_of(self._wanted._replace(number=number), size) | {"batches": left}
-
-        return Feed(self._connection, ask, self._decode, count=batches, ahead=self._prefetch, wait=self._wait)
 
     def _is_next(self, number: int) -> bool:
         """Return whether a prefetched draw was not already returned by a call of `sample`."""
@@ -272,10 +258,10 @@ class RemoteReplayBuffer(ServedBuffer[int]):
 
     def _rows(self, method: str, route: str, body: Any = None, *, wait: float = 0.0) -> TensorDict:
         answer = self._connection.request(method, route, body=body, accept=ARROW, wait=wait)
-        return self._decode(frames_in(answer.body)[0])
+        return self._place(self._decoder.read(frames_in(answer.body)[0]))
 
-    def _decode(self, frame: Frame) -> TensorDict:
-        return self._place(self._decoder.read(frame))
+    def _build(self, part: Part) -> TensorDict:
+        return self._place(part.codec.build(part.columns))
 
     def _place(self, rows: TensorDict) -> TensorDict:
         return rows if self._device is None else rows.to(self._device)

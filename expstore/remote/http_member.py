@@ -5,8 +5,12 @@ Used by the buffers over one and over several served stores. It keeps no rows.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -15,8 +19,9 @@ from numpy.typing import NDArray
 
 from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
 from expstore.core.values import IntArray, Mass
+from expstore.errors import StateError
 from expstore.rate_limiters import Counts
-from expstore.remote.draw_stream import DrawStream
+from expstore.remote.draw_stream import DrawLink, DrawStream
 from expstore.remote.transport import ARROW, Connection, encode_json
 from expstore.remote.worker import Worker
 from expstore.wire.codec import Decoder, note_of
@@ -38,7 +43,7 @@ class HttpMember(Member):
 
     def __init__(self, connection: Connection, *, wait: float = 0.0) -> None:
         self.connection, self._wait = connection, wait
-        self._decoder, self._stream = Decoder(), DrawStream(connection)
+        self._decoder, self._stream = Decoder(), DrawStream(connection, wait=wait)
         self._worker = Worker("expstore-draws")
 
     @property
@@ -55,10 +60,10 @@ class HttpMember(Member):
 
     def begin(self, draw: Draw, rows: int) -> Callable[[], Part]:
         """Ask for rows over the open connection, or in a thread; the function that is returned waits."""
-        body = encode_json(self.body_of(draw, rows))
-        if self._stream.ask(body, wait=self._wait):
-            return lambda: self._take(body)
-        return self._worker.submit(lambda: self._request(body)).result
+        began = time.monotonic()
+        if self._stream.ask(self._body_of(draw, rows, self._wait)):
+            return lambda: self._take(self._stream.take(), draw, rows, began)
+        return self._worker.submit(lambda: self._request(draw, rows, self._wait)).result
 
     def draw(self, draw: Draw, rows: int) -> Part:
         """Draw rows.
@@ -67,24 +72,64 @@ class HttpMember(Member):
             NotReadyError: There are no rows that may be drawn.
             RemoteError: The server did not answer.
         """
-        body = encode_json(self.body_of(draw, rows))
-        return self._take(body) if self._stream.ask(body, wait=self._wait) else self._request(body)
+        began = time.monotonic()
+        if self._stream.ask(self._body_of(draw, rows, self._wait)):
+            return self._take(self._stream.take(), draw, rows, began)
+        return self._request(draw, rows, self._wait)
 
-    def _take(self, body: bytes) -> Part:
-        frame = self._stream.take()
-        return self._request(body) if frame is None else self.decode(frame)
+    def stream(self, draws: Iterable[Draw], rows: int, *, ahead: int) -> Generator[Part]:
+        """Yield the rows of draws; the server draws the next ones meanwhile.
 
-    def _request(self, body: bytes) -> Part:
-        answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=self._wait)
+        Args:
+            draws: Which rows, for each draw.
+            rows: Number of rows of each.
+            ahead: Number of draws that are asked for at a time.
+
+        Raises:
+            StateError: It is used in another process than the one that made it.
+        """
+        pid, link, left = os.getpid(), DrawLink(self.connection, wait=self._wait), iter(draws)
+        asked: deque[tuple[Draw, float]] = deque()
+        sent = 0  # number of `asked` that the connection has
+        try:
+            while True:
+                if sent <= ahead // 2:  # several at once take less of both processes' time
+                    now = time.monotonic()
+                    asked += [(draw, now) for draw in itertools.islice(left, ahead - len(asked))]
+                    new = itertools.islice(asked, sent, None)
+                    lines = [self._body_of(draw, rows, self._wait) for draw, _ in new]
+                    if lines and link.send(b"\n".join(lines)):
+                        sent = len(asked)
+                if not asked:
+                    return
+                frame = link.read() if sent else None
+                sent = 0 if frame is None else sent - 1
+                yield self._take(frame, asked[0][0], rows, asked[0][1])
+                asked.popleft()
+                if os.getpid() != pid:
+                    raise StateError(
+                        "this iteration belongs to another process", hint="begin a new iteration here"
+                    )
+        finally:
+            if os.getpid() == pid:  # a forked child must not shut down its parent's socket
+                link.close()
+
+    def _take(self, frame: Frame | None, draw: Draw, rows: int, began: float) -> Part:
+        """Return the rows of an answer; without one, request them for the rest of the time."""
+        if frame is not None:
+            return self._decode(frame)
+        return self._request(draw, rows, max(0.0, self._wait - (time.monotonic() - began)))
+
+    def _request(self, draw: Draw, rows: int, wait: float) -> Part:
+        body = self._body_of(draw, rows, wait)
+        answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=wait)
         (frame,) = frames_in(answer.body)
-        return self.decode(frame)
+        return self._decode(frame)
 
-    def body_of(self, draw: Draw, rows: int) -> dict[str, Any]:
-        """Return the body of a request for rows."""
-        return _describe(draw, rows) | {"draw": draw.number, "wait": self._wait}
+    def _body_of(self, draw: Draw, rows: int, wait: float) -> bytes:
+        return encode_json(_describe(draw, rows) | {"draw": draw.number, "wait": wait})
 
-    def decode(self, frame: Frame) -> Part:
-        """Return the rows of a record batch that the server has sent."""
+    def _decode(self, frame: Frame) -> Part:
         codec, columns = self._decoder.read_columns(frame)
         facts = note_of(frame)
         return Part(codec, columns, frame.rows, _read_mass(facts), read_status(facts))
@@ -145,7 +190,7 @@ def _read_mass(facts: Mapping[str, Any]) -> Mass | None:
     """Return the mass in a server's answer; None if the sampler has none."""
     if facts.get("mass") is None:
         return None
-    beta, left = facts["beta"], facts["left"]
+    beta, left = facts["beta"], facts.get("left")
     return Mass(
         float(facts["mass"]), int(facts["rows"]), float(facts["smallest"]),
         None if beta is None else float(beta), int(facts["unit"] or 1), None if left is None else int(left),

@@ -397,46 +397,6 @@ class Connection:
 
         return self._retry(f"{method} {self.address.path(route)}", mine, ask)
 
-    def fetch(self, download: Download, route: str, body: Any, *, wait: float = 0.0) -> None:
-        """Request a long answer of Arrow messages, over a socket of its own.
-
-        Args:
-            download: Reads the answer. A download that broke can be opened again.
-            route: One of the store's routes.
-            body: A value that is sent as JSON.
-            wait: Seconds that the request asks the server to wait for rows.
-
-        Raises:
-            RemoteError: The server cannot be reached, or refuses the request.
-            ExpStoreError: The error that the store raised on the server.
-            StateError: The download is closed.
-        """
-        mine, content = self._get_in_process(), encode_json(body)
-        headers = self._headers(ARROW, JSON) | {"Connection": "close"}
-        mine.downloads.add(download)
-
-        def ask() -> None:
-            download.check()
-            url, link = self.address.path(route), self._make_link(self.timeout + wait)
-            try:
-                link.connect()
-                download.began(link.sock)
-                link.request("POST", url, content, headers)
-                response = link.getresponse()
-                if response.status != 200:
-                    _refuse(response.status, response.headers, response.read(_MOST))
-                download.came(response)
-            except (OSError, http.client.HTTPException) as exc:
-                link.close()
-                if isinstance(exc, ExpStoreError):
-                    raise
-                raise _Lost(str(exc) or type(exc).__name__) from exc
-            except BaseException:
-                link.close()
-                raise
-
-        self._retry(f"POST {self.address.path(route)}", mine, ask, download.ended)
-
     def open_draws(self, download: Download, *, seconds: float, wait: float) -> None:
         """Begin a request whose body asks for draws one by one, over a socket of its own.
 
@@ -515,9 +475,7 @@ class Connection:
             yield pause * (0.5 + mine.random.random() / 2)
             pause = min(pause * 2, self.retries.longest)
 
-    def _retry(
-        self, what: str, mine: _InProcess, ask: Callable[[], _Found], ended: threading.Event | None = None
-    ) -> _Found:
+    def _retry(self, what: str, mine: _InProcess, ask: Callable[[], _Found]) -> _Found:
         began = time.monotonic()
         for times, pause in enumerate(self.pauses(), 1):
             self.check()
@@ -543,7 +501,7 @@ class Connection:
                         f"{self.retries.seconds:g} s (retries=), so start `expstore serve` there, or check "
                         "the address"
                     )
-            (ended or mine.ended).wait(pause)
+            mine.ended.wait(pause)
         raise AssertionError("pauses do not end")
 
     def _get_in_process(self) -> _InProcess:

@@ -223,8 +223,7 @@ def test_iteration_continues_and_ends(server: Serving, name: str) -> None:
             if count == 20:
                 break
         assert rb.next()["id"].shape == rb.next()["id"].shape == (4,)
-        (feed,) = [thread for thread in threading.enumerate() if thread.name == "expstore-feed"]
-    assert not feed.is_alive()  # the thread of next() has ended with the buffer
+    assert rb._iterator is None  # the iteration of next() has ended with the buffer
     with pytest.raises(StateError, match="closed"):
         rb.sample()
 

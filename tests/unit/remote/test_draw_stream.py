@@ -47,9 +47,9 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     request = HttpMember._request
 
-    def count(self: HttpMember, body: bytes) -> Any:
+    def count(self: HttpMember, *arguments: Any) -> Any:
         made.append(1)
-        return request(self, body)
+        return request(self, *arguments)
 
     monkeypatch.setattr(HttpMember, "_request", count)
     return made
@@ -182,7 +182,7 @@ def test_an_answer_that_is_not_taken_does_not_become_the_next_one(
     """As after Ctrl-C between the two."""
     with connect(server.port) as rb:
         found = draw(rb, 4)
-        assert rb.member._stream.ask(b'{"batch_size": 3}', wait=0.0)
+        assert rb.member._stream.ask(b'{"batch_size": 3}')
         assert found + draw(rb, 8) == wanted
 
 
@@ -214,7 +214,7 @@ def test_one_attempt_is_one_attempt(server: Serving) -> None:
     """A connection that repeats nothing says that there was no answer in time."""
     with connect(server.port, retries=Retries(seconds=0)) as rb:
         draw(rb, 4)
-        stream = rb.member._stream
+        stream = rb.member._stream._link
         assert stream._download is not None
 
         def wait_in_vain() -> Any:
@@ -251,3 +251,28 @@ def test_an_idle_connection_ends_and_delays_neither_deletion_nor_shutdown(
             other.sample()
     assert "Cancel" not in caplog.text
     other.close()
+
+
+def test_a_draw_waits_once(
+    server: Serving, folder: Path, monkeypatch: pytest.MonkeyPatch, requests: list[int]
+) -> None:
+    """The request after an answer that did not come asks for the rest of the time only."""
+    waits: list[float] = []
+    request = HttpMember._request
+
+    def note(self: HttpMember, draw: Any, rows: int, wait: float) -> Any:
+        waits.append(wait)
+        return request(self, draw, rows, wait)
+
+    expstore.open(folder / "waits.exp").close()
+    with expstore.connect(f"http://127.0.0.1:{server.port}/waits", batch_size=4, wait=0.2) as rb:
+        rb.extend(batch_of(10))
+        for _ in range(4):
+            rb.sample()
+        server.app.state.stores.get("waits").rb.empty()
+        monkeypatch.setattr(HttpMember, "_request", note)
+        with pytest.raises(NotReadyError):
+            rb.sample()
+        with pytest.raises(NotReadyError):
+            next(rb.stream())
+    assert waits == [0.0, 0.0]
