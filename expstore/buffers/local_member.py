@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
@@ -18,20 +19,20 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.buffers.draw_masses import record_masses
-from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
+from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight, find_largest
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.store_handle import StorePart
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.per_key import PerKey
 from expstore.core.values import IntArray, Mass, Selection
-from expstore.errors import ArgumentError, NotFoundError, StateError
+from expstore.errors import ArgumentError, NotFoundError, RemoteError, StateError
 from expstore.rate_limiters import RateLimiter
 from expstore.samplers.base import Sampler
 from expstore.samplers.names import SAMPLERS, make_sampler
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.wire.codec import Encoder
 
 #: Samplers that remember which rows they have drawn: they need a name.
@@ -39,6 +40,8 @@ WITH_STATE = frozenset({"without_replacement", "slices_without_replacement", "st
 #: Samplers that may be given by name only, with default parameters.
 PLAIN = frozenset(SAMPLERS) - WITH_STATE
 _KEPT = 32
+#: Seconds within which the owner of a shared store writes priorities to the store.
+_OWNER_SECONDS = 0.1
 #: A buffer that draws batches for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
 _Buffer = TypeVar("_Buffer", bound=_Drawer)
@@ -118,7 +121,11 @@ class LocalMember(Member, StorePart):
     @classmethod
     def of(cls, buffer: ReplayBuffer) -> LocalMember:
         """Return the member of a buffer, always the same: all who draw from the buffer share its samplers."""
-        return buffer._keep_member(lambda: cls(buffer))
+
+        def make() -> LocalMember:
+            return cls(buffer, limiter=None if buffer.storage.follows else buffer._limiter)
+
+        return buffer._keep_member(make)
 
     def _begin(self) -> None:
         #: Held while samplers are looked up, and never while one is made or draws.
@@ -129,6 +136,11 @@ class LocalMember(Member, StorePart):
         self._named: OrderedDict[str, _Shared[TensorDictReplayBuffer]] = OrderedDict()
         self._closed = False
         self._drawn_from: ReadView | None = None
+        #: The largest priority that was set here: a copy does not know the largest one of its owner.
+        self._largest = 0.0
+        #: When a shared copy has set priorities that it may not have read yet, and when it read them last.
+        self._set: float | None = None
+        self._followed = float("-inf")
         self._counting = Lock()
         self._encoder = Encoder(lambda: self.buffer.schema)
         #: Number of rows drawn since the member was made.
@@ -152,18 +164,32 @@ class LocalMember(Member, StorePart):
 
     def read_facts(self) -> Facts:
         """Return the uuid of the store, and its status."""
-        storage = self.buffer.storage
+        storage = self._check_open()
         uuid = storage.description.uuid
         return Facts(uuid if int(uuid, 16) else f"memory-{id(storage):x}", self.read_status())
 
     def read_status(self) -> Status:
         """Return the largest priority, and what the rate limiter counts."""
-        return Status(float(self.buffer.storage.priorities.largest), self.read_limits())
+        largest = max(float(self.buffer.storage.priorities.largest), self._largest)
+        return Status(largest, self.read_limits())
 
     def read_limits(self) -> Limits | None:
         """Return what the rate limiter counts; None if there is no limiter."""
         limiter = self._limiter
         return None if limiter is None else Limits(limiter.count(), limiter.samples_per_insert)
+
+    def _check_open(self) -> ReadView:
+        """Return the storage.
+
+        Raises:
+            StateError: The member or the store is closed.
+        """
+        if self._closed:
+            raise StateError("the member is closed", hint="make a new one of the open buffer")
+        storage = self.buffer.storage
+        if storage.closed:
+            raise build_closed_error()
+        return storage
 
     # -- drawing ---------------------------------------------------------------------------------
 
@@ -172,6 +198,8 @@ class LocalMember(Member, StorePart):
         return lambda: self._draw_columns(draw, rows)
 
     def _draw_columns(self, draw: Draw, rows: int) -> Part:
+        self._check_open()
+        self._follow_priorities()
         batch, mass = self.sample(draw, rows)
         codec, columns = self._encoder.columns(batch)
         return Part(codec, list(columns), len(columns[0]), mass, self.read_status())
@@ -222,7 +250,8 @@ class LocalMember(Member, StorePart):
         Raises:
             NotFoundError: There is no sampler of this name.
         """
-        sampler, storage = _resolve(draw.sampler), self.buffer.storage
+        sampler, storage = _resolve(draw.sampler), self._check_open()
+        self._follow_priorities()
         if isinstance(sampler, str):
             _refuse_settings(draw.where, draw.seed)
             with self._use_named(sampler) as named:
@@ -403,7 +432,7 @@ class LocalMember(Member, StorePart):
                 raise ArgumentError("sampler 'consuming' does not take a seed: leave it out", kind="request")
             sampler = self._make_sampler(description, where)
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-        if storage.path is None:
+        if storage.manifest is None:
             raise StateError(
                 "rows in RAM have no named samplers: passes over them belong to their buffer's own sampler",
                 hint="use a store on disk: expstore.open(path)",
@@ -455,8 +484,34 @@ class LocalMember(Member, StorePart):
     # -- rows --------------------------------------------------------------------------------------
 
     def set_priorities(self, ids: IntArray, values: NDArray[np.float64]) -> int:
-        """Set the priorities of rows; return how many are still there."""
-        return int(self.buffer.update_priority(id=torch.from_numpy(ids), priority=torch.from_numpy(values)))
+        """Set the priorities of rows; return how many are still there.
+
+        Raises:
+            RemoteError: The process that owns the store of a shared copy does not answer.
+        """
+        storage = self._check_open()
+        try:
+            found = self.buffer.update_priority(id=torch.from_numpy(ids), priority=torch.from_numpy(values))
+        except RemoteError as exc:
+            raise RemoteError(exc.message, kind="unreachable", hint=exc.hint) from exc
+        count = int(found)
+        if storage.follows:
+            with self._counting:
+                self._set = time.monotonic()
+                self._largest = max(self._largest, find_largest(values, count))
+        return count
+
+    def _follow_priorities(self) -> None:
+        """Read the priorities that this shared copy has set: its owner writes them a moment later."""
+        if self._set is None:
+            return
+        with self._counting:
+            now, since = time.monotonic(), self._set
+            if since is None or now - self._followed < _OWNER_SECONDS:
+                return
+            self._set = None if now - since > 5 * _OWNER_SECONDS else since
+            self._followed = now
+        self.buffer.storage.follow(priorities=True)
 
     def note_write(self) -> None:
         """Notify the samplers that draw from the same storage that rows were written."""

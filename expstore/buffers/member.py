@@ -40,6 +40,16 @@ class Draw(NamedTuple):
     number: int | None = None
 
 
+def find_largest(values: NDArray[np.float64], count: int) -> float:
+    """Return a lower bound of the largest priority that was set; 0 if none was.
+
+    Args:
+        values: The priorities of the rows of a call of `set_priorities`. Shape `(n,)`.
+        count: Number of these rows that are still there.
+    """
+    return float(np.partition(values, count - 1)[count - 1]) if count else 0.0
+
+
 class Limits(NamedTuple):
     """What the rate limiter of a member counts.
 

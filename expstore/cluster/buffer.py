@@ -242,7 +242,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
     def _add(self, data: Any, source: str | None, options: dict[str, Any]) -> tuple[int, int]:
         with self._wait_to_insert([data]):
             shard = self._route(source)
-            row: int = shard.add(data, source, options)
+            row = shard.add(data, source=source, **options)
         self._raise_priorities(shard, torch.tensor([row]), data, None)
         return shard.number, row
 
@@ -338,7 +338,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
 
         def ask(shard: Shard) -> Result | QueryError:
             try:
-                found: Result = shard.call(lambda buffer: buffer.sql(query, params, limit=limit))
+                found = shard.query(query, params, limit)
             except QueryError as exc:
                 if shard.call(lambda buffer: buffer.schema) is not None:
                     raise

@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.buffers.member import Draw, Limits, Member, Part, Status
+from expstore.buffers.member import Draw, Limits, Member, Part, Status, find_largest
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.cluster.members import ShardEntry
 from expstore.core.values import IntArray, Mass
-from expstore.errors import ExpStoreError, NotReadyError, RemoteError, StateError
+from expstore.errors import ExpStoreError, NotReadyError, RemoteError, SchemaError, StateError
 from expstore.rate_limiters import Counts
 from expstore.remote.client import RemoteReplayBuffer
 from expstore.remote.forks import copy_in_child
@@ -29,6 +29,7 @@ from expstore.remote.http_member import HttpMember, read_status
 from expstore.remote.tokens import Tokens
 from expstore.remote.transport import Address, Connection
 from expstore.remote.worker import Worker
+from expstore.sql.result import Result
 from expstore.wire.codec import join_columns
 
 _Result = TypeVar("_Result")
@@ -198,8 +199,14 @@ class Shard:
 
     @contextmanager
     def name_errors(self) -> Iterator[None]:
-        """Name the shard in errors."""
+        """Name the shard in errors.
+
+        Raises:
+            StateError: The shard is closed. Servers' connections raise it by themselves.
+        """
         try:
+            if self.is_local and self._ended.is_set():
+                raise StateError("the buffer over the shards is closed", hint="open a new one")
             yield
         except ExpStoreError as exc:
             if self.is_removed:
@@ -217,18 +224,32 @@ class Shard:
         with self.name_errors():
             return act(self.buffer)
 
-    def add(self, data: Any, source: str | None, options: Mapping[str, Any]) -> int:
-        """Append one row; return its id.
+    def add(self, data: Any, **options: Any) -> int:
+        """Append one row; return its id, or -1 if it was not stored.
 
         Args:
-            data: One row.
-            source: Name of the stream of experience.
-            options: The other keywords of `add`.
+            data: The row.
+            options: `source`, `episode_info` and `validate` of `extend`.
         """
-        with self.name_errors():
-            if self.is_local:  # its `add` returns an index
-                return int(self.buffer.extend([data], source=source, return_ids=True, **options)[0])
-            return int(self.buffer.add(data, source=source, **options))
+        if not self.is_local:
+            return int(self.call(lambda buffer: buffer.add(data, **options)))
+        with self.name_errors():  # `add` of a store of this process returns an index
+            if getattr(data, "ndim", 0):
+                raise SchemaError(
+                    f"one row has no batch dims, but this has batch size {list(data.shape)}",
+                    hint="extend() it",
+                )
+            return int(self.buffer.extend([data], return_ids=True, **options)[0])
+
+    def query(
+        self, query: str, params: Sequence[object] | Mapping[str, object] | None, limit: int | None
+    ) -> Result:
+        """Run one read-only SELECT; return at most `limit` rows, or all if it is None."""
+        if not self.is_local:
+            found: Result = self.call(lambda buffer: buffer.sql(query, params, limit=limit))
+            return found
+        found = self.call(lambda buffer: buffer.sql(query, params))
+        return found if limit is None else Result(found.arrow().slice(0, limit))
 
     def ask(self, act: Callable[[Member], _Result]) -> _Result:
         """Return the result of a function of the member; errors name the shard."""
@@ -253,7 +274,7 @@ class Shard:
             if self.is_removed or (self._skips and does_not_answer(exc)):
                 return 0
             raise
-        largest = max(self.largest, float(values.max()))
+        largest = max(self.largest, find_largest(values, count))
         self.status = self.status._replace(largest_priority=largest)
         return count
 

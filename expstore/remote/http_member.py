@@ -5,12 +5,13 @@ Used by the buffers over one and over several served stores. It keeps no rows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from expstore.buffers.member import Draw, Facts, Limits, Member, Part, Status, Weight
 from expstore.core.values import IntArray, Mass
-from expstore.errors import StateError
+from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.rate_limiters import Counts
 from expstore.remote.draw_stream import DrawLink, DrawStream
 from expstore.remote.transport import ARROW, Connection, encode_json
@@ -122,7 +123,8 @@ class HttpMember(Member):
 
     def _request(self, draw: Draw, rows: int, wait: float) -> Part:
         body = self._body_of(draw, rows, wait)
-        answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=wait)
+        with _name_arguments():
+            answer = self.connection.request("POST", "sample", body=body, accept=ARROW, wait=wait)
         (frame,) = frames_in(answer.body)
         return self._decode(frame)
 
@@ -136,7 +138,8 @@ class HttpMember(Member):
 
     def weigh(self, draw: Draw, rows: int) -> Weight:
         """Return what `rows` rows would be drawn from now."""
-        facts = self.connection.request("POST", "mass", body=_describe(draw, rows)).json()
+        with _name_arguments():
+            facts = self.connection.request("POST", "mass", body=_describe(draw, rows)).json()
         unit = facts["unit"]
         return Weight(_read_mass(facts), None if unit is None else int(unit), read_status(facts))
 
@@ -154,7 +157,8 @@ class HttpMember(Member):
     ) -> None:
         """Make the server keep a sampler under a name."""
         body = {"sampler": dict(sampler), "where": where, "seed": seed}
-        self.connection.request("PUT", f"samplers/{quote(name, safe='')}", body=body)
+        with _name_arguments():
+            self.connection.request("PUT", f"samplers/{quote(name, safe='')}", body=body)
 
     def forget_sampler(self, name: str) -> None:
         """Make the server forget a named sampler."""
@@ -170,6 +174,19 @@ class HttpMember(Member):
         self.connection.close()  # first: a thread that is woken must not send a request
         self._stream.close()
         self._worker.close()
+
+
+@contextlib.contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Raise ArgumentError for a request that a server refuses: it has no rows that could not fit a schema."""
+    try:
+        yield
+    except SchemaError as exc:
+        if exc.kind != "request":
+            raise
+        error = ArgumentError(exc.message, kind=exc.kind, hint=exc.hint)
+        error.status = exc.status
+        raise error from exc
 
 
 def _describe(draw: Draw, rows: int) -> dict[str, Any]:

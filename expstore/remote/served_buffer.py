@@ -373,8 +373,14 @@ class ServedBuffer(LocalOnly, Generic[_Id]):
 
     def samplers(self) -> dict[str, dict[str, Any]]:
         """Return the descriptions of the samplers that all stores keep, by name."""
-        first, *others = self._ask_each(lambda member: member.samplers())
-        return {name: one for name, one in first.items() if all(each.get(name) == one for each in others)}
+        found = self._ask_each(lambda member: member.samplers())
+        descriptions = {}
+        for name in set(found[0]).intersection(*found):
+            each = [one[name] for one in found]
+            whole = {key: value for one in each for key, value in one.items()}
+            if all(whole == whole | one for one in each):  # servers add the parameters that have defaults
+                descriptions[name] = whole
+        return descriptions
 
     @abstractmethod
     def _ask_each(self, act: Callable[[Member], _Result]) -> list[_Result]:
