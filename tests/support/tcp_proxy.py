@@ -18,7 +18,8 @@ class Proxy:
     Args:
         port: Port of the server.
         trouble: Called for each connection with its number from 0 on: "" forwards everything, "refuse" resets
-            at once, "answer" resets when the response begins, "half" after half of its first part.
+            at once, "answer" resets when the response begins, "half" after half of its first part, "hold"
+            keeps the response until `release` is set.
     """
 
     def __init__(self, port: int, trouble: Callable[[int], str]) -> None:
@@ -26,6 +27,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.connections = 0
+        self.release = threading.Event()
         self._open: list[socket.socket] = []
 
     def __enter__(self) -> Self:
@@ -36,6 +38,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.release.set()
         self.cut()
 
     def cut(self) -> None:
@@ -54,10 +57,15 @@ class Proxy:
             if trouble == "refuse":
                 _reset(client)
                 continue
-            server = socket.create_connection(self._target)
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # it was killed, and may come back
+                _reset(client)
+                continue
             self._open += [client, server]
-            threading.Thread(target=_pump, args=(client, server, ""), daemon=True).start()
-            threading.Thread(target=_pump, args=(server, client, trouble), daemon=True).start()
+            threading.Thread(target=_pump, args=(client, server, "", self.release), daemon=True).start()
+            back = (server, client, trouble, self.release)
+            threading.Thread(target=_pump, args=back, daemon=True).start()
 
 
 def _reset(sock: socket.socket) -> None:
@@ -67,12 +75,14 @@ def _reset(sock: socket.socket) -> None:
     sock.close()
 
 
-def _pump(source: socket.socket, sink: socket.socket, trouble: str) -> None:
+def _pump(source: socket.socket, sink: socket.socket, trouble: str, release: threading.Event) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             if trouble == "half":
                 sink.sendall(data[: len(data) // 2])
-            if trouble:
+            if trouble == "hold":
+                release.wait()
+            elif trouble:
                 break
             sink.sendall(data)
     for sock in (source, sink):
