@@ -21,6 +21,7 @@ from anyio import CapacityLimiter
 
 import expstore
 from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
+from expstore.api.done_keys import DoneKeys
 from expstore.api.errors import Refusal
 from expstore.api.page.histograms import times_of
 from expstore.api.page.summary import Summarizer
@@ -98,6 +99,8 @@ class Served:
             rb, limiter=limiter, make=partial(make_limited, seconds=settings.sql_seconds)
         )
         self.summarizer = Summarizer(name, path, rb, lambda: self.member.rows_drawn)
+        #: Numbers of rows whose priorities were set, by the keys of the requests.
+        self.updates: DoneKeys[int] = DoneKeys()
         #: Answers of the route for series.
         self.charts = RecentAnswers()
         self.encoder = Encoder(lambda: rb.schema)

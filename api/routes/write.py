@@ -348,14 +348,22 @@ class Done(BaseModel):
 
 
 @router.post("/stores/{name}/priorities", summary="Set priorities", responses=problems(408, 413, 415))
-async def priorities(store: Store, asked: Priorities) -> Updated:
-    """Set the priorities of rows. Ids whose rows are not in the store any more are ignored."""
-    ids = check_ids(asked.ids)
+async def priorities(store: Store, asked: Priorities, idempotency_key: _Key = None) -> Updated:
+    """Set the priorities of rows. Ids whose rows are not in the store any more are ignored.
+
+    A request that is repeated with its key sets nothing, so that it does not undo what others have set since;
+    the server remembers keys of priorities until it ends.
+    """
+    ids, key = check_ids(asked.ids), _key_of(idempotency_key)
     if len(asked.priorities) != len(asked.ids):
         raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
                       hint="send one priority for each id")  # fmt: skip
     values = torch.tensor(asked.priorities, dtype=torch.float64)
-    return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
+
+    def update() -> int:
+        return store.updates.once(key, lambda: int(store.rb.update_priority(id=ids, priority=values)))
+
+    return Updated(updated=await store.run(update))
 
 
 @router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))

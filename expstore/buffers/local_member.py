@@ -178,6 +178,11 @@ class LocalMember(Member, StorePart):
         limiter = self._limiter
         return None if limiter is None else Limits(limiter.count(), limiter.samples_per_insert)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed; the buffer may be open, and makes another member then."""
+        return self._closed
+
     def _check_open(self) -> ReadView:
         """Return the storage.
 
@@ -432,7 +437,7 @@ class LocalMember(Member, StorePart):
                 raise ArgumentError("sampler 'consuming' does not take a seed: leave it out", kind="request")
             sampler = self._make_sampler(description, where)
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-        if storage.manifest is None:
+        if storage.manifest is None or storage.path is None:
             raise StateError(
                 "rows in RAM have no named samplers: passes over them belong to their buffer's own sampler",
                 hint="use a store on disk: expstore.open(path)",

@@ -221,7 +221,7 @@ class ReplayBuffer:
 
     def _keep_member(self, make: Callable[[], _Part]) -> _Part:
         """Return the part that draws for buffers over several stores; made once, closed with the buffer."""
-        if self._member is None:
+        if self._member is None or self._member.is_closed:
             self._member = make()
             self._store.add_part(self._member)
         part: _Part = self._member

@@ -298,3 +298,17 @@ def test_json_answers(client: httpx.Client) -> None:
     asked = {"batch_size": 4, "seed": 5, "draw": 2}
     told = client.post(f"{RUN}/sample", json=asked, headers={"Accept": "application/json"}).json()["rows"]
     np.testing.assert_array_equal(told["observation"], sample(client, **asked)["observation"].numpy())
+
+
+def test_priorities_that_are_sent_again_undo_nothing(client: httpx.Client) -> None:
+    post_rows(client, 10).raise_for_status()
+    asked = {"ids": [1, 2, 99], "priorities": [2.0, 2.0, 2.0]}
+    first = {"Idempotency-Key": "session-1"}
+    for headers, priority in ((first, 2.0), ({}, 5.0), (first, 2.0)):
+        body = asked | {"priorities": [priority] * 3}
+        assert client.post(f"{RUN}/priorities", json=body, headers=headers).json() == {"updated": 2}
+    assert client.get(RUN).json()["largest_priority"] == 5.0
+    weighed = client.post(f"{RUN}/mass", json={"sampler": {"kind": "prioritized", "alpha": 1.0}}).json()
+    assert weighed["mass"] == pytest.approx(2 * 5.0 + 8 * 1.0)
+    refused = client.post(f"{RUN}/priorities", json=asked, headers={"Idempotency-Key": "x" * 200})
+    assert refused.status_code == 400

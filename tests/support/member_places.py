@@ -69,7 +69,7 @@ class Place:
 
     def make_other(self) -> Member:
         """Return another member over the same store."""
-        return LocalMember.of(self.rb)
+        return LocalMember(self.rb)
 
     def restart(self) -> None:
         self.kill()

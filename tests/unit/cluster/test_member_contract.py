@@ -351,7 +351,6 @@ def test_an_append_whose_answer_is_lost_is_stored_once(make: Callable[..., Any],
         assert ids_of(place.member, Draw(PRIORITIZED, seed=1, number=number)) == wanted[number]
 
 
-@pytest.mark.xfail(reason="the server ignores the idempotency key of priorities")
 def test_priorities_whose_answer_is_lost_are_not_set_again_over_newer_ones(make: Callable[..., Any]) -> None:
     place = make("served")
     ids = place.append()
