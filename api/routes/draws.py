@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 from expstore.api.bodies import ARROW, NDJSON
 from expstore.api.dependencies import BATCHES_ANSWER, Limits, Store, create_router, problems
 from expstore.api.errors import Refusal
-from expstore.api.routes.sample import PART_BYTES, ArrowBatches, SampleRequest, check_request, make_draw
+from expstore.api.routes.sample import PART_BYTES, ArrowBatches, StreamRequest, check_request, make_draw
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
+from expstore.buffers.local_member import Drawn
 from expstore.errors import ExpStoreError
 
 router = create_router("sampling")
@@ -60,12 +61,12 @@ _LOOK_SECONDS = 0.5
     },
 )
 async def draws(request: Request, store: Store, limits: Limits) -> Response:
-    """Draw a batch for each line of the body, when the line arrives.
+    """Draw a batch, or several, for each line of the body when the line arrives.
 
-    The answer begins at once. It is one Arrow stream, with a record batch for each line in their order. So a
-    client sends a line when it wants a batch, and needs no request for each. The answer ends with the body;
-    when a batch cannot be drawn, of which `sample` says why; when the fields of the store change; and after
-    a time without a line.
+    The answer begins at once. It is one Arrow stream, with a record batch for each line in their order, or
+    `batches` of them. So a client sends a line when it wants batches, and needs no request for each. The
+    answer ends with the body; when a batch cannot be drawn, of which `sample` says why; when the fields of
+    the store change; and after a time without a line.
     """
     return _Draws(store, limits)
 
@@ -85,6 +86,9 @@ class _Draws(Response):
         del self.headers["content-length"]
         self._store, self._limits = store, limits
         self._batches = ArrowBatches(store, None)
+        #: Draws batches of the request that is being answered, and how many it has drawn.
+        self._draw: Callable[[int], Drawn] | None = None
+        self._drawn = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read lines, and send batches, until the client or this server ends it."""
@@ -93,7 +97,7 @@ class _Draws(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with contextlib.suppress(ExpStoreError, ValidationError):
             async for lines in self._read_lines(receive):
-                asked = [SampleRequest.model_validate_json(line) for line in lines]
+                asked = [StreamRequest.model_validate_json(line) for line in lines]
                 while asked:
                     seconds = check_request(asked[0], self._limits)
                     part, rows = await self._store.run_patiently(partial(self._answer, asked), seconds)
@@ -102,23 +106,28 @@ class _Draws(Response):
         self._batches.end()
         await send({"type": "http.response.body", "body": bytes(self._batches.take())})
 
-    def _answer(self, asked: list[SampleRequest]) -> tuple[bytes | memoryview, int]:
-        """Draw a part of the answer: one batch at least; take its requests out of the list.
+    def _answer(self, asked: list[StreamRequest]) -> tuple[bytes | memoryview, int]:
+        """Draw a part of the answer: one batch at least; take its batches out of the requests.
 
         If a later batch cannot be drawn, the part ends before it, and the next call raises the error.
         """
         rows = 0
         while asked and self._batches.pending < PART_BYTES:
             try:
-                check_request(asked[0], self._limits)
-                drawn = make_draw(self._store, asked[0], self._limits, ARROW)(0)
+                if self._draw is None:
+                    check_request(asked[0], self._limits)
+                    self._draw, self._drawn = make_draw(self._store, asked[0], self._limits, ARROW), 0
+                drawn = self._draw(self._drawn)
                 self._batches.write(drawn)
             except ExpStoreError:
                 if not rows:
                     raise
                 break
             rows += drawn.batch.numel()
-            del asked[0]
+            self._drawn += 1
+            if self._drawn == (asked[0].batches or 1):
+                self._draw = None
+                del asked[0]
         return self._batches.take(), rows
 
     async def _read_lines(self, receive: Receive) -> AsyncIterator[list[bytes]]:

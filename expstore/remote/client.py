@@ -6,7 +6,6 @@ Used by programs that train or act on other machines. `expstore.remote.transport
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -228,9 +227,8 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         given = 0
         while batches is None or given < batches:
             begin, left = self._draw, None if batches is None else batches - given
-            numbers = itertools.repeat(None) if self._seed is None else itertools.count(begin)
-            draws = (self._wanted._replace(number=number) for number in itertools.islice(numbers, left))
-            with closing(self.member.stream(draws, size, ahead=self._prefetch)) as parts:
+            draw = self._wanted._replace(number=None if self._seed is None else begin)
+            with closing(self.member.stream(draw, size, batches=left, ahead=self._prefetch)) as parts:
                 for number, part in enumerate(parts, begin):
                     if self._is_next(number):
                         given += 1

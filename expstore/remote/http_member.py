@@ -6,12 +6,10 @@ Used by the buffers over one and over several served stores. It keeps no rows.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -78,35 +76,34 @@ class HttpMember(Member):
             return self._take(self._stream.take(), draw, rows, began)
         return self._request(draw, rows, self._wait)
 
-    def stream(self, draws: Iterable[Draw], rows: int, *, ahead: int) -> Generator[Part]:
-        """Yield the rows of draws; the server draws the next ones meanwhile.
+    def stream(self, draw: Draw, rows: int, *, batches: int | None, ahead: int) -> Generator[Part]:
+        """Yield batches; the server draws the next ones meanwhile.
 
         Args:
-            draws: Which rows, for each draw.
-            rows: Number of rows of each.
-            ahead: Number of draws that are asked for at a time.
+            draw: Which rows; its number is that of the first batch.
+            rows: Number of rows of a batch.
+            batches: Number of batches; None: no end.
+            ahead: Number of batches that are asked for at a time.
 
         Raises:
             StateError: It is used in another process than the one that made it.
         """
-        pid, link, left = os.getpid(), DrawLink(self.connection, wait=self._wait), iter(draws)
-        asked: deque[tuple[Draw, float]] = deque()
-        sent = 0  # number of `asked` that the connection has
+        pid, link, taken = os.getpid(), DrawLink(self.connection, wait=self._wait), 0
+        asked, since = 0, 0.0  # number of batches that the connection has to send, and when it was asked
         try:
-            while True:
-                if sent <= ahead // 2:  # several at once take less of both processes' time
-                    now = time.monotonic()
-                    asked += [(draw, now) for draw in itertools.islice(left, ahead - len(asked))]
-                    new = itertools.islice(asked, sent, None)
-                    lines = [self._body_of(draw, rows, self._wait) for draw, _ in new]
-                    if lines and link.send(b"\n".join(lines)):
-                        sent = len(asked)
-                if not asked:
-                    return
-                frame = link.read() if sent else None
-                sent = 0 if frame is None else sent - 1
-                yield self._take(frame, asked[0][0], rows, asked[0][1])
-                asked.popleft()
+            while batches is None or taken < batches:
+                if asked <= ahead // 4:  # several at once take less of both processes' time
+                    count = ahead - asked
+                    if batches is not None:
+                        count = min(count, batches - taken - asked)
+                    body = _describe(_advance(draw, taken + asked), rows) | {"batches": count}
+                    if count and link.send(encode_json(body | {"wait": self._wait})):
+                        asked, since = asked + count, time.monotonic()
+                frame = link.read() if asked else None
+                asked = 0 if frame is None else asked - 1
+                part = self._take(frame, _advance(draw, taken), rows, since)
+                taken += 1
+                yield part
                 if os.getpid() != pid:
                     raise StateError(
                         "this iteration belongs to another process", hint="begin a new iteration here"
@@ -129,7 +126,7 @@ class HttpMember(Member):
         return self._decode(frame)
 
     def _body_of(self, draw: Draw, rows: int, wait: float) -> bytes:
-        return encode_json(_describe(draw, rows) | {"draw": draw.number, "wait": wait})
+        return encode_json(_describe(draw, rows) | {"wait": wait})
 
     def _decode(self, frame: Frame) -> Part:
         codec, columns = self._decoder.read_columns(frame)
@@ -139,7 +136,9 @@ class HttpMember(Member):
     def weigh(self, draw: Draw, rows: int) -> Weight:
         """Return what `rows` rows would be drawn from now."""
         with _name_arguments():
-            facts = self.connection.request("POST", "mass", body=_describe(draw, rows)).json()
+            facts = self.connection.request(
+                "POST", "mass", body=_describe(draw._replace(number=None), rows)
+            ).json()
         unit = facts["unit"]
         return Weight(_read_mass(facts), None if unit is None else int(unit), read_status(facts))
 
@@ -191,7 +190,13 @@ def _name_arguments() -> Iterator[None]:
 
 def _describe(draw: Draw, rows: int) -> dict[str, Any]:
     sampler = dict(draw.sampler) if isinstance(draw.sampler, Mapping) else draw.sampler
-    return {"sampler": sampler, "where": draw.where, "seed": draw.seed, "batch_size": rows}
+    body = {"sampler": sampler, "where": draw.where, "seed": draw.seed, "batch_size": rows}
+    return body if draw.number is None else body | {"draw": draw.number}
+
+
+def _advance(draw: Draw, count: int) -> Draw:
+    """Return a later draw of the same seed."""
+    return draw if draw.number is None else draw._replace(number=draw.number + count)
 
 
 def read_status(facts: Mapping[str, Any]) -> Status:

@@ -16,9 +16,8 @@ from expstore.api import Settings, create_app
 from expstore.wire.stream import frames_in
 from tests.support.asgi import call
 
-LINE = (
-    json.dumps({"batch_size": 3, "sampler": {"kind": "prioritized"}, "seed": 5, "draw": 0}).encode() + b"\n"
-)
+ASKED = {"batch_size": 3, "sampler": {"kind": "prioritized"}, "seed": 5, "draw": 0}
+LINE = json.dumps(ASKED).encode() + b"\n"
 
 
 @pytest.fixture
@@ -51,6 +50,14 @@ def test_each_line_gets_a_batch(folder: Path) -> None:
         assert [frame.rows for frame in frames] == [3, 3]
         first, second = (bytes(frame.memory[frame.body :]) for frame in frames)
         assert first == second  # the same draw of the seed
+
+
+def test_a_line_may_ask_for_several_batches(folder: Path) -> None:
+    several = json.dumps(ASKED | {"batches": 3}).encode() + b"\n"
+    _, alone = send(folder, [json.dumps(ASKED | {"draw": n}).encode() + b"\n" for n in range(3)])
+    _, frames = send(folder, [several, LINE])
+    bodies = [bytes(frame.memory[frame.body :]) for frame in frames]
+    assert bodies == [bytes(frame.memory[frame.body :]) for frame in (*alone, alone[0])]
 
 
 @pytest.mark.parametrize(
