@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -41,6 +42,7 @@ from expstore.errors import (
     StateError,
     StorageError,
 )
+from expstore.remote.local_only import INSTEAD
 from expstore.remote.transport import Address, Connection, _error_of
 from tests.support.arrow_bodies import batch_of
 from tests.support.servers import KillableServer, Serving
@@ -431,6 +433,26 @@ def test_calls_that_need_local_rows_are_refused_with_a_hint(server: Serving, fol
         act(rb)
     assert caught.value.kind == "local_only"
     assert caught.value.hint
+
+
+def test_every_refused_name_has_its_hint_in_the_table() -> None:
+    """Types, docstrings and errors are made from one table."""
+    connection = expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
+    rb = RemoteReplayBuffer(connection)
+    brackets = {"rb[...]": "__getitem__", "rb[...] = rows": "__setitem__"}
+    for name, hint in INSTEAD.items():
+        *parts, last = brackets.get(name, name).split(".")
+        owner = functools.reduce(getattr, parts, rb)
+        found = getattr(type(owner), last)
+        method = found.fget if isinstance(found, property) else found
+        assert method.__name__ == last
+        assert method.__doc__ is not None
+        assert method.__doc__.startswith(f"Raise RemoteError: `{name}` is not available over a connection.")
+        assert hint in method.__doc__
+        with pytest.raises(RemoteError) as caught:
+            method(owner)
+        assert (caught.value.kind, caught.value.hint) == ("local_only", hint)
+        assert caught.value.message == f"{name} is not available over a connection"
 
 
 def test_a_connection_is_shared_as_it_is(server: Serving, name: str) -> None:
