@@ -28,13 +28,13 @@ SERVER = "http://trainer:8420"
 #: Pages whose blocks run here. Before them only the first example of the front page, if they name it.
 PAGES = (
     "columns", "collecting", "durability", "episodes", "exchange", "gymnasium", "images", "notebooks",
-    "processes", "readers", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl",
+    "processes", "retention", "sampling", "server", "sql", "stable_baselines3", "torchrl",
     "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
     "README", "benchmarks", "cleanrl", "cluster", "comparison", "datasets", "development", "disk", "errors",
-    "faq", "format", "http", "index", "installing", "numpy", "object_storage", "page", "ray", "storages",
+    "faq", "format", "http", "index", "installing", "numpy", "object_storage", "page", "storages",
     "torchrl_names", "trackers",
 )  # fmt: skip
 
@@ -126,15 +126,17 @@ def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_the_shards_of_their_page_are_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stores of one server in place of three machines."""
+    """Open buffers; then three stores of one server in place of three machines."""
     page = read_page("cluster")
-    fixed, changing = blocks(page, "python")
+    page, _, _ = page.partition("\n## Shards on Ray\n")  # tests/unit/on_ray/test_cluster.py runs these blocks
+    here, fixed, changing = blocks(page, "python")
     command, changes = blocks(page, "sh")
     assert command.startswith("expstore serve runs")
     monkeypatch.chdir(tmp_path)
     Path("token").write_text("that-nobody-guesses\n")
     names: dict[str, object] = {}
     execute(blocks(README, "python")[0], names)
+    execute(here, names, "docs/cluster.md")
     for name in "abc":
         expstore.open(f"runs/{name}.exp", mode="x").close()
     limits = "--samples-per-insert", "4", "--error-buffer", "inf"

@@ -430,7 +430,7 @@ def test_a_shard_on_a_lost_node_is_replaced_from_an_object_storage(connected: No
 
 @pytest.mark.torture
 def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "ray.md").read_text()
+    page = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Shards on Ray\n")[2]
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 4
     monkeypatch.setattr(ray, "init", lambda: None)  # this process is connected already
@@ -438,7 +438,7 @@ def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch
     # The second block is another program, which has a buffer of its own.
     with contextlib.ExitStack() as stack:
         for block in blocks:
-            exec(compile(block.replace("/data", str(tmp_path)), "docs/ray.md", "exec"), names)
+            exec(compile(block.replace("/data", str(tmp_path)), "docs/cluster.md", "exec"), names)
             stack.callback(names["rb"].close)
         assert names["states"] == ["serving"] * 3
         assert 0 < names["rows"].count() <= 4000
