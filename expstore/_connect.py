@@ -117,7 +117,8 @@ def connect(
             shards, seconds for which requests to a shard that does not answer are repeated; None for those of
             `retries`, or without limit with `down="wait"`.
         device: Device of the returned batches.
-        prefetch: Number of batches that an iteration over one store prefetches, in a thread; None for 8.
+        prefetch: Number of batches that an iteration over one store asks for at a time: the server draws them
+            while earlier ones are used. None for 32.
         priority_key: The entry of a sample in which `update_priority` finds priorities.
         as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
             memory, by default.

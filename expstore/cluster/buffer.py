@@ -386,8 +386,8 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
     # -- the shards ------------------------------------------------------------------------------
 
     @property
-    def shards(self) -> dict[int, RemoteReplayBuffer]:
-        """The buffer over each shard alone, by the shard's number."""
+    def shards(self) -> dict[int, RemoteReplayBuffer | ReplayBuffer]:
+        """The buffer over each shard alone, by the shard's number; an open buffer is returned itself."""
         return {number: shard.buffer for number, shard in self._shards.by_number.items()}
 
     @property

@@ -176,8 +176,8 @@ class Many:
             raise StateError(
                 f"the batch size must be a multiple of the length of slices, got {wanted.size} and {unit}"
             )
-        numbers = [(number, wanted.lane) for number in range(first, first + count)]
-        return _Plan(shards, assumed, draw_counts(self._seed, numbers, wanted.size // unit, assumed), unit)
+        counts = draw_counts(self._seed, (first, wanted.lane), count, wanted.size // unit, assumed)
+        return _Plan(shards, assumed, counts, unit)
 
     def _plan_rest(
         self, shards: tuple[Shard, ...], live: Sequence[Shard], first: int, wanted: _Wanted

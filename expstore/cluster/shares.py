@@ -26,21 +26,22 @@ def derive_seed(seed: int, *path: int) -> int:
 
 
 def draw_counts(
-    seed: int, numbers: Sequence[tuple[int, int]], units: int, totals: NDArray[np.float64]
+    seed: int, number: tuple[int, int], batches: int, units: int, totals: NDArray[np.float64]
 ) -> IntArray:
     """Draw how many units of each batch every shard draws. Shape `(batches, shards)`.
 
     Args:
         seed: Seed of the draws.
-        numbers: The number of each batch, as a pair of words.
+        number: The number of the first batch, as a pair of words.
+        batches: Number of batches.
         units: Number of units of a batch: of rows, or of slices.
         totals: Mass of each shard, of which at least one is above 0. Shape `(shards,)`.
     """
     # Only shards with mass: the last entry of a multinomial gets what rounding leaves.
     draws, some = Draws(seed, _SHARES), np.flatnonzero(totals)
     chances = totals[some] / totals.sum()
-    counts = np.zeros((len(numbers), totals.size), np.int64)
-    counts[:, some] = [draws.numbers(number).multinomial(units, chances) for number in numbers]
+    counts = np.zeros((batches, totals.size), np.int64)
+    counts[:, some] = draws.numbers(number).multinomial(units, chances, batches)
     return counts
 
 

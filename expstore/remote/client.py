@@ -44,6 +44,8 @@ from expstore.wire.stream import frames_in, read_table, write_stream
 from expstore.wire.tables import describe_left_out, find_names, is_table, take_table, to_table
 
 _logger = logging.getLogger("expstore")
+#: Batches that an iteration asks for at a time: about a megabyte of small ones goes into a part of an answer.
+_AHEAD = 32
 _Result = TypeVar("_Result")
 
 
@@ -71,7 +73,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         super().__init__(options)
         self._connection, self._decoder = connection, Decoder()
         #: Draws, weighs and sets priorities.
-        self._wait, self._prefetch = options.wait or 0.0, options.prefetch or 8
+        self._wait, self._prefetch = options.wait or 0.0, options.prefetch or _AHEAD
         self.member = HttpMember(connection, wait=self._wait)
         self._fields: Schema | None = None
         self._has_warned = False  # of names that are left out

@@ -92,7 +92,7 @@ class HttpMember(Member):
         asked, since = 0, 0.0  # number of batches that the connection has to send, and when it was asked
         try:
             while batches is None or taken < batches:
-                if asked <= ahead // 4:  # several at once take less of both processes' time
+                if asked <= ahead // 2:  # several at once take less of both processes' time
                     count = ahead - asked
                     if batches is not None:
                         count = min(count, batches - taken - asked)
