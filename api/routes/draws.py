@@ -32,6 +32,8 @@ router = create_router("sampling")
 _LINE_BYTES = 64 * 1024
 #: Seconds between two looks at whether the server shuts down or the store is deleted.
 _LOOK_SECONDS = 0.5
+#: The message that a client has disconnected.
+_GONE = "http.disconnect"
 
 
 @router.post(
@@ -89,6 +91,8 @@ class _Draws(Response):
         #: Draws batches of the request that is being answered, and how many it has drawn.
         self._draw: Callable[[int], Drawn] | None = None
         self._drawn = 0
+        #: The next part of the body.
+        self._arriving: asyncio.Future[Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read lines, and send batches, until the client or this server ends it."""
@@ -98,7 +102,7 @@ class _Draws(Response):
         with contextlib.suppress(ExpStoreError, ValidationError):
             async for lines in self._read_lines(receive):
                 asked = [StreamRequest.model_validate_json(line) for line in lines]
-                while asked:
+                while asked and not self._is_over(receive):
                     seconds = check_request(asked[0], self._limits)
                     part, rows = await self._store.run_patiently(partial(self._answer, asked), seconds)
                     scope["expstore.rows_out"] += rows
@@ -130,19 +134,25 @@ class _Draws(Response):
                 del asked[0]
         return self._batches.take(), rows
 
+    def _is_over(self, receive: Receive) -> bool:
+        """Return whether the client has gone, or the server ends the answer; otherwise await more lines."""
+        arriving = self._arriving
+        if arriving is None:
+            self._arriving = asyncio.ensure_future(receive())
+            return self._store.is_over
+        has_gone = arriving.done() and not arriving.exception() and arriving.result()["type"] == _GONE
+        return has_gone or self._store.is_over
+
     async def _read_lines(self, receive: Receive) -> AsyncIterator[list[bytes]]:
         rest = bytearray()
-        arriving: asyncio.Future[Any] | None = None
         try:
-            while True:
-                if arriving is None:
-                    arriving = asyncio.ensure_future(receive())
+            while not self._is_over(receive):
+                arriving = self._arriving
+                assert arriving is not None, "it has begun"
                 done, _ = await asyncio.wait([arriving], timeout=_LOOK_SECONDS)
-                if self._store.is_over:
-                    return
                 if not done:
                     continue
-                message, arriving = arriving.result(), None
+                message, self._arriving = arriving.result(), None
                 rest += message.get("body", b"")
                 *lines, rest = rest.split(b"\n")
                 if lines:
@@ -150,7 +160,7 @@ class _Draws(Response):
                 if not message.get("more_body", False) or len(rest) > _LINE_BYTES:
                     return
         finally:
-            if arriving is not None:
-                arriving.cancel()
+            if self._arriving is not None:
+                self._arriving.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Refusal):
-                    await arriving
+                    await self._arriving

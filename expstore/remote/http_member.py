@@ -92,6 +92,7 @@ class HttpMember(Member):
         asked, since = 0, 0.0  # number of batches that the connection has to send, and when it was asked
         try:
             while batches is None or taken < batches:
+                since = since if asked else time.monotonic()
                 if asked <= ahead // 2:  # several at once take less of both processes' time
                     count = ahead - asked
                     if batches is not None:

@@ -77,3 +77,19 @@ def test_lines_and_bodies_without_an_end(folder: Path) -> None:
     _, frames = send(folder, [LINE, LINE[:-1]])
     assert [frame.rows for frame in frames] == [3]
     assert send(folder, [LINE], name="other")[0] == 404
+
+
+def test_a_client_that_has_gone_gets_no_more_batches(folder: Path) -> None:
+    """Otherwise one line could keep the server busy for ever."""
+    app = create_app(Settings(path=folder))
+    line = json.dumps(ASKED | {"batches": 1 << 40}).encode() + b"\n"
+    drawn: list[int] = []
+
+    async def run() -> None:
+        incoming = [{"type": "http.request", "body": line, "more_body": True}]
+        async with app.router.lifespan_context(app):
+            await call(app, method="POST", path="/v1/stores/run/draws", incoming=incoming)
+            drawn.append(app.state.stores.get("run").member.rows_drawn)
+
+    asyncio.run(run())
+    assert 0 <= drawn[0] < 100_000
