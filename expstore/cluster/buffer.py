@@ -218,7 +218,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         while batches is None or given < batches:
             if size == self._batch_size:
                 is_more = batches is None or batches - given > 1
-                # Rows that are drawn once would be lost in batches that nobody takes.
+                # Rows that are drawn once would be lost in batches that are not taken.
                 drawn = self._queue.take(prefetch=partial(self._may_prefetch, is_more))
                 yield self._to_numpy(self._convert(drawn), as_numpy)
             else:

@@ -75,7 +75,7 @@ class DrawLink:
         return download
 
     def read(self) -> Frame | None:
-        """Return the next answer; None if there is none: the draws that were sent must be requested.
+        """Return the next answer; None without one: the draws that were sent must be requested.
 
         Raises:
             RemoteError: There was no answer in time, and the connection does not repeat requests.

@@ -393,7 +393,7 @@ def run_exp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["sql", "SELECT 1", "run.exp"], 2, 'write expstore sql run.exp "SELECT 1"'),
         (["push", "run.exp", "folder"], 2, "for a version in a local folder there are expstore dumps and"),
         (["push", "run.exp", "s3://b/x"], 2, "names the bucket 'b'; names of buckets have 3 to 63 letters"),
-        (["runn.exp"], 2, "runn.exp is not a store: there is no such folder"),
+        (["rnu.exp"], 2, "rnu.exp is not a store: there is no such folder"),
         (["./runs/run"], 2, "runs/run is not a store: there is no such folder"),
         (["serve", "run.exp", "--error-buffer", "3"], 2, "error_buffer requires samples_per_insert"),
         (["sql", "run.exp", " "], 2, "found 0 statements; write one, such as SELECT count(*)"),
