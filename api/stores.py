@@ -211,7 +211,10 @@ class Served:
     def _start_sql(self) -> SqlWorker:
         settings = self._settings
         limits = SqlLimits(seconds=settings.sql_seconds, rows=settings.sql_rows)
-        return SqlWorker(self.path, limits=limits, drain=self.rb.storage.drain)
+        storage = self.rb.storage
+        # The process reads the files: they must have the priorities that were set before the query, too.
+        drain = storage.write_values if isinstance(storage, Store) else storage.drain
+        return SqlWorker(self.path, limits=limits, drain=drain)
 
     def end_silent(self) -> None:
         """End the remote sessions that have been silent for `session_timeout` seconds."""

@@ -94,6 +94,15 @@ def test_sql_reads_what_was_written_before_it_came(client: httpx.Client) -> None
 
 
 @pytest.mark.slow
+def test_sql_reads_the_priorities_that_were_set_before_it_came(client: httpx.Client) -> None:
+    post_rows(client, 10)
+    for round_ in range(1, 8):
+        body = {"ids": [3, 4], "priorities": [round_, 2 * round_]}
+        client.post(f"{RUN}/priorities", json=body).raise_for_status()
+        found = ask(client, "SELECT _priority FROM transitions WHERE _id IN (3, 4) ORDER BY _id")
+        assert found == [[round_], [2 * round_]]
+
+
 def test_sql_that_is_refused(client: httpx.Client, tmp_path: Path) -> None:
     post_rows(client, 30)
     (tmp_path / "secret").write_text("canary")
