@@ -30,5 +30,5 @@ def serving_public_addresses(folder: Path, stores: Path) -> Iterator[DataServer]
         for name in names:
             made = getattr(expstore.datasets, name).__init__
             if "mirror" in inspect.signature(made).parameters:
-                patch.setitem(made.__kwdefaults__, "mirror", server.url)
+                patch.setitem(inspect.unwrap(made).__kwdefaults__, "mirror", server.url)
         yield server
