@@ -276,7 +276,7 @@ def test_a_served_store_has_returns_and_lengths_but_no_frames(rb: Any, tmp_path:
     rb.close()
     with Serving(Settings(path=tmp_path)) as server, expstore.connect(f"{server.url}/a") as remote:
         assert len(plot.returns(remote, where="length > ?", params=[10]).lines) == 4
-        with pytest.raises(RemoteError, match="the storage"):
+        with pytest.raises(RemoteError, match="storage is not available"):
             plot.episode(remote, 1)  # type: ignore[call-overload]
 
 
