@@ -29,6 +29,7 @@ from expstore.disk.message_socket import MessageSocket, connect
 from expstore.disk.shared_memory import SharedMemory
 from expstore.errors import RemoteError
 from expstore.schema.schema import Schema
+from expstore.storages.read_view import build_closed_error
 from expstore.wire.slots import (
     NO_KEY,
     Call,
@@ -224,7 +225,7 @@ class WritingProxy:
         link = self._link
         if link is None or link.gone:
             if self._closed:
-                raise RemoteError("the buffer is closed", kind="owner_gone")
+                raise build_closed_error()
             if link is not None:
                 link.close()
             self._link = link = _Link(connect(self.address))

@@ -33,7 +33,6 @@ COUNT, LENGTH = 60, 6
 CANNOT: dict[tuple[str, str], type[ExpStoreError]] = {
     ("shared", "consume"): StateError,  # counts of draws are written by the owner only
     ("shared", "restore"): StateError,  # only the owner replaces the content
-    ("shared", "append to a closed buffer"): RemoteError,  # StateError elsewhere
 }
 
 
