@@ -99,9 +99,9 @@ class Gateway:
             await exchange.end(answer(500, "internal", "the server failed; its log has the details"))
         finally:
             self._metrics.in_flight.dec()
-            self._note(exchange, route.path, time.perf_counter() - began)
+            self._record(exchange, route.path, time.perf_counter() - began)
 
-    def _note(self, exchange: _Exchange, route: str, seconds: float) -> None:
+    def _record(self, exchange: _Exchange, route: str, seconds: float) -> None:
         scope = exchange.scope
         method = scope["method"] if scope["method"] in _METHODS else "other"
         amounts = {

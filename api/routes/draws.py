@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
-from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -54,7 +53,7 @@ _GONE = "http.disconnect"
                 NDJSON: {
                     "schema": {
                         "type": "string",
-                        "description": "Lines of JSON, each as the body of `sample`.",
+                        "description": "Lines of JSON, as bodies of `sample/stream`.",
                     },
                     "example": '{"batch_size": 2}\n{"batch_size": 2}\n',
                 }
@@ -62,7 +61,7 @@ _GONE = "http.disconnect"
         }
     },
 )
-async def draws(request: Request, store: Store, limits: Limits) -> Response:
+async def draws(store: Store, limits: Limits) -> Response:
     """Draw a batch, or several, for each line of the body when the line arrives.
 
     The answer begins at once. It is one Arrow stream, with a record batch for each line in their order, or

@@ -96,11 +96,12 @@ def check_request(asked: SampleRequest, limits: Settings) -> float:
 def make_draw(store: Served, asked: SampleRequest, limits: Settings, kind: str) -> Callable[[int], Drawn]:
     """Return a function that draws a batch, given its number from 0."""
 
+    first = Draw(describe_sampler(asked.sampler, asked.where), asked.where, asked.seed, asked.draw)
+
     def draw(number: int) -> Drawn:
-        which = None if asked.draw is None else asked.draw + number
+        wanted = first if asked.draw is None else first._replace(number=asked.draw + number)
         with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn or counted
-            wanted = Draw(describe_sampler(asked.sampler, asked.where), asked.where, asked.seed, which)
             return store.member.sample(wanted, asked.batch_size)
 
     return draw

@@ -129,7 +129,7 @@ class ShardedReplayBuffer(ServedBuffer[tuple[int, int]]):
         super().__init__(options)
         options.check_several()
         shares, seed = options.read_shares(), options.seed
-        self._wanted = options.wanted._replace(seed=None)
+        self._wanted = options.build_draw()._replace(seed=None)
         self._seed = uuid.uuid4().int >> 65 if seed is None else seed
         self._client = uuid.uuid4().hex
         tokens = Tokens(token, members.named)

@@ -73,7 +73,7 @@ class Shard:
     def __init__(self, entry: ShardEntry, reach: Reach, tokens: Tokens, *, skips: bool) -> None:
         self.number = entry.number
         #: Its entry in the list of shards.
-        self.member = entry
+        self.entry = entry
         self._reach, self._tokens = reach, tokens
         #: What draws and masses are asked of.
         self._draws = reach.quick if skips else reach.member
@@ -152,7 +152,7 @@ class Shard:
             address = Address.of(entry.url)
             if address != connection.address:
                 connection.move(address, self._tokens.of(address))
-        self.member = entry
+        self.entry = entry
 
     def identify(self) -> bool:
         """Ask for the uuid of the store; later requests are refused if it is another one.

@@ -205,13 +205,13 @@ class ShardSet:
                 self._homes.move_to_end(key)
         state = self._state
         shard = state.shards.get(number)
-        if shard is None or not (shard.member.accepts or _has_open(shard, source)):
+        if shard is None or not (shard.entry.accepts or _has_open(shard, source)):
             shard = self._find_home(state, name, is_named=source is not None)
             self.bind(key, shard)
         return shard
 
     def _find_home(self, state: _State, name: str, *, is_named: bool) -> Shard:
-        places = {number: Place(one.uuid, one.member.accepts) for number, one in state.shards.items()}
+        places = {number: Place(one.uuid, one.entry.accepts) for number, one in state.shards.items()}
         if not any(place.accepts for place in places.values()):
             raise StateError(f"none of the {len(places)} shards accepts new sources", hint="add a shard")
         chosen = choose_shard(name, places)

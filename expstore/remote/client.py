@@ -77,7 +77,7 @@ class RemoteReplayBuffer(ServedBuffer[int]):
         self.member = HttpMember(connection, wait=self._wait)
         self._fields: Schema | None = None
         self._has_warned = False  # of names that are left out
-        self._seed, self._draw, self._wanted = options.seed, options.draw, options.wanted
+        self._seed, self._draw, self._wanted = options.seed, options.draw, options.build_draw()
         self._largest = 1.0
         #: Called with the server's answer to each write of rows, a dict.
         self.on_write: Callable[[Mapping[str, Any]], None] | None = None

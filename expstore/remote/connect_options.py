@@ -89,9 +89,8 @@ class ConnectOptions:
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ArgumentError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
 
-    @property
-    def wanted(self) -> Draw:
-        """Which rows are drawn; a kind of samplers that is given by its name is described."""
+    def build_draw(self) -> Draw:
+        """Return which rows are drawn; a kind of samplers that is given by its name is described."""
         sampler = self.sampler
         if isinstance(sampler, str) and sampler in PLAIN:
             sampler = {"kind": sampler}

@@ -450,7 +450,7 @@ FILLED = {
     ),
     "no name": Mistake("ArgumentError", lambda p: draw(p.member, Draw(PASSES), 4)),
     "taken name": Mistake("ArgumentError", lambda p: p.member.name_sampler("uniform", PASSES, None, None)),
-    "unknown name": Mistake("NotFoundError", lambda p: draw(p.member, Draw("nobody"), 4)),
+    "unknown name": Mistake("NotFoundError", lambda p: draw(p.member, Draw("unknown"), 4)),
     "no rows": Mistake("ArgumentError", lambda p: draw(p.member, Draw(seed=1), 0)),
     "priority": Mistake("PriorityError", lambda p: p.rb.update_priority(id=[1], priority=[float("nan")])),
     "negative": Mistake("PriorityError", lambda p: p.member.set_priorities(np.array([1]), np.array([-1.0]))),

@@ -226,7 +226,7 @@ def test_a_shard_is_added_retired_lost_and_replaced(cluster: Cluster, folder: Pa
         assert number in {int(found[0, 0]) for found in pairs}  # new sources go there
         wait_until(lambda: number in rb.sample()["id"][:, 0])  # it may have one row of a hundred
         cluster.retire(number)
-        wait_until(lambda: not rb._shards.find(number).member.accepts)
+        wait_until(lambda: not rb._shards.find(number).entry.accepts)
         later = [rb.extend(batch_of(10, 10 * k), source=f"newer-{k}") for k in range(12)]
         assert number not in {int(found[0, 0]) for found in later}
 
