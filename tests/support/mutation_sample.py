@@ -1,11 +1,18 @@
 """Change single expressions of the library at random, and see whether the tests notice.
 
     python -m tests.support.mutation_sample --count 40 --seed 1
+    python -m tests.support.mutation_sample --each 6 --modules expstore api --tests tests --record FILE
+    python -m tests.support.mutation_sample --again tests/golden/mutants.json --tests tests
 
 A copy of the checkout is changed, never the checkout itself. The tests run once under coverage, which says
 which tests run which line; of the lines that some test runs, `--count` are changed, one at a time, and those
-tests run again. A change that all of them accept is printed: either a test is missing, or the change makes no
-difference. Changes of lines that only child processes run are not tried.
+tests run again, first those that run little else. A change that all of them accept is printed: either a
+test is missing, or the change makes no difference. Changes of lines that only child processes run are not
+tried.
+
+`--record` writes the changes of `--each` package and what the tests said of them. `--again` makes the
+changes of such a file once more, wherever their functions are now: tests that were removed since must not
+have been the only ones to notice a change.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import json
 import os
 import random
 import shutil
@@ -23,9 +31,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from xml.etree import ElementTree
 
 from tests.support.paths import ROOT
 
@@ -49,8 +60,10 @@ COPIED = (
 )
 #: Limit of the tests of one mutation, seconds; one that makes a loop endless is noticed by it.
 SECONDS = 240
-#: Of the tests that run a line, at most so many run again.
-MOST_TESTS = 60
+#: Of the tests that run a line, so many run first: those that run the fewest lines.
+FIRST_TESTS = 30
+#: If these accept a change, at most so many of the others run.
+MORE_TESTS = 120
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -60,40 +73,74 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
+class Verdict(StrEnum):
+    """What the tests say of a change."""
+
+    NOTICED = "noticed"
+    #: The tests took longer than `SECONDS`: an endless loop, or a busy machine.
+    SLOW = "slow"
+    ACCEPTED = "accepted"
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A change of one expression or statement.
 
     Args:
         path: File, relative to the checkout.
+        function: Function that has the expression, with its classes: "Store.write".
+        what: The change, for people.
+        nth: Which of several equal changes of the function, from 0.
         line: Line of the expression.
         number: Number of the node in the order of `ast.walk`.
-        what: The change, for people.
     """
 
     path: str
-    line: int
-    number: int
+    function: str
     what: str
+    nth: int = 0
+    line: int = 0
+    number: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What stays equal when the function is moved within its file or into another one."""
+        return self.function, self.what, self.nth
+
+    @property
+    def package(self) -> str:
+        """The package that has the file: "expstore/sql", "expstore/storages/engine", "api"."""
+        parts = Path(self.path).parts[:-1]
+        return "/".join(parts[: 3 if "storages" in parts else 2 if parts[0] == "expstore" else 1])
 
 
 def find_mutations(path: str, source: str) -> Iterator[Mutation]:
     """Yield the changes that are possible in the functions of a file."""
     tree = ast.parse(source)
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        for statement in function.body
-        for node in ast.walk(statement)
-    }
+    functions = dict(_functions_of(tree, ""))
+    counts: Counter[tuple[str, str]] = Counter()
     for number, node in enumerate(ast.walk(tree)):
-        if id(node) not in inside:
+        function = functions.get(id(node))
+        if function is None:
             continue
         changed = _change(copy.deepcopy(node))
         if changed is not None:
-            what = f"{ast.unparse(node)}  ->  {ast.unparse(changed)}"
-            yield Mutation(path, node.lineno, number, what.replace("\n", " ")[:200])  # type: ignore[attr-defined]
+            what = f"{ast.unparse(node)}  ->  {ast.unparse(changed)}".replace("\n", " ")[:200]
+            nth = counts[function, what]
+            counts[function, what] += 1
+            yield Mutation(path, function, what, nth, node.lineno, number)  # type: ignore[attr-defined]
+
+
+def _functions_of(node: ast.AST, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the id of each node within a function, and the function's name."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{name}.{child.name}".lstrip(".") if isinstance(child, ast.ClassDef) else name
+        if isinstance(child, ast.FunctionDef):
+            inner = f"{name}.{child.name}".lstrip(".")
+            for statement in child.body:
+                for part in ast.walk(statement):
+                    yield id(part), inner
+        yield from _functions_of(child, inner)
 
 
 def _change(node: ast.AST) -> ast.AST | None:
@@ -171,34 +218,48 @@ class Checkout:
                 os.killpg(process.pid, signal.SIGKILL)  # also what its tests have started
             process.wait()
 
-    def find_tests(self, tests: list[str]) -> dict[tuple[str, int], set[str]]:
-        """Run tests under coverage; return the tests that run each line."""
+    def find_tests(self, tests: list[str], marks: str) -> dict[tuple[str, int], list[str]]:
+        """Run tests under coverage; return the tests that run each line.
+
+        Those that run the fewest lines come first. A test that fails without any change is left out.
+        """
         rc = self.folder / "coverage.rc"
-        rc.write_text("[run]\ndynamic_context = test_function\nsource = expstore\ncore = ctrace\n")
-        data = self.folder / ".coverage"
+        rc.write_text("[run]\ndynamic_context = test_function\nsource = expstore,api\ncore = ctrace\n")
+        data, report = self.folder / ".coverage", self.folder / "report.xml"
         code = self.run(
             "-m", "coverage", "run", f"--rcfile={rc}", f"--data-file={data}",
-            "-m", "pytest", "-q", "-m", "not torture", "-p", "no:cacheprovider", "-o", "timeout=600", *tests,
+            "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", "-o", "timeout=900",
+            f"--junitxml={report}", *tests,
         )  # fmt: skip
-        if code != 0:
-            raise SystemExit(f"the tests fail without any change (exit code {code})")
-        return self._read(data)
+        if code not in (0, 1):
+            raise SystemExit(f"the tests do not run without any change (exit code {code})")
+        failed = {
+            f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}"
+            for case in ElementTree.parse(report).iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        }
+        if failed:
+            print(f"left out, as they fail without any change: {', '.join(sorted(failed))}", flush=True)
+        return self._read(data, failed)
 
-    def _read(self, data: Path) -> dict[tuple[str, int], set[str]]:
+    def _read(self, data: Path, failed: set[str]) -> dict[tuple[str, int], list[str]]:
         from coverage.numbits import numbits_to_nums
 
-        found: dict[tuple[str, int], set[str]] = {}
+        tests: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        lines: Counter[str] = Counter()
         with sqlite3.connect(data) as database:
             rows = database.execute(
                 "SELECT path, context, numbits FROM line_bits JOIN file ON file.id = file_id "
                 "JOIN context ON context.id = context_id WHERE context <> ''"
             )
             for path, context, bits in rows:
-                test = self._name(context)
+                test = None if context in failed else self._name(context)
                 if test is not None:
-                    for line in numbits_to_nums(bits):
-                        found.setdefault((os.path.relpath(path, self.folder), line), set()).add(test)
-        return found
+                    numbers = numbits_to_nums(bits)
+                    lines[test] += len(numbers)
+                    for line in numbers:
+                        tests[os.path.relpath(path, self.folder.resolve()), line].add(test)
+        return {place: sorted(names, key=lambda name: (lines[name], name)) for place, names in tests.items()}
 
     def _name(self, context: str) -> str | None:
         """Return pytest's name of the test function that coverage calls "tests.unit.test_x.Class.test_y"."""
@@ -209,68 +270,132 @@ class Checkout:
                 return "::".join([str(path), *parts[count:]])
         return None
 
-    def accepts(self, mutation: Mutation, tests: list[str]) -> bool:
-        """Return whether tests pass although the library is changed."""
+    def judge(self, mutation: Mutation, tests: list[str], marks: str, chance: random.Random) -> Verdict:
+        """Change the library; return what the tests that run the line say of it."""
         path = self.folder / mutation.path
         source = path.read_text()
         path.write_text(mutate(source, mutation))
+        first, others = tests[:FIRST_TESTS], tests[FIRST_TESTS:]
+        more = chance.sample(others, min(MORE_TESTS, len(others)))
+        command = ["-m", "pytest", "-q", "-x", "-m", marks, "-p", "no:cacheprovider", "-o", "timeout=60"]
         try:
-            command = [
-                "-m",
-                "pytest",
-                "-q",
-                "-x",
-                "-m",
-                "not torture",
-                "-p",
-                "no:cacheprovider",
-                "-o",
-                "timeout=60",
-            ]
-            return self.run(*command, *tests, seconds=SECONDS) == 0
+            for some in (first, more):
+                code = self.run(*command, *some, seconds=SECONDS) if some else 0
+                if code != 0:
+                    return Verdict.SLOW if code is None else Verdict.NOTICED
+            return Verdict.ACCEPTED
         finally:
             path.write_text(source)
 
 
+def choose(possible: list[Mutation], chance: random.Random, count: int, each: int | None) -> list[Mutation]:
+    """Return `count` changes at random, or `each` of every package."""
+    if each is None:
+        return chance.sample(possible, min(count, len(possible)))
+    packages: defaultdict[str, list[Mutation]] = defaultdict(list)
+    for mutation in possible:
+        packages[mutation.package].append(mutation)
+    return [
+        mutation
+        for _, mutations in sorted(packages.items())
+        for mutation in chance.sample(mutations, min(each, len(mutations)))
+    ]
+
+
+def find_again(records: list[dict[str, object]], possible: Iterable[Mutation]) -> list[Mutation]:
+    """Return the recorded changes that are still possible, in the file that has the function now."""
+    places: defaultdict[tuple[str, str, int], list[Mutation]] = defaultdict(list)
+    for mutation in possible:
+        places[mutation.key].append(mutation)
+    again = []
+    for record in records:
+        former = Mutation(
+            str(record["path"]), str(record["function"]), str(record["what"]), int(str(record["nth"]))
+        )
+        places_now = sorted(places[former.key], key=lambda place: place.path != former.path)
+        if places_now:
+            again.append(places_now[0])
+        else:
+            print(f"gone: {former.path}: {former.function}: {former.what}")
+    return again
+
+
 def main() -> int:
-    """Run what the command line says; return 1 if a change was accepted."""
+    """Run what the command line says.
+
+    Return 1 if a change was accepted; with `--again`, if it was noticed before.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=40, help="how many changes")
+    parser.add_argument("--each", type=int, help="so many of each package, instead of --count")
     parser.add_argument("--seed", type=int, default=1, help="which ones")
     parser.add_argument("--modules", nargs="+", default=MODULES, help="folders or files to change")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="tests that run")
+    parser.add_argument("--marks", default="not torture", help="marks of the tests that run, as pytest's -m")
+    parser.add_argument("--record", type=Path, help="file to write the changes and verdicts to")
+    parser.add_argument("--again", type=Path, help="make the changes of such a file")
     given = parser.parse_args()
     chance = random.Random(given.seed)
+    records = json.loads(given.again.read_text()) if given.again else []
+    modules = ["expstore", "api"] if given.again else given.modules
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         checkout = Checkout(Path(name))
-        started = time.monotonic()
-        known = checkout.find_tests(list(given.tests))
-        places = [checkout.folder / module for module in given.modules]
+        places = [checkout.folder / module for module in modules]
         files = sorted(
             file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))
         )
         possible = [
-            found
+            mutation
             for file in files
-            for found in find_mutations(str(file.relative_to(checkout.folder)), file.read_text())
+            for mutation in find_mutations(str(file.relative_to(checkout.folder)), file.read_text())
         ]
-        run = [found for found in possible if (found.path, found.line) in known]
-        print(f"{len(possible)} possible changes, {len(run)} in lines that a test runs;", end=" ")
+        started = time.monotonic()
+        tests = checkout.find_tests(list(given.tests), given.marks)
+        tested = [mutation for mutation in possible if (mutation.path, mutation.line) in tests]
+        print(f"{len(possible)} possible changes, {len(tested)} in lines that a test runs;", end=" ")
         print(f"tests ran in {time.monotonic() - started:.0f} s", flush=True)
-        accepted = 0
-        tried = chance.sample(run, min(given.count, len(run)))
+        tried = find_again(records, possible) if records else choose(tested, chance, given.count, given.each)
+        judged: list[tuple[Mutation, Verdict]] = []
         for number, mutation in enumerate(tried, 1):
-            tests = sorted(known[mutation.path, mutation.line])
-            tests = chance.sample(tests, min(MOST_TESTS, len(tests)))
-            lives = checkout.accepts(mutation, tests)
-            accepted += lives
-            told = "ACCEPTED" if lives else "noticed"
-            print(
-                f"[{number}] {told}: {mutation.path}:{mutation.line}: {mutation.what} ({len(tests)} tests)",
-                flush=True,
-            )
-    print(f"{accepted} of {len(tried)} changes were accepted")
-    return bool(accepted)
+            names = tests.get((mutation.path, mutation.line), [])
+            verdict = checkout.judge(mutation, names, given.marks, chance)
+            judged.append((mutation, verdict))
+            place = f"{mutation.path}:{mutation.line}"
+            print(f"[{number}] {verdict}: {place}: {mutation.what} ({len(names)} tests)", flush=True)
+            if given.record:
+                write_record(given.record, judged)
+    return report(judged, records)
+
+
+def write_record(path: Path, judged: list[tuple[Mutation, Verdict]]) -> None:
+    """Write changes and verdicts as JSON, a change a line."""
+    lines = [
+        json.dumps(
+            {"path": one.path, "function": one.function, "what": one.what, "nth": one.nth, "verdict": verdict}
+        )
+        for one, verdict in judged
+    ]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def report(judged: list[tuple[Mutation, Verdict]], records: list[dict[str, object]]) -> int:
+    """Print how many changes of each package were accepted; return the exit code."""
+    former = {(r["function"], r["what"], r["nth"]): r["verdict"] for r in records}
+    lost = [
+        mutation
+        for mutation, verdict in judged
+        if verdict == Verdict.ACCEPTED and former.get(mutation.key) == Verdict.NOTICED
+    ]
+    counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
+    for mutation, verdict in judged:
+        counts[mutation.package][verdict] += 1
+    for package, verdicts in sorted(counts.items()):
+        print(f"{package}: {', '.join(f'{count} {verdict}' for verdict, count in sorted(verdicts.items()))}")
+    accepted = sum(verdict == Verdict.ACCEPTED for _, verdict in judged)
+    print(f"{accepted} of {len(judged)} changes were accepted")
+    for mutation in lost:
+        print(f"noticed before, accepted now: {mutation.path}:{mutation.line}: {mutation.what}")
+    return bool(lost if records else accepted)
 
 
 if __name__ == "__main__":
