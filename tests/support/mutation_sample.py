@@ -47,17 +47,6 @@ MODULES = (
     "expstore/disk",
 )
 TESTS = ("tests/unit/storages", "tests/unit/disk", "tests/unit/buffers")
-COPIED = (
-    "expstore",
-    "api",
-    "tests",
-    "migrations",
-    "examples",
-    "docs",
-    "benchmarks",
-    "pyproject.toml",
-    "README.md",
-)
 #: Limit of the tests of one mutation, seconds; one that makes a loop endless is noticed by it.
 SECONDS = 240
 #: Of the tests that run a line, so many run first: those that run the fewest lines.
@@ -188,15 +177,15 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in COPIED:
-            source, goal = ROOT / name, folder / name
-            if source.is_dir():
-                # expstore/api is a link, and remains one.
-                shutil.copytree(
-                    source, goal, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "out")
-                )
-            else:
-                shutil.copyfile(source, goal)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        for name in filter(None, listed.stdout.split("\0")):
+            goal = folder / name
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # it was removed, and that is not committed
+                shutil.copy(ROOT / name, goal, follow_symlinks=False)  # expstore/api is a link
 
     def run(self, *arguments: str, seconds: float | None = None) -> int | None:
         """Run Python in the copy; return its exit code, None if it took too long."""
@@ -225,6 +214,7 @@ class Checkout:
         """
         rc = self.folder / "coverage.rc"
         rc.write_text("[run]\ndynamic_context = test_function\nsource = expstore,api\ncore = ctrace\n")
+        self.run("-m", "tests.support.compile_loops")
         data, report = self.folder / ".coverage", self.folder / "report.xml"
         code = self.run(
             "-m", "coverage", "run", f"--rcfile={rc}", f"--data-file={data}",
