@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import expstore
+from tests.support.diffs import apply_diff
 from tests.support.paths import ROOT
 
 pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
 
 PAGE = (ROOT / "docs" / "cleanrl.md").read_text()
 DIFFS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+#: This one is applied to a whole example, by test_example_prioritized.py.
+DIFFS.pop("examples/dqn.py with priorities")
 
 #: What CleanRL's scripts have in common; the rest is in LEARNING.
 LOOP = """
@@ -77,17 +80,6 @@ LEARNING = {
 }
 
 
-def apply(diff: str, text: str) -> str:
-    """Return a text with the hunks of a diff applied, each to the one place that has its old lines."""
-    for hunk in diff.split("@@\n"):
-        lines = hunk.splitlines()
-        old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
-        new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
-
-
 def original(name: str) -> str:
     text = LOOP + LEARNING[name].lstrip("\n")
     return text if name.startswith("sac") else text.replace("        n_envs=args.num_envs,\n", "")
@@ -127,7 +119,7 @@ def test_the_changed_loop_runs(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         "target_network": network,
         "seen": [],
     }
-    exec(compile(apply(DIFFS[name], original(name)), name, "exec"), names)
+    exec(compile(apply_diff(DIFFS[name], original(name)), name, "exec"), names)
     assert names["seen"] == [(torch.Size([8]), torch.Size([8]))] * 19
     if name == "c51.py":
         priorities = names["rb"].rb.sql("SELECT DISTINCT _priority FROM transitions").fetchall()

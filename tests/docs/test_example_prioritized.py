@@ -1,8 +1,8 @@
-"""The DDPG and C51 examples continue after kill -9 and Ctrl-C, with the store's rows and the checkpoint."""
+"""The DQN example with the priorities that docs/cleanrl.md adds to it continues after kill -9 and Ctrl-C."""
 
 from __future__ import annotations
 
-import runpy
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,29 +13,26 @@ import torch
 from tensordict import TensorDict
 
 import expstore
+from tests.support.diffs import apply_diff
 from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow  # each trains, and is killed and continued
 
-EXAMPLES = ("ddpg.py", "c51.py")
 SMALL = (
     *("--path", "a.exp", "--batch-size", "16", "--learning-starts", "64"),
-    *("--checkpoint-every", "100", "--log-every", "50"),
+    *("--train-every", "1", "--checkpoint-every", "100", "--log-every", "50"),
 )
 ENDLESS = ("--steps", "1000000")
 CHECKPOINT = "a.checkpoint.pt"
-#: The optimizers of each example, and their environment steps per gradient step.
-OPTIMIZERS = {"ddpg.py": {"q_optimizer": 1, "actor_optimizer": 2}, "c51.py": {"optimizer": 1}}
 #: Environment steps before the first gradient step.
-BEFORE = {"ddpg.py": 64, "c51.py": 63}
+BEFORE = 63
 
 
 @dataclass(frozen=True)
 class Killed:
     """A run that was killed, and two runs that continue it; with rows and checkpoint after each."""
 
-    example: str
     folder: Path
     runs: list[Run]
     rows: list[TensorDict]
@@ -49,12 +46,23 @@ class Killed:
         self.checkpoints.append(torch.load(self.folder / CHECKPOINT, weights_only=True))
 
 
-@pytest.fixture(scope="module", params=EXAMPLES)
-def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    example = request.param
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The example with the lines of the page."""
+    page = (ROOT / "docs" / "cleanrl.md").read_text()
+    (diff,) = re.findall(
+        r"^### examples/dqn.py with priorities\n.*?^```diff\n(.*?)^```$", page, re.DOTALL | re.M
+    )
+    path = tmp_path_factory.mktemp("example") / "dqn.py"
+    path.write_text(apply_diff(diff, (ROOT / "examples" / "dqn.py").read_text()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def killed(example: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     folder = tmp_path_factory.mktemp("run")
     runs = [stop_example(example, folder, *SMALL, *ENDLESS, stop_at=250, number=signal.SIGKILL)]
-    found = Killed(example, folder, runs, [], [], [])
+    found = Killed(folder, runs, [], [], [])
     found.look()
     step = found.checkpoints[0]["step"]
     for arguments in (
@@ -92,37 +100,31 @@ def test_training_continues_from_the_checkpoint(killed: Killed) -> None:
     assert states[1] != states[2]
 
 
-def test_the_optimizers_count_on(killed: Killed) -> None:
+def test_the_optimizer_counts_on(killed: Killed) -> None:
     """From 64 rows on; after the kill in the last 100 steps."""
-    steps = killed.checkpoints[0]["step"] - BEFORE[killed.example]
-    for name, every in OPTIMIZERS[killed.example].items():
-        counts = [int(state[name]["state"][0]["step"]) for state in killed.checkpoints]
-        assert counts == [steps // every, steps // every, (steps + 100) // every], name
+    steps = killed.checkpoints[0]["step"] - BEFORE
+    counts = [int(state["optimizer"]["state"][0]["step"]) for state in killed.checkpoints]
+    assert counts == [steps, steps, steps + 100]
 
 
 def test_episodes_are_whole(killed: Killed) -> None:
     with expstore.open(killed.folder / "a.exp", mode="r") as rb:
         check_episodes(rb)
         statuses = dict(rb.sql("SELECT status, count(*) FROM episodes GROUP BY status").fetchall())
-    whole = "terminated" if killed.example == "c51.py" else "truncated"
-    assert set(statuses) == {whole, "cut"}
+    assert set(statuses) == {"terminated", "cut"}
     assert statuses["cut"] <= 3, "at most one of each run"
 
 
 def test_priorities_outlive_the_process(killed: Killed) -> None:
     """A run that does not learn changes no priority, and samples by the former ones later."""
-    if killed.example == "ddpg.py":
-        assert {priority for _, priority in killed.priorities[-1]} == {1.0}
-        return
     first, second, third = (dict(priorities) for priorities in killed.priorities)
     assert len(set(first.values())) > 50
     assert {row: second[row] for row in first} == first
     assert {row: third[row] for row in first} != first
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_ctrl_c_saves_a_checkpoint(name: str, tmp_path: Path) -> None:
-    run = stop_example(name, tmp_path, *SMALL, *ENDLESS, stop_at=100, number=signal.SIGINT)
+def test_ctrl_c_saves_a_checkpoint(example: str, tmp_path: Path) -> None:
+    run = stop_example(example, tmp_path, *SMALL, *ENDLESS, stop_at=100, number=signal.SIGINT)
     assert run.code == 130
     assert "Traceback" not in run.text
     step = torch.load(tmp_path / CHECKPOINT, weights_only=True)["step"]
@@ -130,45 +132,3 @@ def test_ctrl_c_saves_a_checkpoint(name: str, tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp") as rb:
         assert rb.recovered is None, "the store was closed"
         assert rb.write_count == step >= 100
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
-        (["--gamma", "1.5"], "argument --gamma: must be between 0 and 1, got 1.5"),
-        (
-            ["--learning-starts", "60", "--buffer-size", "50"],
-            "--learning-starts: must be at most --buffer-size",
-        ),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    name: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    example = runpy.run_path(str(ROOT / "examples" / name))
-    with pytest.raises(SystemExit) as ended:
-        example["main"](["--path", str(tmp_path / "a.exp"), *arguments])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_returns_are_projected_on_the_values_of_c51() -> None:
-    """A certain return of 1: with reward 1 it becomes 1.5, half way between the values 1 and 2."""
-    example = runpy.run_path(str(ROOT / "examples" / "c51.py"))
-    args = example["parse_args"](["--atoms", "5", "--largest-return", "2"])
-
-    network = example["QNetwork"](args)
-    with torch.no_grad():
-        network.layers[-1].weight.zero_()
-        network.layers[-1].bias.copy_(torch.tensor([0, 0, 0, 50, 0, 50, 0, 0, 0, 0.0]))
-    after = {
-        "observation": torch.zeros(3, 4),
-        "reward": torch.tensor([[1.0], [1.0], [5.0]]),
-        "terminated": torch.tensor([[False], [True], [False]]),
-    }
-    found = example["project_returns"](network, after, 0.5)
-    expected = torch.tensor([[0, 0, 0, 0.5, 0.5], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
-    assert torch.allclose(found, expected, atol=1e-6)
