@@ -60,6 +60,7 @@ from expstore.errors import CorruptionError as CorruptionError
 from expstore.errors import ExpStoreError as ExpStoreError
 from expstore.errors import LockedError as LockedError
 from expstore.errors import MigrationError as MigrationError
+from expstore.errors import MissingExtraError as MissingExtraError
 from expstore.errors import MissingMemberError as MissingMemberError
 from expstore.errors import NoRowError as NoRowError
 from expstore.errors import NotFoundError as NotFoundError

@@ -17,6 +17,7 @@ All modules raise these errors. This module does no I/O::
     ├── StorageError   (OSError)        reading or writing failed
     │   ├── CorruptionError             bytes on disk are not the bytes that were written
     │   └── RemoteError (ConnectionError)  a server does not answer, or refuses the request
+    ├── MissingExtraError (ModuleNotFoundError)  a library that this part needs is not installed
     ├── MigrationError                  the store is newer than this library, or a step failed
     └── SnapshotError                   a snapshot is incomplete or in the way
 """
@@ -29,6 +30,7 @@ __all__ = [
     "ExpStoreError",
     "LockedError",
     "MigrationError",
+    "MissingExtraError",
     "MissingMemberError",
     "NoRowError",
     "NotFoundError",
@@ -172,6 +174,12 @@ class RemoteError(StorageError, ConnectionError):
     """A server does not answer or refuses the request, or the call is not available over a connection."""
 
     default_kind = "remote"
+
+
+class MissingExtraError(ExpStoreError, ModuleNotFoundError):
+    """A library that this part needs is not installed; the hint is the command that installs it."""
+
+    default_kind = "missing_extra"
 
 
 class MigrationError(ExpStoreError):

@@ -26,16 +26,16 @@ from expstore.collectors.space_fields import (
     read_values,
 )
 from expstore.core.values import Array, Key
-from expstore.errors import ArgumentError, ExpStoreError, SchemaError, StateError
+from expstore.errors import ArgumentError, ExpStoreError, MissingExtraError, SchemaError, StateError
 
 try:
     import gymnasium as gym
     from gymnasium.error import ResetNeeded
     from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "expstore.gym records environments of gymnasium, which is not installed: pip install 'expstore[gym]'",
-        name=exc.name,
+    raise MissingExtraError(
+        "expstore.gym records environments of gymnasium, which is not installed",
+        hint="pip install 'expstore[gym]'",
     ) from exc
 
 __all__ = ["Record", "RecordVector"]

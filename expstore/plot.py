@@ -19,7 +19,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.tables import cell_text, elide
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.images import find_image, shrink_rows, to_pixels
-from expstore.errors import ArgumentError, SchemaError, StateError
+from expstore.errors import ArgumentError, MissingExtraError, SchemaError, StateError
 from expstore.schema.field_roles import find_observations
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.storages.episode_lookup import check_episode, steps_of_episode, unknown_episode
@@ -32,9 +32,8 @@ try:
     from matplotlib.gridspec import GridSpec
     from matplotlib.ticker import MaxNLocator
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "expstore.plot draws with matplotlib, which is not installed: pip install 'expstore[plot]'",
-        name=exc.name,
+    raise MissingExtraError(
+        "expstore.plot draws with matplotlib, which is not installed", hint="pip install 'expstore[plot]'"
     ) from exc
 
 if TYPE_CHECKING:

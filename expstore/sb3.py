@@ -28,7 +28,15 @@ from expstore.core.arguments import check_whole
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key
 from expstore.disk.files import ReadingDisk
-from expstore.errors import ArgumentError, LockedError, NotFoundError, NotReadyError, SchemaError, StateError
+from expstore.errors import (
+    ArgumentError,
+    LockedError,
+    MissingExtraError,
+    NotFoundError,
+    NotReadyError,
+    SchemaError,
+    StateError,
+)
 from expstore.exchange.base import Imported
 from expstore.exchange.sb3_buffers import import_sb3, import_sb3_object
 from expstore.samplers.prioritized import PrioritizedSampler
@@ -48,10 +56,9 @@ try:
     from stable_baselines3.her import HerReplayBuffer as SB3HerReplayBuffer
     from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "expstore.sb3 has replay buffers for stable-baselines3, which is not installed: "
-        "pip install 'expstore[sb3]'",
-        name=exc.name,
+    raise MissingExtraError(
+        "expstore.sb3 has replay buffers for stable-baselines3, which is not installed",
+        hint="pip install 'expstore[sb3]'",
     ) from exc
 
 __all__ = [

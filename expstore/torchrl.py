@@ -19,7 +19,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.data.batch import Batch, StepReader
 from expstore.data.containers import take
 from expstore.datasets import offline_to_online
-from expstore.errors import ArgumentError, SchemaError, StateError
+from expstore.errors import ArgumentError, MissingExtraError, SchemaError, StateError
 from expstore.schema.schema import Schema
 from expstore.storages.base import append_rows, prepare, replace_rows
 from expstore.storages.read_view import ReadView, contains, find, get, layout_of
@@ -30,10 +30,9 @@ try:
     from torchrl.data.replay_buffers.storages import TensorStorage
     from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, RoundRobinWriter
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "expstore.torchrl has classes for torchrl's buffers and trainers, and torchrl is not installed: pip "
-        "install torchrl; expstore's own buffers do not need it",
-        name=exc.name,
+    raise MissingExtraError(
+        "expstore.torchrl has classes for torchrl's buffers and trainers, and torchrl is not installed",
+        hint="pip install torchrl (expstore's own buffers do not need it)",
     ) from exc
 
 __all__ = ["ExpStorage", "TorchRLOfflineToOnline"]

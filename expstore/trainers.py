@@ -263,7 +263,7 @@ def to_torchrl(replay_buffer: Any) -> Any:
 
     Raises:
         ArgumentError: It is another object.
-        ModuleNotFoundError: TorchRL is not installed.
+        MissingExtraError: TorchRL is not installed.
 
     Example:
         >>> from expstore import OfflineToOnlineReplayBuffer

@@ -195,25 +195,6 @@ def _trouble(exc: Exception, command: Any, arguments: Sequence[str]) -> _Trouble
     if hasattr(exc, "format_message"):  # the parser's own errors; their class depends on typer's version
         text = _name_value(exc, arguments)
         return _Trouble(USAGE, "usage", text, f"see {_command_name(command, arguments)} --help")
-    if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
-        return _Trouble(
-            USAGE, "usage", "collecting needs gymnasium, which is missing", "pip install 'expstore[gym]'"
-        )
-    if isinstance(exc, ModuleNotFoundError) and exc.name == "h5py":
-        return _Trouble(
-            USAGE, "usage", "this format needs h5py, which is missing", "pip install 'expstore[h5]'"
-        )
-    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("obstore"):
-        return _Trouble(
-            USAGE, "usage", "object storage needs obstore, which is missing", "pip install 'expstore[s3]'"
-        )
-    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("matplotlib"):
-        return _Trouble(
-            USAGE, "usage", "a picture needs matplotlib, which is missing", "pip install 'expstore[plot]'"
-        )
-    if isinstance(exc, ModuleNotFoundError) and "pip install" in str(exc):
-        message, _, hint = str(exc).partition("; ")  # of a format, which names its extra
-        return _Trouble(USAGE, "usage", message, hint)
     if isinstance(exc, ValueError):
         return _Trouble(USAGE, "usage", str(exc))
     if isinstance(exc, OSError):
@@ -352,16 +333,10 @@ def _check_environment(path: Path, held: str, env: str) -> None:
 
 
 def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
-    import gymnasium
-    from gymnasium.vector import AutoresetMode
+    from expstore.collectors.environments import make_lanes, maker_of
 
     try:
-        return gymnasium.make_vec(
-            env,
-            num_envs=lanes,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode[autoreset.name.upper()]},
-        )
+        return make_lanes(maker_of(env), lanes, autoreset.value.title().replace("-", ""))
     except Exception as exc:  # the environment's own code may raise anything
         raise typer.BadParameter(f"cannot make {env}: {exc}", param_hint="ENV") from exc
 

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from expstore.errors import RemoteError, StateError
+from expstore.errors import MissingExtraError, RemoteError, StateError
 
 try:
     import obstore
     from obstore import exceptions
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "object storage needs obstore, which is not installed: pip install 'expstore[s3]'", name=exc.name
+    raise MissingExtraError(
+        "object storage needs obstore, which is not installed", hint="pip install 'expstore[s3]'"
     ) from exc
 
 #: Object that `check_conditions` tries to create and to replace.

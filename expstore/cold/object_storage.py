@@ -122,7 +122,7 @@ class ObjectStorage:
 
         Raises:
             RemoteError: The environment has no credentials.
-            ModuleNotFoundError: obstore is not installed.
+            MissingExtraError: obstore is not installed.
         """
         from expstore.cold.bucket import Bucket
 

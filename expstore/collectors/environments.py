@@ -10,14 +10,14 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from expstore.errors import ArgumentError, NotFoundError
+from expstore.errors import ArgumentError, MissingExtraError, NotFoundError
 
 try:
     import gymnasium as gym
     from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "collecting needs gymnasium, which is not installed: pip install 'expstore[gym]'", name=exc.name
+    raise MissingExtraError(
+        "collecting needs gymnasium, which is not installed", hint="pip install 'expstore[gym]'"
     ) from exc
 
 AnyVectorEnv = VectorEnv[Any, Any, Any]

@@ -19,7 +19,7 @@ from expstore.core import tuning
 from expstore.disk.atomic_build import LOCK
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk, File, ReadingDisk
-from expstore.errors import NotFoundError
+from expstore.errors import MissingExtraError, NotFoundError
 
 #: Called with the amount done so far and the total amount.
 Progress = Callable[[int, int], None]
@@ -118,15 +118,14 @@ def import_library(library: str) -> Any:
     """Import a library that only some formats need.
 
     Raises:
-        ModuleNotFoundError: The library is not installed; the message says how to install it.
+        MissingExtraError: The library is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(
-            f"this format needs {library}, which is not installed; "
-            f"pip install 'expstore[{_PACKAGES[library]}]'",
-            name=exc.name,
+        raise MissingExtraError(
+            f"this format needs {library}, which is not installed",
+            hint=f"pip install 'expstore[{_PACKAGES[library]}]'",
         ) from exc
 
 

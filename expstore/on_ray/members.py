@@ -11,14 +11,14 @@ import time
 from typing import Any
 
 from expstore.cluster.members import MemberList
-from expstore.errors import ExpStoreError, NotFoundError, RemoteError, StateError
+from expstore.errors import ExpStoreError, MissingExtraError, NotFoundError, RemoteError, StateError
 
 try:
     import ray as _ray
     from ray import exceptions
 except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(
-        "clusters on Ray need ray, which is not installed: pip install 'expstore[ray]'", name=exc.name
+    raise MissingExtraError(
+        "clusters on Ray need ray, which is not installed", hint="pip install 'expstore[ray]'"
     ) from exc
 
 #: Most of its functions have no types.

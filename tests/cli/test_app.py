@@ -818,6 +818,7 @@ def test_without_gymnasium_it_says_what_to_install(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
+    monkeypatch.delitem(sys.modules, "expstore.collectors.environments", raising=False)
     done = cli("collect", "CartPole-v1", tmp_path / "run.exp", "--steps", 9)
     assert done.code == 2
     assert is_one_error(done, "expstore[gym]")

@@ -130,7 +130,10 @@ def test_matplotlib_is_needed_for_pictures_only(
     assert cli("episode", store, 2).code == 0
     done = cli("episode", store, 2, "--png", tmp_path / "out.png")
     assert done.code == 2
-    assert done.err == "error: a picture needs matplotlib, which is missing; pip install 'expstore[plot]'\n"
+    message = (
+        "error: expstore.plot draws with matplotlib, which is not installed; pip install 'expstore[plot]'"
+    )
+    assert done.err == f"{message}\n"
     assert list(tmp_path.iterdir()) == []
 
 

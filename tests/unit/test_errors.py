@@ -24,6 +24,7 @@ BASES = {
     "StorageError": (errors.ExpStoreError, OSError, "storage"),
     "CorruptionError": (errors.StorageError, OSError, "corruption"),
     "RemoteError": (errors.StorageError, ConnectionError, "remote"),
+    "MissingExtraError": (errors.ExpStoreError, ModuleNotFoundError, "missing_extra"),
     "MigrationError": (errors.ExpStoreError, errors.ExpStoreError, "migration"),
     "SnapshotError": (errors.ExpStoreError, errors.ExpStoreError, "snapshot"),
 }

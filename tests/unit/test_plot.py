@@ -299,5 +299,5 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "expstore.plot")
     monkeypatch.delattr(expstore, "plot")
-    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'expstore\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"not installed; pip install 'expstore\[plot\]'"):
         expstore.plot  # noqa: B018

@@ -439,5 +439,5 @@ def test_without_torchrl_the_reason_is_given() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 1
-    reason = "torchrl is not installed: pip install torchrl; expstore's own buffers do not need it"
+    reason = "torchrl is not installed; pip install torchrl (expstore's own buffers do not need it)"
     assert reason in done.stderr

@@ -550,4 +550,4 @@ def test_without_gymnasium_it_says_what_to_install() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1
-    assert "gymnasium, which is not installed: pip install 'expstore[gym]'" in done.stderr
+    assert "gymnasium, which is not installed; pip install 'expstore[gym]'" in done.stderr
