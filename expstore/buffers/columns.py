@@ -24,7 +24,7 @@ from expstore.errors import ArgumentError, QueryError, SchemaError, StateError
 from expstore.schema.row_fields import check_no_sample_entry
 from expstore.schema.schema import DTYPES, Field
 from expstore.schema.spec_text import check_specs, leaves_of
-from expstore.specs import Composite
+from expstore.specs import Composite, Unbounded
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
 from expstore.storages.capabilities import FieldChanges
@@ -94,7 +94,7 @@ class Columns:
             shape: Shape of a row's value; None: that of `spec` or of the values.
             default: The value of later rows that lack the field; None: such rows are refused. By default
                 `fill`, and None with `function` and `sql`.
-            spec: Which values the field may have; required if the buffer has `specs`.
+            spec: Which values the field may have; None: all of its dtype.
             progress: Called with the number of rows that have their value and the number of all rows.
 
         Raises:
@@ -220,12 +220,9 @@ def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str
     """Return the text of the specs with the spec of a new field."""
     text = storage.settings.specs()
     if spec is None:
-        if text:
-            raise SchemaError(
-                f"the store has specs, but none for {key_name(entry.key)!r}",
-                hint="give spec=, or set_specs(None) first",
-            )
-        return text
+        if not text:
+            return text
+        spec = Unbounded(entry.shape, dtype=getattr(torch, entry.dtype))
     if not isinstance(spec, TensorSpec):
         raise ArgumentError(f"spec is a {type(spec).__name__}; give a spec of expstore")
     specs = specs_of(storage) or Composite()

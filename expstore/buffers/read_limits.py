@@ -75,7 +75,7 @@ class ReadLimit:
             raise QueryError(
                 f"the answer takes {size:,} bytes, and {self.size:,} are allowed",
                 kind="too_large",
-                hint="ask for less at once, or start the server with a larger --max-answer",
+                hint="ask for less at once, or start the server with a larger max_answer (--limits)",
             )
 
     def _build_size_error(self, count: int, size: int, fitting: int) -> QueryError:
@@ -83,9 +83,9 @@ class ReadLimit:
             f"{count:,} rows take {size:,} bytes, and an answer may take {self.size:,}: the largest "
             f"batch_size that fits is {fitting}",
             kind="too_large",
-            hint=f"ask for {fitting} rows at once, or start the server with a larger --max-answer"
+            hint=f"ask for {fitting} rows at once, or start the server with a larger max_answer (--limits)"
             if fitting
-            else "start the server with a larger --max-answer",
+            else "start the server with a larger max_answer (--limits)",
         )
 
 

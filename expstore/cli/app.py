@@ -7,29 +7,29 @@ milliseconds to load; only `collect` loads torch. `info` never changes a store.
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from expstore import __version__
-from expstore.cli import checks, export, object_storage, reshape, retain, serve, snapshots
+from expstore.cli import checks, export, reshape, retain, serve, snapshots
 from expstore.cli.cluster import cluster
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.completion import complete_store
 from expstore.cli.datasets import datasets
 from expstore.cli.episode import episode
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
+from expstore.cli.groups import CHANGE, LOOK, MOVE, SERVE, VERSIONS, add_command, make_group
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
-from expstore.cli.interrupt import end_at_once, record_interrupts
+from expstore.cli.interrupt import Interrupts, end_at_once, handle_interrupts
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
+from expstore.disk.local_path import local_path
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -51,12 +51,11 @@ TABLE_ROWS = 50
 #: The key of a store's meta that names the environment from which it was collected.
 _ENVIRONMENT = "environment"
 
-app = typer.Typer(
+app = make_group(
     name="expstore",
     help="Collect reinforcement-learning experience into stores on disk, inspect it and query it in SQL.",
-    epilog="Exit codes: 0 success, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
-    "4 the store is damaged, 130 interrupted.",
-    pretty_exceptions_enable=False,
+    epilog="`expstore PATH` is `expstore info PATH`. Exit codes: 0 success, 1 findings or a failure, 2 wrong "
+    "usage, 3 the store is locked, 4 the store is damaged, 130 interrupted.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -120,13 +119,13 @@ def run(arguments: Sequence[str]) -> int:
         return USAGE
     command = typer.main.get_command(app)
     arguments = _add_info(command, arguments)
-    with record_interrupts() as signals:
+    with handle_interrupts(1) as interrupts:
         try:
             return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
         except (KeyboardInterrupt, typer.Abort):
             trouble = _INTERRUPTED
         except Exception as exc:
-            known = _INTERRUPTED if signals else _trouble(exc, command, arguments)
+            known = _INTERRUPTED if interrupts.seen else _trouble(exc, command, arguments)
             if known is None:
                 raise
             trouble = known
@@ -240,10 +239,6 @@ def _root(
 # -- collect ---------------------------------------------------------------------------------------
 
 
-@app.command(
-    epilog="Rows are added to a store that exists. Ctrl-C keeps the rows collected so far and closes "
-    "the store; a second Ctrl-C does not wait for the environment."
-)
 def collect(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
     path: Annotated[
@@ -292,7 +287,7 @@ def collect(
     disk = Disk()
     chosen = _find_policy(policy)
     with (
-        _Interrupts() as interrupts,
+        handle_interrupts(2) as interrupts,  # the second one does not wait for the environment
         contextlib.closing(_environments(env, envs, autoreset)) as lanes,
         show_notes(),
     ):
@@ -365,7 +360,7 @@ def _collect(
     steps: int,
     seed: int | None,
     workers: int,
-    interrupts: _Interrupts,
+    interrupts: Interrupts,
 ) -> int:
     """Store at least `steps` transitions, fewer if interrupted; return their number."""
     import numpy as np
@@ -398,35 +393,9 @@ def _collect(
     return rb.write_count - before
 
 
-class _Interrupts:
-    """Record the first Ctrl-C, so that work ends between two writes; the second one interrupts at once."""
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._former: Any = None
-
-    def __enter__(self) -> Self:
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background of a shell
-            self._former = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.seen:
-            raise KeyboardInterrupt
-        self.seen = True
-
-
 # -- info ------------------------------------------------------------------------------------------
 
 
-@app.command(
-    epilog="Nothing is changed. A store can be inspected while another process writes to it. Of a folder "
-    "of stores, each store is listed."
-)
 def info(paths: Stores, as_json: Json = False) -> int:
     """Show what stores contain, who has them open, and whether they were closed properly."""
     found: list[dict[str, Any]] = []
@@ -452,36 +421,9 @@ def info(paths: Stores, as_json: Json = False) -> int:
     return worst.code if worst else 0
 
 
-# -- verify ----------------------------------------------------------------------------------------
-
-app.command(
-    epilog="Nothing is changed. Priorities have no checksum and are not checked. "
-    "Exit codes: 0 no damage, 1 findings, 3 another process writes to the store, 4 no row can be read."
-)(checks.verify)
-
-app.command(
-    epilog="Without --drop-damaged no row is deleted. If the command is interrupted, run it again. "
-    "Exit codes: 0 repaired, 1 some damage is left, 3 another process writes to the store, 4 no row "
-    "can be read."
-)(checks.repair)
-
-
-# -- retain ----------------------------------------------------------------------------------------
-
-app.command(
-    epilog="Without options the store's own policy is applied. Deleted rows cannot be restored; the relation "
-    "episodes keeps its rows."
-)(retain.retain)
-
-
 # -- sql -------------------------------------------------------------------------------------------
 
 
-@app.command(
-    epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta. Write "
-    "nested fields as next.reward. The query runs on each store separately, so an aggregate returns one row "
-    "per store; with several stores the first column, store, names the store."
-)
 def sql(
     paths: Annotated[
         list[Path] | None,
@@ -494,6 +436,15 @@ def sql(
     ] = None,
     query: Annotated[
         str | None, typer.Argument(metavar="QUERY", help="One SELECT statement, in quotes.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="FILE",
+            help="Read the statement from a file instead; - reads standard input.",
+        ),
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: Json = False,
@@ -508,9 +459,12 @@ def sql(
     """Query stores in SQL."""
     if as_csv and (as_json or parquet):
         raise typer.BadParameter("--csv excludes --json and --parquet: choose one of them")
-    from expstore.cli.query import ask, check_order
+    from expstore.cli.query import ask, check_order, read_query
 
-    stores, query = check_order(paths or [], query)
+    if file is None:
+        stores, query = check_order(paths or [], query)
+    else:  # then the last argument is a store, too
+        stores, query = read_query([*(paths or []), *([] if query is None else [local_path(query)])], file)
     most = limit if as_csv or as_json or parquet else limit or TABLE_ROWS
     result = ask(stores, query, most)
     more = most is not None and len(result) > most
@@ -533,55 +487,149 @@ def sql(
     return 0
 
 
-# -- episode ---------------------------------------------------------------------------------------
+# -- the commands ----------------------------------------------------------------------------------
 
-app.command(
-    epilog="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
-    "steps; it needs matplotlib: pip install 'expstore\\[plot]'."
-)(episode)
-
-# -- fields ----------------------------------------------------------------------------------------
-
-app.command(epilog="Other fields are not changed. After a crash the field exists completely or not at all.")(
-    add_column
+add_command(
+    app,
+    info,
+    heading=LOOK,
+    notes="Nothing is changed. A store can be inspected while another process writes to it. Of a folder of "
+    "stores, each store is listed.",
+    examples=("expstore info run.exp", "expstore info runs --json"),
 )
-app.command(epilog="Fields that mark the episodes of a store cannot be dropped.")(drop_column)
-
-# -- snapshots -------------------------------------------------------------------------------------
-
-app.command(epilog="Files that have not changed since the previous snapshot are shared with it.")(
-    snapshots.dumps
+add_command(
+    app,
+    sql,
+    heading=LOOK,
+    notes="The relations are transitions, episodes, fragments, sources, priorities, commits and meta. Write "
+    "nested fields as next.reward. The query runs on each store separately, so an aggregate returns one row "
+    "per store; with several stores the first column, store, names the store.",
+    examples=(
+        'expstore sql run.exp "SELECT episode_id, length, return FROM episodes ORDER BY return DESC LIMIT 5"',
+        "expstore sql run.exp other.exp -f query.sql --csv",
+    ),
 )
-app.command(epilog="After a crash the store has either its former rows or the rows of the snapshot.")(
-    snapshots.loads
+add_command(
+    app,
+    episode,
+    heading=LOOK,
+    notes="Nothing in the store is changed. A picture shows frames of image fields and the numbers over the "
+    "steps; it needs matplotlib: pip install 'expstore[plot]'.",
+    examples=("expstore episode run.exp 1", "expstore episode run.exp 1 --png episode.png"),
 )
-app.command(epilog="For a store, lists the tagged snapshots inside it.")(snapshots.versions)
+add_command(
+    app,
+    serve.ui,
+    heading=LOOK,
+    notes=serve.UI_NOTES,
+    examples=("expstore ui run.exp", "expstore ui runs --port 8080 --no-browser"),
+)
+add_command(
+    app,
+    checks.verify,
+    heading=LOOK,
+    notes="Nothing is changed. Priorities have no checksum and are not checked. Exit codes: 0 no damage, "
+    "1 findings, 3 another process writes to the store, 4 no row can be read.",
+    examples=("expstore verify run.exp", "expstore verify run.exp --json"),
+)
 
-# -- object storage --------------------------------------------------------------------------------
+add_command(
+    app,
+    export.export,
+    heading=MOVE,
+    notes=export.EXPORT_NOTES,
+    examples=(
+        "expstore export run.exp rows --parquet",
+        "expstore export run.exp long.npz --npz --where 'length > 10' --fields observation,action",
+    ),
+)
+add_command(
+    app,
+    export.import_,
+    name="import",
+    heading=MOVE,
+    notes=export.IMPORT_NOTES,
+    examples=("expstore import rows new.exp", "expstore import steps.csv steps.exp --map obs=observation"),
+)
+app.add_typer(datasets, rich_help_panel=MOVE)
 
-app.command(epilog=object_storage.PUSH_NOTES)(object_storage.push)
-app.command(epilog=object_storage.PULL_NOTES)(object_storage.pull)
-app.command(epilog=object_storage.PRUNE_NOTES)(object_storage.prune)
+app.add_typer(snapshots.versions, rich_help_panel=VERSIONS)
 
-# -- resize, merge ---------------------------------------------------------------------------------
+add_command(
+    app,
+    collect,
+    heading=CHANGE,
+    notes="Rows are added to a store that exists. Ctrl-C keeps the rows collected so far and closes the "
+    "store; a second Ctrl-C does not wait for the environment.",
+    examples=(
+        "expstore collect CartPole-v1 run.exp --steps 1000",
+        "expstore collect Pendulum-v1 pendulum.exp --steps 200 --envs 2 --capacity 10000 --seed 1",
+    ),
+)
+add_command(
+    app,
+    add_column,
+    heading=CHANGE,
+    notes="Other fields are not changed. After a crash the field exists completely or not at all.",
+    examples=(
+        "expstore add-column run.exp mark --fill 0",
+        "expstore add-column run.exp share --sql 'next.reward / episode.length' --dtype float32",
+    ),
+)
+add_command(
+    app,
+    drop_column,
+    heading=CHANGE,
+    notes="Fields that mark the episodes of a store cannot be dropped.",
+    examples=("expstore drop-column run.exp mark", "expstore drop-column run.exp share --json"),
+)
+add_command(
+    app,
+    retain.retain,
+    heading=CHANGE,
+    notes="Without options the store's own policy is applied. Deleted rows cannot be restored; the relation "
+    "episodes keeps its rows.",
+    examples=(
+        "expstore retain run.exp --where 'episode.length > 1' --dry-run",
+        "expstore retain run.exp --bytes 2GB --age 7d",
+    ),
+)
+add_command(
+    app,
+    reshape.resize,
+    heading=CHANGE,
+    notes="Rows keep their ids. After a crash the store has its former capacity or the new one; Ctrl-C keeps "
+    "the former one.",
+    examples=("expstore resize run.exp --capacity 100000", "expstore resize run.exp --unbounded"),
+)
+add_command(
+    app,
+    reshape.merge,
+    heading=CHANGE,
+    notes="All stores must have the same fields. The name of a source is prefixed with the name of its "
+    "store. The new store exists completely or not at all.",
+    examples=(
+        "expstore merge run.exp other.exp --out both.exp",
+        "expstore merge run.exp other.exp --out newest.exp --capacity 500",
+    ),
+)
+add_command(
+    app,
+    checks.repair,
+    heading=CHANGE,
+    notes="Without --drop-damaged no row is deleted. If the command is interrupted, run it again. Exit "
+    "codes: 0 repaired, 1 some damage is left, 3 another process writes to the store, 4 no row can be read.",
+    examples=("expstore repair run.exp", "expstore repair run.exp --drop-damaged"),
+)
 
-app.command(
-    epilog="Rows keep their ids. After a crash the store has its former capacity or the new one; Ctrl-C "
-    "keeps the former one."
-)(reshape.resize)
-app.command(
-    epilog="All stores must have the same fields. The name of a source is prefixed with the name of its "
-    "store. The new store exists completely or not at all."
-)(reshape.merge)
-
-# -- export ----------------------------------------------------------------------------------------
-
-app.command(epilog=export.EXPORT_NOTES)(export.export)
-app.command("import", epilog=export.IMPORT_NOTES)(export.import_)
-app.add_typer(datasets)
-
-# -- serve -----------------------------------------------------------------------------------------
-
-app.command(epilog=serve.SERVE_NOTES)(serve.serve)
-app.command(epilog=serve.UI_NOTES)(serve.ui)
-app.add_typer(cluster)
+add_command(
+    app,
+    serve.serve,
+    heading=SERVE,
+    notes=serve.SERVE_NOTES,
+    examples=(
+        "expstore serve runs",
+        "expstore serve runs --host 0.0.0.0 --token-file token --limits limits.toml",
+    ),
+)
+app.add_typer(cluster, rich_help_panel=SERVE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expstore.cli.exit_codes import USAGE
+from expstore.cli.groups import add_command, make_group, show_help
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import TokenHosts, read_token, read_tokens
@@ -21,8 +21,10 @@ from expstore.errors import StorageError
 if TYPE_CHECKING:
     from expstore.cluster.members import ClusterFile
 
-cluster = typer.Typer(
+cluster = make_group(
     name="cluster",
+    invoke_without_command=True,
+    callback=show_help,
     help="The shards of a cluster: served stores that clients use as one buffer, listed in a file. Clients "
     "notice changes of the file within about a second.",
 )
@@ -43,16 +45,6 @@ TokenFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@cluster.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> int:
-    """Show the commands if none is given."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        return USAGE
-    return 0
-
-
-@cluster.command(epilog="The servers must answer: the file has the uuid of each store.")
 def init(
     file: File,
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Addresses of the served stores.")],
@@ -67,7 +59,6 @@ def init(
     return _tell(file, ClusterFile.create(file, stores), "has", as_json)
 
 
-@cluster.command(epilog="Sources that are new go to it, and batches have rows of it as soon as it has any.")
 def add(file: File, url: Url, token_file: TokenFile = None, as_json: Json = False) -> int:
     """Add a served store as a new shard."""
     from expstore.cluster.members import ClusterFile
@@ -76,10 +67,6 @@ def add(file: File, url: Url, token_file: TokenFile = None, as_json: Json = Fals
     return _tell(file, ClusterFile.change(file, lambda known: known.add(url, store)), "now has", as_json)
 
 
-@cluster.command(
-    epilog="The shard is sampled as before. Sources leave it when their episodes end. `cluster show` says "
-    "how many rows it has; `cluster remove` ends its part."
-)
 def retire(file: File, number: Number, as_json: Json = False) -> int:
     """Let a shard accept no new sources."""
     from expstore.cluster.members import ClusterFile
@@ -87,7 +74,6 @@ def retire(file: File, number: Number, as_json: Json = False) -> int:
     return _tell(file, ClusterFile.change(file, lambda known: known.retire(number)), "now has", as_json)
 
 
-@cluster.command(epilog="Requests that wait for the former address are sent to the new one.")
 def move(file: File, number: Number, url: Url, token_file: TokenFile = None, as_json: Json = False) -> int:
     """Note that the store of a shard is served at another address."""
     from expstore.cluster.members import ClusterFile
@@ -97,7 +83,6 @@ def move(file: File, number: Number, url: Url, token_file: TokenFile = None, as_
     return _tell(file, changed, "now has", as_json)
 
 
-@cluster.command(epilog="The store remains where it is. Its number is not used again.")
 def remove(file: File, number: Number, as_json: Json = False) -> int:
     """Remove a retired shard: its rows are no longer sampled."""
     from expstore.cluster.members import ClusterFile
@@ -105,7 +90,6 @@ def remove(file: File, number: Number, as_json: Json = False) -> int:
     return _tell(file, ClusterFile.change(file, lambda known: known.remove(number)), "now has", as_json)
 
 
-@cluster.command(epilog="Exit codes: 0 all shards answer, 1 some do not.")
 def show(
     file: File, token_file: TokenFile = None, token_host: TokenHosts = None, as_json: Json = False
 ) -> int:
@@ -172,3 +156,60 @@ def _tell(file: Path, known: ClusterFile, verb: str, as_json: bool) -> int:
         text = f"; retired: {', '.join(retired)}" if retired else ""
         typer.echo(f"{file} {verb} {len(members)} shards; accepting sources: {', '.join(accepting)}{text}")
     return 0
+
+
+add_command(
+    cluster,
+    init,
+    notes="The servers must answer: the file has the uuid of each store.",
+    examples=(
+        "expstore cluster init cluster.json http://host-a:8420/run http://host-b:8420/run",
+        "expstore cluster init cluster.json http://host-a:8420/run --token-file token",
+    ),
+)
+add_command(
+    cluster,
+    add,
+    notes="Sources that are new go to it, and batches have rows of it as soon as it has any.",
+    examples=(
+        "expstore cluster add cluster.json http://host-c:8420/run",
+        "expstore cluster add cluster.json http://host-c:8420/run --json",
+    ),
+)
+add_command(
+    cluster,
+    retire,
+    notes="The shard is sampled as before. Sources leave it when their episodes end. `cluster show` says "
+    "how many rows it has; `cluster remove` ends its part.",
+    examples=(
+        "expstore cluster retire cluster.json 0",
+        "expstore cluster retire cluster.json 1 --json",
+    ),
+)
+add_command(
+    cluster,
+    move,
+    notes="Requests that wait for the former address are sent to the new one.",
+    examples=(
+        "expstore cluster move cluster.json 1 http://host-d:8420/run",
+        "expstore cluster move cluster.json 1 http://host-d:8420/run --token-file token",
+    ),
+)
+add_command(
+    cluster,
+    remove,
+    notes="The store remains where it is. Its number is not used again.",
+    examples=(
+        "expstore cluster remove cluster.json 0",
+        "expstore cluster remove cluster.json 1 --json",
+    ),
+)
+add_command(
+    cluster,
+    show,
+    notes="Exit codes: 0 all shards answer, 1 some do not.",
+    examples=(
+        "expstore cluster show cluster.json",
+        "expstore cluster show cluster.json --json",
+    ),
+)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expstore.cli.exit_codes import USAGE
+from expstore.cli.groups import add_command, make_group, show_help
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_json, print_table
 from expstore.cli.paths import to_local
@@ -22,8 +22,10 @@ from expstore.core.tables import size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-datasets = typer.Typer(
+datasets = make_group(
     name="datasets",
+    invoke_without_command=True,
+    callback=show_help,
     help="Public data sets by name, such as d4rl:hopper-medium-v2. Each is a store below ~/.cache/expstore, "
     "or below the folder in EXPSTORE_DATA.",
 )
@@ -43,16 +45,6 @@ Root = Annotated[
 ]
 
 
-@datasets.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> int:
-    """Show the commands if none is given."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        return USAGE
-    return 0
-
-
-@datasets.command("list")
 def list_(
     prefix: Annotated[
         str | None, typer.Argument(metavar="PREFIX", help="Show only this collection, such as d4rl.")
@@ -147,7 +139,6 @@ def _stores(collection: str | None, root: Path | None) -> Iterator[dict[str, Any
         }
 
 
-@datasets.command()
 def fetch(
     name: Name,
     source: Annotated[
@@ -186,7 +177,6 @@ def fetch(
     return 0
 
 
-@datasets.command()
 def info(name: Name, root: Root = None, as_json: Json = False) -> int:
     """Show what a downloaded data set contains, and the files it was made from."""
     from expstore.disk.files import Disk
@@ -207,7 +197,6 @@ def info(name: Name, root: Root = None, as_json: Json = False) -> int:
     return 0
 
 
-@datasets.command()
 def delete(name: Name, root: Root = None) -> int:
     """Delete a downloaded data set."""
     from expstore.datasets.origin import remove_dataset
@@ -282,3 +271,32 @@ def _describe_names(name: str) -> str:
     return (f"Similar names: {near}. " if near else "") + (
         f"expstore datasets list {_collection(prefix)} --available shows all names"
     )
+
+
+add_command(
+    datasets,
+    list_,
+    name="list",
+    examples=("expstore datasets list", "expstore datasets list d4rl --available"),
+)
+add_command(
+    datasets,
+    fetch,
+    examples=(
+        "expstore datasets fetch atari:Pong/5 --source downloads/Pong/5",
+        "expstore datasets fetch minari:cartpole/random-v0 --source downloads/cartpole --root data",
+    ),
+)
+add_command(
+    datasets,
+    info,
+    examples=("expstore datasets info atari:Pong/5", "expstore datasets info atari:Pong/5 --json"),
+)
+add_command(
+    datasets,
+    delete,
+    examples=(
+        "expstore datasets delete atari:Pong/5",
+        "expstore datasets delete minari:cartpole/random-v0 --root data",
+    ),
+)

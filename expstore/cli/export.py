@@ -165,7 +165,7 @@ def _tell(done: Exported) -> None:
     if done.left_out:
         typer.echo(
             f"note: {done.left_out:,} rows are missing: newer rows replaced them during the export. To "
-            "export all rows, make a snapshot with expstore dumps and export it",
+            "export all rows, make a snapshot with `expstore versions create` and export it",
             err=True,
         )
 

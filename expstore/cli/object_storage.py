@@ -1,6 +1,6 @@
-"""The commands `push`, `pull` and `prune`, and the list of versions on an object storage.
+"""The commands `versions push`, `pull` and `prune`, and the list of versions on an object storage.
 
-Used by `expstore.cli.app`, which reports errors. None of the commands loads torch.
+Used by `expstore.cli.snapshots`. None of the commands loads torch.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -56,6 +57,29 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
             f'there is no query; write expstore sql {query} "SELECT count(*) FROM transitions"',
             param_hint="QUERY",
         )
+    return paths, query
+
+
+def read_query(paths: Sequence[Path], file: Path) -> tuple[Sequence[Path], str]:
+    """Return the stores of a command line, and the query in a file.
+
+    Args:
+        paths: The arguments.
+        file: The file; "-" is standard input.
+
+    Raises:
+        BadParameter: There is no store, an argument is a second query, or the file is missing or empty.
+    """
+    if not paths:
+        raise typer.BadParameter(f"there is no store; write expstore sql STORE -f {file}", param_hint="STORE")
+    if second := next((str(path) for path in paths if _is_sql(str(path))), None):
+        raise typer.BadParameter(f"there are two queries, {second!r} and {file}: pass one of them")
+    try:
+        query = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise typer.BadParameter(f"{file} cannot be read: {exc}", param_hint="--file") from exc
+    if not query.strip():
+        raise typer.BadParameter(f"{file} is empty", param_hint="--file")
     return paths, query
 
 

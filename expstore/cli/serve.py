@@ -5,12 +5,15 @@ Used by `expstore.cli.app`. It reads options and token files, and prints; `expst
 
 from __future__ import annotations
 
+import difflib
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import threading
+import tomllib
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,10 +29,18 @@ if TYPE_CHECKING:
     from expstore.api.server import Listening
     from expstore.api.settings import Settings
 
+#: Names in a file of limits: fields of `expstore.api.settings.Settings`.
+LIMITS = (
+    "max_body", "max_rows", "max_answer", "sql_seconds", "sql_rows", "rate", "concurrency", "connections",
+    "head_seconds", "body_seconds", "answer_seconds", "idle_seconds", "wait_seconds", "shutdown_seconds",
+    "session_timeout",
+)  # fmt: skip
 SERVE_NOTES = (
     "Without a token the server answers only this machine. Ctrl-C or SIGTERM waits for running requests, "
     "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "
-    "For TLS, put a proxy in front of it."
+    "For TLS, put a proxy in front of it.\n\n"
+    "A file of limits is TOML, a line such as `max_rows = 100000` for each: " + ", ".join(LIMITS) + ". "
+    "docs/server.md has what they limit, and their defaults."
 )
 UI_NOTES = (
     "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "
@@ -68,9 +79,14 @@ _Hosts = Annotated[
 ]
 _NoSQL = Annotated[bool, typer.Option("--no-sql", help="Reject SQL queries.")]
 _NoUI = Annotated[bool, typer.Option("--no-ui", help="Do not serve the page at /ui/.")]
-_Rate = Annotated[
-    float | None,
-    typer.Option(min=0.001, help="Maximum requests per second of one client; unlimited without it."),
+_Limits = Annotated[
+    Path | None,
+    typer.Option(
+        callback=to_local,
+        metavar="FILE",
+        envvar="EXPSTORE_LIMITS",
+        help="File with the server's limits, if they are not the defaults.",
+    ),
 ]
 _Ratio = Annotated[
     float | None, typer.Option(min=0, help="Average number of samples per row, over all clients.")
@@ -99,23 +115,12 @@ def serve(
     allow_host: _Hosts = None,
     no_sql: _NoSQL = False,
     no_ui: _NoUI = False,
-    sql_seconds: Annotated[float, typer.Option(min=0.1, help="Maximum seconds of a statement.")] = 3.0,
-    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")] = 256 << 20,
-    max_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a request.")] = 1_000_000,
-    max_answer: Annotated[int, typer.Option(min=1, help="Maximum bytes of an answer.")] = 256 << 20,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests per store.")] = 64,
-    rate: _Rate = None,
+    limits: _Limits = None,
     min_size: Annotated[
         int, typer.Option(min=1, help="Number of rows a store needs before it can be sampled.")
     ] = 1,
     samples_per_insert: _Ratio = None,
     error_buffer: _Buffer = None,
-    shutdown_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests have to finish at shutdown.")
-    ] = 5.0,
-    session_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a silent client's open episodes are cut.")
-    ] = 3600.0,
     access_log: _Log = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
 ) -> int:
@@ -125,10 +130,8 @@ def serve(
 
     settings = Settings(
         path=path, token=_read(token_file), read_token=_read(read_token_file), read_only=read_only,
-        hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, sql_seconds=sql_seconds,
-        max_body=max_body, max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate,
-        min_size=min_size, samples_per_insert=samples_per_insert, error_buffer=error_buffer,
-        shutdown_seconds=shutdown_seconds, session_timeout=session_timeout,
+        hosts=tuple(allow_host or ()), sql=not no_sql, ui=not no_ui, min_size=min_size,
+        samples_per_insert=samples_per_insert, error_buffer=error_buffer, **_read_limits(limits),
     )  # fmt: skip
     if access_log:
         _log_requests()
@@ -136,10 +139,39 @@ def serve(
     def ready(listening: Listening) -> None:
         typer.echo(json.dumps(_facts(settings, listening)) if as_json else _line(settings, listening))
 
-    run(settings, host=host, port=port, ready=ready, stopping=lambda: _limit_end(shutdown_seconds))
+    run(settings, host=host, port=port, ready=ready, stopping=lambda: _limit_end(settings.shutdown_seconds))
     if as_json:
         typer.echo(json.dumps({"stopped": True}))
     return 0
+
+
+def _read_limits(path: Path | None) -> dict[str, Any]:
+    """Return the limits in a file; none without a file.
+
+    Raises:
+        BadParameter: The file is missing or no TOML, it has an unknown name, or a value is not a number above
+            0.
+    """
+    from expstore.api.settings import Settings
+
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise typer.BadParameter(f"{path} cannot be read: {exc}", param_hint="--limits") from exc
+    for name, value in found.items():
+        if name not in LIMITS:
+            near = difflib.get_close_matches(name, LIMITS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(LIMITS)}"
+            raise typer.BadParameter(f"{path} has {name!r}, which is no limit; {hint}", param_hint="--limits")
+        is_whole = isinstance(getattr(Settings, name), int)
+        if type(value) not in ((int,) if is_whole else (int, float)) or not 0 < value < math.inf:
+            kind = "a whole number" if is_whole else "a number"
+            raise typer.BadParameter(
+                f"{path} has {name} = {value!r}, which is not {kind} above 0", param_hint="--limits"
+            )
+    return found
 
 
 def ui(

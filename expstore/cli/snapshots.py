@@ -1,4 +1,4 @@
-"""The commands `dumps`, `loads` and `versions`.
+"""The commands `versions create`, `restore` and `list`, and the group with those of object storage.
 
 Used by `expstore.cli.app`, which reports errors. None of the commands loads torch.
 """
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore.cli import object_storage
 from expstore.cli.completion import complete_store, complete_version
-from expstore.cli.object_storage import list_remote
+from expstore.cli.groups import add_command, make_group, show_help
 from expstore.cli.output import iso_text, print_json, print_versions
 from expstore.cli.paths import Store, to_local
 from expstore.cli.tokens import read_token
@@ -39,7 +40,7 @@ Place = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def dumps(
+def create(
     store: Store,
     path: Annotated[
         Path | None,
@@ -116,7 +117,7 @@ def _ask_server(
     if keep is not None or place.resolve() != (store / OWN_FOLDER).resolve():
         raise LockedError(
             f"{owner.address} serves {store}; a server keeps its snapshots in the store's own folder",
-            hint=f"leave PATH and --keep out: expstore dumps {store}",
+            hint=f"leave PATH and --keep out: expstore versions create {store}",
         ) from locked
 
     def ask(method: str, route: str, body: Any, *, once: bool) -> Any:
@@ -129,7 +130,7 @@ def _ask_server(
     return dataclasses.replace(made, path=place / version_name(made.number))  # a server tells no paths
 
 
-def loads(
+def restore(
     store: Store,
     path: Place,
     version: Annotated[
@@ -143,7 +144,7 @@ def loads(
     as_json: Json = False,
 ) -> int:
     """Replace the rows of a store by those of a snapshot, or create a store from a snapshot."""
-    from expstore.cold.download import restore
+    from expstore.cold import download
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.storages.format.manifest import MANIFEST
@@ -159,7 +160,7 @@ def loads(
         finally:
             kept.close()
     else:
-        restore(folder, store)
+        download.restore(folder, store)
         rows = survey(store).rows
     if as_json:
         print_json({"path": str(store), "rows": rows, "version": str(folder)})
@@ -168,7 +169,7 @@ def loads(
     return 0
 
 
-def versions(
+def list_(
     path: Annotated[
         str,
         typer.Argument(
@@ -181,11 +182,11 @@ def versions(
 ) -> int:
     """List the snapshots in a folder, or the versions on an object storage, oldest first."""
     from expstore.cold.object_storage import is_object_url
-    from expstore.storages.snapshots.catalog import versions as list_versions
+    from expstore.storages.snapshots import catalog
 
     if is_object_url(path):
-        return list_remote(path, as_json)
-    found = list_versions(path)
+        return object_storage.list_remote(path, as_json)
+    found = catalog.versions(path)
     sizes = {"on disk": "disk_bytes", "written": "new_bytes"}
     print_versions(found, [_facts(version) for version in found], sizes, as_json=as_json)
     return 0
@@ -203,3 +204,60 @@ def _open(path: Path) -> Storage:
 def _facts(version: Version) -> dict[str, Any]:
     facts = dataclasses.asdict(version) | {"time": iso_text(version.time), "path": str(version.path)}
     return facts if version.disk_bytes else {name: facts[name] for name in facts if name != "disk_bytes"}
+
+
+versions = make_group(
+    name="versions",
+    help="Snapshots of stores, in folders and on object storages such as S3.",
+    invoke_without_command=True,
+    callback=show_help,
+)
+add_command(
+    versions,
+    create,
+    notes="Files that have not changed since the previous snapshot are shared with it.",
+    examples=("expstore versions create run.exp", "expstore versions create run.exp backup --tag best"),
+)
+add_command(
+    versions,
+    restore,
+    notes="After a crash the store has either its former rows or the rows of the snapshot.",
+    examples=(
+        "expstore versions restore new.exp backup",
+        "expstore versions restore run.exp backup --version best",
+    ),
+)
+add_command(
+    versions,
+    list_,
+    name="list",
+    notes="For a store, lists the tagged snapshots inside it.",
+    examples=("expstore versions list backup", "expstore versions list s3://bucket/run --json"),
+)
+add_command(
+    versions,
+    object_storage.push,
+    notes=object_storage.PUSH_NOTES,
+    examples=(
+        "expstore versions push run.exp s3://bucket/run",
+        "expstore versions push backup s3://bucket/run --version best",
+    ),
+)
+add_command(
+    versions,
+    object_storage.pull,
+    notes=object_storage.PULL_NOTES,
+    examples=(
+        "expstore versions pull s3://bucket/run copy.exp",
+        "expstore versions pull s3://bucket/run best.exp --version best",
+    ),
+)
+add_command(
+    versions,
+    object_storage.prune,
+    notes=object_storage.PRUNE_NOTES,
+    examples=(
+        "expstore versions prune s3://bucket/run --keep 1",
+        "expstore versions prune s3://bucket/run --drop best",
+    ),
+)

@@ -173,7 +173,7 @@ class Cache:
             f"{self._folder} may "
             f"take {size_text(self._most_bytes)}{why}",
             kind="cache_full",
-            hint="open ObjectStorage(url, cache_bytes=...) with more, or `expstore pull` the version",
+            hint="open ObjectStorage(url, cache_bytes=...) with more, or `expstore versions pull` it",
         )
 
     def _last_use(self, name: str) -> int:

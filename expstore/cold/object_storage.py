@@ -202,6 +202,6 @@ def _check_url(url: str) -> str:
             f"{url!r} is not the address of an object storage",
             kind="path",
             hint="use s3://bucket/prefix, or pass ObjectStorage a store of obstore; for a version in a local "
-            "folder there are expstore dumps and expstore loads",
+            "folder there are expstore versions create and restore",
         )
     return f"s3://{found[1]}{found[2]}"

@@ -181,7 +181,7 @@ class VersionList:
         asked = "version" if version is None else f"version {version!r}"
         raise SnapshotError(
             f"{name} has no {asked}: " + (f"there are {listed}" if listed else "it has no versions"),
-            hint="" if listed else "make one with `expstore push`",
+            hint="" if listed else "make one with `expstore versions push`",
         )
 
 

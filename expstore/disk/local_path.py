@@ -74,8 +74,8 @@ def _suggest_instead(scheme: str) -> str:
         return "leave out file://"
     if scheme == "s3":
         return (
-            "s3:// is for versions: expstore.open(url, mode='r') reads one, `expstore push` and `pull` "
-            "copy one; otherwise give a local path"
+            "s3:// is for versions: expstore.open(url, mode='r') reads one, `expstore versions push` and "
+            "`pull` copy one; otherwise give a local path"
         )
     return (
         f"{scheme}:// is not supported; give a local path, and copy the files to or from it "

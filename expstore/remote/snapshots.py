@@ -1,6 +1,7 @@
 """Versions of a served store.
 
-Used by the client, and by `expstore dumps` of a store that a server has open. It does not load torch.
+Used by the client, and by `expstore versions create` of a store that a server has open. It does not load
+torch.
 """
 
 from __future__ import annotations

@@ -37,6 +37,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, error
 
 
+def write_limits(folder: Path, seconds: int) -> Path:
+    """Write a file of limits that says how long running requests have at the end; return it."""
+    path = folder / "limits.toml"
+    path.write_text(f"shutdown_seconds = {seconds}\n")
+    return path
+
+
 def listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), PATIENCE).close()
@@ -152,7 +159,7 @@ def test_a_store_that_is_served_at_all_addresses_or_by_a_name_is_backed_up(
         address = server.listening.url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{address}/v1/stores/run", headers={"Authorization": "Bearer secret-1"}).is_success
         store = str(tmp_path / "runs" / "run.exp")
-        assert run(["dumps", store, "--token-file", str(token)]) == 0, capsys.readouterr().err
+        assert run(["versions", "create", store, "--token-file", str(token)]) == 0, capsys.readouterr().err
     finally:
         server.stop()
     with expstore.open(tmp_path / "runs" / "run.exp" / "versions", version=1) as rb:
@@ -204,7 +211,7 @@ def test_a_store_with_a_writer_is_followed_or_refused(
 def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     head = b"POST /v1/stores/run/extend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with serving(tmp_path, "--shutdown-seconds", 1) as (child, facts):
+    with serving(tmp_path, "--limits", write_limits(tmp_path, 1)) as (child, facts):
         port = int(facts["listening"].rsplit(":")[-1])
         with socket.create_connection(("127.0.0.1", port), PATIENCE) as half:
             half.sendall(head + b"Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n")
@@ -223,7 +230,7 @@ def test_a_client_that_holds_a_half_body_does_not_keep_it(tmp_path: Path) -> Non
 
 def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
-    with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
+    with serving(tmp_path, "--limits", write_limits(tmp_path, 1000)) as (child, facts):
         with httpx.Client(base_url=facts["listening"], timeout=PATIENCE) as client:
             path, asked = "/v1/stores/run/sample/stream", {"batch_size": 4}
             with client.stream("POST", path, json=asked, headers=ACCEPT_ARROW) as endless:
@@ -240,7 +247,7 @@ def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
-    with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
+    with serving(tmp_path, "--limits", write_limits(tmp_path, 1000)) as (child, facts):
         port = int(facts["listening"].rsplit(":")[-1])
         with socket.create_connection(("127.0.0.1", port), PATIENCE) as half:
             half.sendall(
@@ -293,7 +300,7 @@ def test_answers_wait_for_nothing(tmp_path: Path) -> None:
 def test_others_that_want_to_write_are_told_who_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second server of a folder, one of a store that is open, and `expstore dumps`."""
+    """A second server of a folder, one of a store that is open, and `expstore versions create`."""
     folder = tmp_path / "runs"
     folder.mkdir()
     build_store(folder / "run.exp")
@@ -307,14 +314,14 @@ def test_others_that_want_to_write_are_told_who_serves(
         code, error = refusal(capsys, folder / "run.exp", "--port", 0)
         assert (code, error["kind"]) == (3, "locked")
         assert error["message"].endswith(f"and serves it at {url}/run")
-        assert run(["dumps", str(folder / "run.exp"), str(tmp_path / "backup"), "--json"]) == 3
+        assert run(["versions", "create", str(folder / "run.exp"), str(tmp_path / "backup"), "--json"]) == 3
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["message"].startswith(f"{url}/run serves ")
-        assert error["hint"] == f"leave PATH and --keep out: expstore dumps {folder / 'run.exp'}"
-        assert run(["dumps", str(folder / "run.exp"), "--json"]) == 0
+        assert error["hint"] == f"leave PATH and --keep out: expstore versions create {folder / 'run.exp'}"
+        assert run(["versions", "create", str(folder / "run.exp"), "--json"]) == 0
         made = json.loads(capsys.readouterr().out)
         assert (made["number"], made["path"]) == (1, str(folder / "run.exp/versions/v0001"))
-        assert run(["dumps", str(folder / "run.exp"), "--tag", "night"]) == 0
+        assert run(["versions", "create", str(folder / "run.exp"), "--tag", "night"]) == 0
         assert capsys.readouterr().out.startswith("snapshot 2 (night): ")
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE) == 0

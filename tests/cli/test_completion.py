@@ -25,8 +25,8 @@ def folder(tmp_path: Path, store: Path, cli: Cli, monkeypatch: pytest.MonkeyPatc
     (here / "readme.txt").write_text("text")
     shutil.copytree(store, here / "runs" / "a.exp")
     monkeypatch.chdir(here)
-    assert cli("dumps", "runs/a.exp", "backup", "--tag", "first").code == 0
-    assert cli("dumps", "runs/a.exp", "backup").code == 0
+    assert cli("versions", "create", "runs/a.exp", "backup", "--tag", "first").code == 0
+    assert cli("versions", "create", "runs/a.exp", "backup").code == 0
     return here
 
 
@@ -58,12 +58,12 @@ def suggest(*words: str) -> list[str]:
         (["info", "runs/"], ["runs/a.exp"]),
         (["sql", "runs/a"], ["runs/a.exp"]),
         (["merge", "runs/a.exp", "ru"], ["runs/"]),
-        (["dumps", "runs/a.exp", "ba"], ["backup/"]),
+        (["versions", "create", "runs/a.exp", "ba"], ["backup/"]),
         (["info", "nowhere/"], []),
-        (["loads", "runs/a.exp", "backup", "--version", ""], ["first", "1", "2"]),
-        (["loads", "runs/a.exp", "backup", "--version", "f"], ["first"]),
-        (["loads", "runs/a.exp", "nowhere", "--version", ""], []),
-        (["loads", "--version", ""], []),
+        (["versions", "restore", "runs/a.exp", "backup", "--version", ""], ["first", "1", "2"]),
+        (["versions", "restore", "runs/a.exp", "backup", "--version", "f"], ["first"]),
+        (["versions", "restore", "runs/a.exp", "nowhere", "--version", ""], []),
+        (["versions", "restore", "--version", ""], []),
     ],
 )
 @pytest.mark.usefixtures("folder")

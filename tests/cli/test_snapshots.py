@@ -1,4 +1,4 @@
-"""The commands `dumps`, `loads` and `versions`: output and exit codes."""
+"""The commands `versions create`, `restore` and `list`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ Make = Callable[..., TensorDict]
 
 def test_a_version_is_saved_and_restored(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:
     place, new = tmp_path / "backup", tmp_path / "new.exp"
-    code, out, _ = cli("dumps", store, place, "--tag", "start")
+    code, out, _ = cli("versions", "create", store, place, "--tag", "start")
     assert (code, out.split(",")[0]) == (0, "snapshot 1 (start): 30 rows")
     for _ in range(3):
-        made = json.loads(cli("dumps", store, place, "--keep", 2, "--json")[1])
+        made = json.loads(cli("versions", "create", store, place, "--keep", 2, "--json")[1])
     assert (made["number"], made["rows"], made["tag"]) == (4, 30, None)
-    found = json.loads(cli("versions", place, "--json")[1])["versions"]
+    found = json.loads(cli("versions", "list", place, "--json")[1])["versions"]
     assert [(v["number"], v["tag"], v["episodes"]) for v in found] == [
         (1, "start", 3),
         (3, None, 3),
         (4, None, 3),
     ]
     assert all(v["disk_bytes"] >= v["new_bytes"] > 0 for v in found)
-    table = cli("versions", place)[1].splitlines()
+    table = cli("versions", "list", place)[1].splitlines()
     assert table[0].split()[:3] == ["version", "tag", "made"]
     assert table[1].split()[:2] == ["1", "start"]
-    code, out, _ = cli("loads", new, place, "--version", "start")
+    code, out, _ = cli("versions", "restore", new, place, "--version", "start")
     assert code == 0
     assert out.strip() == f"{new} holds the 30 rows of {place / 'v0001'}"
     with expstore.open(new) as rb:
         assert (len(rb), rb.storage.capacity) == (30, 50)  # as the version's
         rb.extend(make_batch(9))
-    assert json.loads(cli("loads", new, place, "--json")[1])["rows"] == 30
+    assert json.loads(cli("versions", "restore", new, place, "--json")[1])["rows"] == 30
 
 
 def test_a_folder_of_versions_means_its_newest(cli: Cli, store: Path, tmp_path: Path) -> None:
     place = tmp_path / "backup"
     for _ in range(2):
-        cli("dumps", store, place)
+        cli("versions", "create", store, place)
     assert json.loads(cli("info", place, "--json")[1])["stores"][0]["path"] == str(place / "v0002")
     assert json.loads(cli("sql", place, "SELECT count(*) AS n FROM transitions", "--json")[1]) == [{"n": 30}]
     assert cli("verify", place)[:2] == (0, f"{place / 'v0002'}: nothing found\n")
@@ -61,34 +61,34 @@ def test_a_new_store_is_of_the_kind_of_the_version(cli: Cli, tmp_path: Path) -> 
     with expstore.open(tmp_path / "texts.exp", layout="arrow") as rb:
         rb.extend(pa.table({"text": ["a", "longer"], "done": [False, True]}))
         rb.dumps(place)
-    assert cli("loads", new, place).out == f"{new} holds the 2 rows of {place / 'v0001'}\n"
+    assert cli("versions", "restore", new, place).out == f"{new} holds the 2 rows of {place / 'v0001'}\n"
     with expstore.open(new) as rb:
         assert rb.sql("SELECT text FROM transitions").fetchall() == [("a",), ("longer",)]
 
 
 def test_a_version_that_cannot_be_loaded_makes_no_store(cli: Cli, store: Path, tmp_path: Path) -> None:
     place, new = tmp_path / "backup", tmp_path / "new.exp"
-    cli("dumps", store, place)
+    cli("versions", "create", store, place)
     (place / "v0001/columns/action/c.0").unlink()
-    assert cli("loads", new, place).code == 4
+    assert cli("versions", "restore", new, place).code == 4
     assert not new.exists()
 
 
 def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
     place = tmp_path / "backup"
-    assert cli("dumps", tmp_path / "nothing.exp", place)[0] == 2
+    assert cli("versions", "create", tmp_path / "nothing.exp", place)[0] == 2
     assert not (tmp_path / "nothing.exp").exists()
-    assert cli("versions", place)[0] == 2
-    assert cli("dumps", store, place, "--tag", "7")[0] == 2
-    assert cli("dumps", store, place)[0] == 0
-    code, _, err = cli("loads", store, place, "--version", "best")
+    assert cli("versions", "list", place)[0] == 2
+    assert cli("versions", "create", store, place, "--tag", "7")[0] == 2
+    assert cli("versions", "create", store, place)[0] == 0
+    code, _, err = cli("versions", "restore", store, place, "--version", "best")
     assert (code, "there are 1" in err) == (2, True)
     held = ZarrStorage(store)
-    assert cli("dumps", store, place)[0] == 3
-    assert cli("loads", store, place)[0] == 3
+    assert cli("versions", "create", store, place)[0] == 3
+    assert cli("versions", "restore", store, place)[0] == 3
     held.close()
     (place / "v0001/columns/action/c.0").unlink()
-    code, _, err = cli("loads", store, place)
+    code, _, err = cli("versions", "restore", store, place)
     assert (code, "action" in err) == (4, True)
 
 
@@ -96,8 +96,8 @@ def test_exit_codes(cli: Cli, store: Path, tmp_path: Path) -> None:
 def test_they_do_without_torch(store: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from expstore.cli.app import run; "
-        f"code = run(['dumps', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
-        f"code += run(['loads', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
+        f"code = run(['versions', 'create', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
+        f"code += run(['versions', 'restore', {str(store)!r}, {str(tmp_path / 'b')!r}]); "
         "sys.exit(code + ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

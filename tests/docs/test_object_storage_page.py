@@ -43,5 +43,6 @@ def test_the_blocks_run(
         assert capsys.readouterr().out == "torch.Size([32, 4])\n"
         for line in commands.splitlines():
             assert cli(*shlex.split(line)[1:]).code == 0, line
-        assert [v["number"] for v in cli("versions", "s3://bucket/run", "--json").json["versions"]] == [3]
+        listed = cli("versions", "list", "s3://bucket/run", "--json").json["versions"]
+        assert [version["number"] for version in listed] == [3]
         assert (tmp_path / "copy-2.exp").is_dir()

@@ -581,8 +581,11 @@ def test_specs(store_path: Path) -> None:
     specs = Composite(action=Unbounded((), dtype=torch.int64))
     with expstore.open(store_path, capacity=100, schema=specs, batch_size=4) as rb:
         rb.extend(rows(50))
-        with pytest.raises(SchemaError, match="the store has specs, but none for 'late'"):
-            rb.columns.add("late", fill=1)
+        for fill in (1, 0.5, True):
+            rb.columns.add("any", fill=fill)
+            assert rb.specs is not None
+            assert rb.specs["any"] == Unbounded((), dtype=rb[:]["any"].dtype)
+            rb.columns.drop("any")
         with pytest.raises(SchemaError, match="the specs say"):
             rb.columns.add("late", fill=1.0, shape=(), spec=Unbounded((2,)))
         rb.columns.add("late", fill=True, spec=Binary(shape=(), dtype=torch.bool))
