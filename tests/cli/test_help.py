@@ -102,9 +102,9 @@ def test_a_query_is_read_from_a_file_or_from_standard_input(
 
     query = "SELECT count(*) AS n FROM transitions"
     (tmp_path / "query.sql").write_text(query + ";\n")
-    assert cli("sql", store, "-f", tmp_path / "query.sql", "--csv").out == "n\n25\n"
+    assert cli("sql", store, "-f", tmp_path / "query.sql", "--csv").out == "n\n30\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(query))
-    assert cli("sql", store, store, "-f", "-", "--json").json["rows"][0]["n"] == 25
+    assert cli("sql", store, store, "-f", "-", "--json").json[0]["n"] == 30
     for words, message in (
         (["sql", "-f", "query.sql"], "there is no store; write expstore sql STORE -f"),
         (["sql", store, query, "-f", tmp_path / "query.sql"], "there are two queries"),
