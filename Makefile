@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+PIP := $(BIN)/python -m pip install --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # Processes that run tests: one more than there are processors, as some tests wait; each takes 1 GB of memory.
@@ -27,14 +27,20 @@ help:  ## list the targets
 
 .venv: .venv/.installed  ## make the virtual environment, with the pinned versions
 
-.venv/.installed: pyproject.toml constraints.txt
+# What the library and the examples need: 1.3 GB.
+.venv/.run: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with venv found; name one: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) hatchling
-	$(PIP) --no-build-isolation --editable '.[dev,gym]'
+	$(PIP) --quiet --upgrade 'pip>=25.1' hatchling
+	$(PIP) --no-build-isolation --editable '.[gym]'
 	@touch $@
 
-run: .venv  ## collect CartPole into ./runs/cartpole.exp and train on it
+# What the tests need, too.
+.venv/.installed: .venv/.run
+	$(PIP) --quiet --group dev
+	@touch $@
+
+run: .venv/.run  ## collect CartPole into ./runs/cartpole.exp and train on it
 	$(BIN)/python examples/cartpole_dqn.py
 
 .venv/.loops: .venv/.installed tests/support/compile_loops.py $(shell grep -rl compiled expstore --include='*.py')
@@ -79,7 +85,7 @@ docs-serve: .venv/.docs  ## show the site at http://127.0.0.1:8000 while you wri
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 .venv/.docs: .venv/.installed
-	$(PIP) --no-build-isolation --editable '.[dev,gym,docs]'
+	$(PIP) --quiet --group docs
 	@touch $@
 
 bench: .venv/.bench  ## compare with TorchRL and others, 45 minutes; RESUME=1 goes on with a run that was cut
@@ -98,7 +104,7 @@ profile: .venv/.bench  ## say where the time of sample, extend and add goes
 	$(BIN)/python benchmarks/profiles.py
 
 .venv/.bench: .venv/.installed
-	$(PIP) --no-build-isolation --editable '.[dev,gym,bench]'
+	$(PIP) --quiet --group bench
 	@touch $@
 
 clean:  ## remove the environment, builds and caches; never ./runs

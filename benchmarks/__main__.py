@@ -118,7 +118,7 @@ def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
     try:
         draw(told, run.folder)
     except ImportError as exc:
-        print(f"plots are left out: {exc}; pip install 'expstore[bench]'")
+        print(f"plots are left out: {exc}; pip install --group bench")
     run.write(told)
     for name, why in told["skipped"].items():
         print(f"left out: {name}: {why}")

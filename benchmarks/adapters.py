@@ -39,7 +39,7 @@ class Missing(Exception):
 def need(package: str) -> None:
     """Raise Missing if a package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise Missing(f"{package} is not installed: pip install 'expstore[bench]'")
+        raise Missing(f"{package} is not installed: pip install --group bench")
 
 
 def columns_of(batch: TensorDict) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def profile(act: str, wanted: argparse.Namespace, folder: Path) -> str:
     raw = folder / f"{act}.raw"
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}") or shutil.which("py-spy")
     if spy is None:
-        raise SystemExit("py-spy is not installed: pip install 'expstore[bench]'")
+        raise SystemExit("py-spy is not installed: pip install --group bench")
     command = [spy, "record", "--format", "raw", "--function", "--rate", "1000", "--output", str(raw)]
     command += ["--native"] * wanted.native
     command += ["--", sys.executable, __file__, "--work", act, "--folder", str(folder)]

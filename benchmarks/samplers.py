@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
             bars.pop("prioritized/sample+update", None)
         report = Report(bars, out, other="TorchRL", file=wanted.json)
         if not importlib.util.find_spec("cpprb"):
-            report.skip("cpprb", "pip install 'expstore[bench]'")
+            report.skip("cpprb", "pip install --group bench")
         for result in Samplers(folder, effort, theirs=missing, threads=wanted.threads).run(probes):
             report.add(result)
     return report.end()

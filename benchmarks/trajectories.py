@@ -84,7 +84,7 @@ class Trajectories:
             for more in each_threads(self.threads):
                 yield from self._questions(ours, theirs, more)
         if importlib.util.find_spec("minari") is None:
-            skip("minari", "pip install 'expstore[bench]'")
+            skip("minari", "pip install --group bench")
             return
         yield from self._minari()
 

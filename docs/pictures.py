@@ -1,6 +1,6 @@
 """Make the notebook docs/notebooks/first_look.ipynb and the pictures of docs/notebooks.md.
 
-    pip install 'expstore[docs]'
+    pip install --group docs
     python docs/pictures.py
 
 The notebook has the blocks of the page. It is executed, and the pictures are what nbconvert shows for the

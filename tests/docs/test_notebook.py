@@ -35,7 +35,7 @@ def test_the_cells_are_the_blocks_of_the_page() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("nbconvert", "ipykernel", "matplotlib")),
-    reason="nbconvert, ipykernel or matplotlib is not installed: pip install 'expstore[docs]'",
+    reason="nbconvert, ipykernel or matplotlib is not installed: pip install --group docs",
 )
 def test_the_notebook_runs(tmp_path: Path) -> None:
     shutil.copy(NOTEBOOK, tmp_path / "a.ipynb")

@@ -6,6 +6,7 @@ never writes into the checkout.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -109,6 +110,17 @@ def test_every_extra_is_described() -> None:
     page = (ROOT / "docs" / "installing.md").read_text()
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in extras if f"`{name}`" not in rows] == []
+
+
+def test_what_a_checkout_needs_is_not_published(wheel: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {*project["dependency-groups"]} == {"bench", "dev", "docs"}
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        text = files.read(name).decode()
+    assert {*re.findall(r"^Provides-Extra: (.+)$", text, re.M)} == {
+        *project["project"]["optional-dependencies"]
+    }
 
 
 def test_pydantic_has_what_the_server_imports() -> None:
