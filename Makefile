@@ -27,7 +27,7 @@ help:  ## list the targets
 
 .venv: .venv/.installed  ## make the virtual environment, with the pinned versions
 
-# What the library and the examples need: 1.3 GB.
+# What the library and the examples need: 1.5 GB.
 .venv/.run: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with venv found; name one: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
