@@ -14,9 +14,8 @@ from tensordict import NonTensorData
 
 from expstore.core.values import Key, key_name
 from expstore.data.batch import Batch, StepReader
-from expstore.data.leaves import to_objects
+from expstore.data.leaves import UNKNOWN, column_of_rows, to_objects
 from expstore.data.nested_tensors import to_tensor
-from expstore.data.variable_rows import UNKNOWN, column_of_rows
 from expstore.errors import ArgumentError, SchemaError, StateError
 from expstore.schema.arrow_types import ragged_of, ragged_text
 from expstore.schema.casting import fit_arrow

@@ -23,9 +23,9 @@ from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core import tuning
 from expstore.core.idempotency import WriteKey, Written, key_reused
 from expstore.core.values import Array, IntArray
-from expstore.data.batch import Batch, Intake, StepReader, batch_of, is_plain, tensordict_of
-from expstore.data.containers import Layout, is_tree, take
-from expstore.data.mappings import take_mapping, take_mappings
+from expstore.data.batch import Batch, Intake, Layout, StepReader, batch_of, is_plain, tensordict_of
+from expstore.data.containers import is_tree, take
+from expstore.data.mappings import take_mapping
 from expstore.data.row_cells import Cells, compile_put, nest
 from expstore.data.tensordict_cells import compile_put_tensordict
 from expstore.episodes.annotations import pack_info
@@ -590,12 +590,10 @@ class Ingest(StorePart):
             warn_once(self._store.storage, describe_left_out(names), "left out")
         if not self._has_fields(data):
             return take(data, layout, single=single, skip=skip)
-        if isinstance(data, Mapping):  # TensorDicts, which are Mappings too, were handled above
-            return take_mapping(data, layout, single=single, skip=skip, schema=schema)
-        if single:
+        if single and not isinstance(data, Mapping):
             raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
-        if isinstance(data, list):
-            return take_mappings(data, layout, skip=skip, schema=schema)
+        if isinstance(data, (Mapping, list)):  # TensorDicts, which are Mappings too, were handled above
+            return take_mapping(data, layout, single=single, skip=skip, schema=schema)
         table, columns = take_table(data, schema, skip=skip)
         if len(table.batch_size) > 1:
             built = Codec(table.schema).build(columns, table.batch_size, table.names)

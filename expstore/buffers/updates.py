@@ -24,9 +24,8 @@ from expstore.core.arguments import check_numbers
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.casts import cast_floats, find_lost, find_rounded
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
-from expstore.data.leaves import as_tensor, check_unmasked
+from expstore.data.leaves import as_tensor, check_unmasked, fit_values
 from expstore.data.to_arrays import to_array
-from expstore.data.variable_rows import fit_values
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field

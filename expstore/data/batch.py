@@ -25,13 +25,13 @@ from tensordict import (
 
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
-from expstore.data.leaves import leaves_of, to_columns
+from expstore.data.leaves import UNKNOWN, has_lazy, is_loose, leaves_of, leaves_of_rows, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.to_arrays import to_ragged_rows
-from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts, Steps, to_trajectory_ids
 from expstore.errors import SchemaError, StackError
 from expstore.schema.field_roles import Keys
+from expstore.schema.row_traits import DATA
 from expstore.schema.schema import ARROW, Schema
 
 
@@ -124,67 +124,128 @@ class Batch:
         return replace(self, keys=[], dtypes=[], arrays=[], lanes=lanes, count=int(np.count_nonzero(rows)))
 
 
-def flatten(
-    data: TensorDictBase,
-    *,
-    all_dims: bool,
-    ndim: int = 1,
-    single: bool = False,
-    skip: frozenset[str] = frozenset(),
-    typed: bool = False,
-) -> Batch:
-    """Convert the leaves of a TensorDict to columns.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which dims of a batch make rows.
 
     Args:
-        data: The batch.
-        all_dims: Whether all batch dims make rows: time is the dim named "time", otherwise the last; each
-            position along the others is a lane.
-        ndim: Otherwise, how many dims make rows: time is the first, each position along the others is a lane.
-        single: Whether the TensorDict has no time: it is one row, or one for each lane.
-        skip: Root keys to skip.
-        typed: Whether Python values become Arrow columns; otherwise they stay objects.
+        all_dims: Whether all batch dims of a TensorDict do, as in stores of `expstore.open`: time is the dim
+            named "time", otherwise the last; each position along the others is a lane.
+        ndim: Otherwise, how many do; the first of them is time, each position along the others is a lane.
+        dim: The dim of a batch that is time; it is swapped with the first.
+        objects: Whether rows are objects of any kind, stored as they are.
+        typed: Whether Python values become Arrow columns; otherwise they stay objects. In a tree a list is
+            then a column with one value per row.
+    """
+
+    all_dims: bool = False
+    ndim: int = 1
+    dim: int = 0
+    objects: bool = False
+    typed: bool = False
+
+
+def gather(keys: list[Key], leaves: Sequence[Any], layout: Layout, *, single: bool, form: str = "") -> Batch:
+    """Convert leaves that share the dims that make rows to a batch.
+
+    Args:
+        keys: Keys of the fields.
+        leaves: As `to_columns` accepts them.
+        layout: Which dims make rows.
+        single: Whether the leaves have no time: they are one row, or one for each lane.
+        form: As in `Batch`.
 
     Raises:
-        SchemaError: `data` is not a TensorDict, has too few batch dims, or a leaf is not a tensor of a
-            supported dtype.
+        SchemaError: A leaf lacks these dims, the leaves differ in them, or one cannot be stored.
     """
-    if not isinstance(data, TensorDictBase):
-        raise SchemaError(f"expected a TensorDict, got {type(data).__name__}", hint="wrap it in TensorDict")
-    shape = tuple(data.batch_size)
+    loose = list(map(is_loose, leaves))
+    for key, leaf, is_one in zip(keys, leaves, loose, strict=True):
+        if not is_one:
+            _check_dims(tuple(leaf.shape), layout, single=single, key=key)
+    if layout.dim and not single:
+        leaves = [
+            leaf if is_one else leaf.swapaxes(layout.dim, 0)
+            for leaf, is_one in zip(leaves, loose, strict=True)
+        ]
+    shape = _find_shape(keys, leaves, layout.ndim - single)
+    arrays, dtypes = to_columns(keys, leaves, shape, typed=layout.typed)
+    batch = Batch(keys, dtypes, arrays, math.prod(shape), form=form)
+    return batch.in_lanes(shape[1 - single :]) if layout.ndim > 1 else batch
+
+
+def _find_shape(keys: Sequence[Key], leaves: Sequence[Any], dims: int) -> tuple[int, ...]:
+    """Return the sizes of the first dims of leaves; a loose leaf has one value for each position along them.
+
+    Raises:
+        SchemaError: The leaves differ in these dims.
+    """
+    shapes = [_rows_of(leaf) if is_loose(leaf) else tuple(leaf.shape[:dims]) for leaf in leaves]
+    tensors = (place for place, leaf in enumerate(leaves) if not is_loose(leaf))
+    first = next(tensors, 0)
+    shape = shapes[first][:dims] if shapes else (0,)[:dims]
+    for key, leaf, own in zip(keys, leaves, shapes, strict=True):
+        if is_loose(leaf):
+            # `to_columns` refuses nested tensors where one dim of rows is not what is wanted.
+            differs = (isinstance(leaf, list) or len(shape) == 1) and math.prod(own) != math.prod(shape)
+        else:
+            differs = own != shape
+        if differs:
+            raise SchemaError(
+                f"field {key_name(key)!r} has {_describe_rows(own)}, {key_name(keys[first])!r} has "
+                f"{_describe_rows(shape)}",
+                hint="all fields must have one value per row; to pass single rows, use a list of rows",
+            )
+    return shape
+
+
+def _rows_of(leaf: Any) -> tuple[int, ...]:
+    return (len(leaf) if isinstance(leaf, list) else leaf.size(0),)
+
+
+def _describe_rows(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]} rows" if len(shape) == 1 else f"rows of shape {[*shape]}"
+
+
+def flatten(
+    data: TensorDictBase, layout: Layout, *, single: bool = False, skip: frozenset[str] = frozenset()
+) -> Batch:
+    """Convert a TensorDict to a batch.
+
+    Args:
+        data: The TensorDict.
+        layout: Which dims make rows.
+        single: Whether the TensorDict has no time: it is one row, or one for each lane.
+        skip: Root keys to skip.
+
+    Raises:
+        SchemaError: `data` has too few batch dims, or a leaf is not a tensor of a supported dtype.
+    """
+    _check_dims(tuple(data.batch_size), layout, single=single)
+    if layout.dim and not single:
+        data = data.transpose(layout.dim, 0)
+    all_dims, ndim, shape = layout.all_dims, layout.ndim, tuple(data.batch_size)
     if single and all_dims and shape:
         raise SchemaError(f"add() takes one transition, got batch size {list(shape)}", hint="use extend()")
-    check_dims(shape, 1 if all_dims else ndim, single=single)
     dims = len(shape) if all_dims else ndim - single
-    keys: list[Key] = []
-    leaves: list[Any] = []
     _check_rectangular(shape)
     try:
-        leaves_of(data, (), skip, keys, leaves)
+        keys, leaves = leaves_of(data, skip)
     except RuntimeError:  # rows of a lazy stack differ in shape
         if not (dims and has_lazy(data)):
             raise
-        keys, leaves = [], []
-        rows = single_rows(data, dims)
         try:
-            leaves_of_rows(rows, (), skip, keys, leaves)
+            keys, leaves = leaves_of_rows(data, dims, skip)
         except RuntimeError as exc:  # a row is a lazy stack itself
             raise StackError(
                 f"the steps within a row have different shapes (batch size {list(shape)}, {dims} of its dims "
                 "make rows)",
                 hint="pad them, or use a ListStorage, which stores rows of any shape",
             ) from exc
-    count = math.prod(shape[:dims])
-    if typed or any(map(is_loose, leaves)):
-        arrays, dtypes = columns_of(keys, leaves, shape[:dims], typed=typed)
-        _check_inner(keys, dtypes, shape[dims:])
-    else:
-        arrays, dtypes = to_columns(keys, leaves)
-        if dims != 1:
-            arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
+    arrays, dtypes = to_columns(keys, leaves, shape[:dims], typed=layout.typed)
+    _check_inner(keys, dtypes, shape[dims:])
+    batch = Batch(keys, dtypes, arrays, math.prod(shape[:dims]), form=note_inner(shape[dims:], data))
     if all_dims and dims > 1:
-        lanes, lane_count = _lanes(data, shape)
-        return Batch(keys, dtypes, arrays, count, lanes, lane_count, form=note_inner((), data))
-    batch = Batch(keys, dtypes, arrays, count, form=note_inner(shape[dims:], data))
+        batch.lanes, batch.lane_count = _lanes(data, shape)
     return batch.in_lanes(shape[1 - single : dims]) if ndim > 1 else batch
 
 
@@ -264,16 +325,25 @@ def _find_nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[
     return found
 
 
-def check_dims(shape: tuple[int, ...], ndim: int, *, single: bool) -> None:
-    """Raise SchemaError if a batch, or a single row, has too few dims."""
+def _check_dims(shape: tuple[int, ...], layout: Layout, *, single: bool, key: Key = DATA) -> None:
+    """Raise SchemaError if a batch, a single row or a leaf has too few dims."""
+    ndim = 1 if layout.all_dims else layout.ndim
+    leaf = "" if key == DATA else f"field {key_name(key)!r}"
+    if layout.dim >= len(shape) and layout.dim and not single:
+        raise SchemaError(f"{leaf or 'the batch'} has shape {list(shape)}, and dim {layout.dim} is time")
     if len(shape) >= ndim - single:
         return
-    if ndim == 1:
-        raise SchemaError("extend() takes a batch, got one row without batch dims", hint="use add()")
-    raise SchemaError(
-        f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
-        f"batch dims, got shape {list(shape)}"
-    )
+    if ndim > 1:
+        raise SchemaError(
+            f"the storage has ndim={ndim}: {'add' if single else 'extend'}() takes at least {ndim - single} "
+            f"batch dims, got shape {list(shape)}" + (f" in {leaf}" if leaf else "")
+        )
+    if leaf:
+        raise SchemaError(
+            f"{leaf} has shape {list(shape)}: extend() takes one value per row",
+            hint="add() takes a single row",
+        )
+    raise SchemaError("extend() takes a batch, got one row without batch dims", hint="use add()")
 
 
 def _lanes(data: TensorDictBase, shape: tuple[int, ...]) -> tuple[IntArray, int]:

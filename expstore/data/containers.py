@@ -12,7 +12,7 @@ import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,39 +28,13 @@ from tensordict import (
 
 from expstore.core.casts import find_lost
 from expstore.core.values import Array, Key
-from expstore.data.batch import (
-    Batch,
-    Builder,
-    check_dims,
-    flatten,
-)
-from expstore.data.leaves import as_tensor, check_unmasked, to_columns, to_objects
+from expstore.data.batch import Batch, Builder, Layout, flatten, gather
+from expstore.data.leaves import as_tensor, check_unmasked, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_arrays
-from expstore.data.variable_rows import columns_of, is_loose
 from expstore.errors import ArgumentError, NoRowError, SchemaError, StackError
 from expstore.schema.row_traits import DATA, RowTraits
 from expstore.schema.schema import Schema, is_name
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which dims of a batch make rows.
-
-    Args:
-        all_dims: Whether all batch dims of a TensorDict do, as in stores of `expstore.open`.
-        ndim: Otherwise, how many do; the first of them is time.
-        dim: The dim of a batch that is time; it is swapped with the first.
-        objects: Whether rows are objects of any kind, stored as they are.
-        typed: Whether Python values become Arrow columns; otherwise they stay objects. In a tree a list is
-            then a column with one value per row.
-    """
-
-    all_dims: bool = False
-    ndim: int = 1
-    dim: int = 0
-    objects: bool = False
-    typed: bool = False
 
 
 def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str] = frozenset()) -> Batch:
@@ -106,17 +80,7 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
                 raise
             data = lazy_stack([row.to_tensordict() for row in data.unbind(0)])
     if isinstance(data, TensorDictBase):
-        if layout.dim and not single:
-            check_dims(tuple(data.batch_size), layout.dim + 1, single=False)
-            data = data.transpose(layout.dim, 0)
-        batch = flatten(
-            data,
-            all_dims=layout.all_dims,
-            ndim=layout.ndim,
-            single=single,
-            skip=skip,
-            typed=layout.typed,
-        )
+        batch = flatten(data, layout, single=single, skip=skip)
         return batch if kind is None else replace(batch, kind=kind, form=_note_kind(kind, batch.form))
     return _take_tree(data, layout, single)
 
@@ -144,50 +108,7 @@ def _take_tree(data: Any, layout: Layout, single: bool) -> Batch:
     keys: list[Key] = []
     leaves: list[Any] = []
     tree = _walk(data, (), keys, leaves, typed=layout.typed, single=single)
-    dims = layout.ndim - single
-    loose = list(map(is_loose, leaves))
-    for leaf, is_one in zip(leaves, loose, strict=True):
-        if not is_one:
-            check_dims(tuple(leaf.shape), layout.ndim, single=single)
-    if layout.dim and not single:
-        leaves = [
-            leaf if is_one else leaf.transpose(layout.dim, 0)
-            for leaf, is_one in zip(leaves, loose, strict=True)
-        ]
-    plain = [leaf for leaf, is_one in zip(leaves, loose, strict=True) if not is_one]
-    shape = tuple(plain[0].shape[:dims]) if plain else _shape_of(leaves, dims)
-    for key, leaf, is_one in zip(keys, leaves, loose, strict=True):
-        if is_one:
-            _check_length(key, leaf, shape)
-        elif tuple(leaf.shape[:dims]) != shape:
-            raise SchemaError(
-                f"leaf {'.'.join(key)!r} has shape {list(leaf.shape)}, another one begins with {list(shape)}",
-                hint="all leaves of a tree share their first dims; to pass single rows, use a list",
-            )
-    count = int(np.prod(shape))
-    if any(loose):
-        arrays, dtypes = columns_of(keys, leaves, shape, typed=layout.typed)
-    else:
-        arrays, dtypes = to_columns(keys, leaves)
-        if dims != 1:
-            arrays = [array.reshape(count, *array.shape[dims:]) for array in arrays]
-    batch = Batch(keys, dtypes, arrays, count, form=json.dumps({"tree": tree}))
-    return batch.in_lanes(shape[1 - single :]) if layout.ndim > 1 else batch
-
-
-def _shape_of(leaves: Sequence[Any], dims: int) -> tuple[int, ...]:
-    """Return the sizes of the dims that make rows if no leaf is a plain tensor."""
-    rows = len(leaves[0]) if leaves and isinstance(leaves[0], list) else leaves[0].size(0) if leaves else 0
-    return (rows,) if dims else ()
-
-
-def _check_length(key: Key, leaf: Any, shape: tuple[int, ...]) -> None:
-    rows, wanted = len(leaf) if isinstance(leaf, list) else leaf.size(0), int(np.prod(shape))
-    if rows != wanted:
-        raise SchemaError(
-            f"leaf {'.'.join(key)!r} has {rows} rows, another one has {wanted}",
-            hint="a list in a tree has one value per row; a list in one row is its value in a list",
-        )
+    return gather(keys, leaves, layout, single=single, form=json.dumps({"tree": tree}))
 
 
 def _walk(data: Any, path: Key, keys: list[Key], leaves: list[Any], *, typed: bool, single: bool) -> Any:

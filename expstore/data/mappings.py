@@ -5,20 +5,17 @@ Used by buffers whose rows are TensorDicts; it builds no TensorDict.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, is_non_tensor
+from tensordict import is_non_tensor
 
 from expstore.core.casts import find_rounded
 from expstore.core.values import Array, Key, key_name
-from expstore.data.batch import Batch
-from expstore.data.containers import Layout
-from expstore.data.leaves import check_unmasked, to_columns
-from expstore.data.variable_rows import column_of_rows
+from expstore.data.batch import Batch, Layout, gather
+from expstore.data.leaves import check_unmasked, value_of
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, Schema
 
@@ -29,14 +26,14 @@ _TAKEN_BY = {"b": "b", "i": "iufc", "f": "fc"}
 
 
 def take_mapping(
-    data: Mapping[str, Any],
+    data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     layout: Layout,
     *,
     single: bool = False,
     skip: frozenset[str] = frozenset(),
     schema: Schema | None = None,
 ) -> Batch:
-    """Convert a nested dict to columns.
+    """Convert a nested dict, or a list of rows that are dicts, to columns.
 
     Arrays, tensors and NumPy numbers keep their dtype. Python numbers, and lists of them, get the dtype of
     the field; in the first batch they become bool, int64 and float32, as with `torch.as_tensor`.
@@ -44,7 +41,7 @@ def take_mapping(
     Args:
         data: Values by field name, nested: a name with dots is the path of a field, as in SQL ("next.reward"
             is `("next", "reward")`). One value per row: an array or a tensor whose first dim is rows (the
-            first `layout.ndim` dims are), or a list. Of a single row its value.
+            first `layout.ndim` dims are), or a list. Of a single row, and of each row in a list, its value.
         layout: Which dims make rows.
         single: Whether `data` is one row (one for each lane if `layout.ndim` is larger than 1).
         skip: Root names to skip.
@@ -54,59 +51,27 @@ def take_mapping(
         Columns of shape `(n, *row shape)`, which may share memory with `data`.
 
     Raises:
-        SchemaError: There are no fields, columns have different lengths, or a value cannot be stored.
+        SchemaError: There are no fields, columns have different lengths, rows have different fields, or a
+            value cannot be stored.
     """
+    columns = data if isinstance(data, Mapping) else _stack(data, ())
     keys: list[Key] = []
     leaves: list[Any] = []
-    _collect(data, (), skip, schema, keys, leaves)
+    for key, value in _walk(columns, (), skip, schema):
+        keys.append(key)
+        leaves.append(_read(key, value, single, schema))
     if not keys:
         raise SchemaError("the dict has no fields", hint="give at least one name with its values")
     if len(set(keys)) < len(keys):
         twice = next(key for place, key in enumerate(keys) if key in keys[:place])
         raise SchemaError(f"field {key_name(twice)!r} occurs twice: by its path, and in a dict")
-    dims = layout.ndim - single
-    found = [_read(key, leaf, single, schema) for key, leaf in zip(keys, leaves, strict=True)]
-    if layout.dim and not single:
-        found = [_swap(key, leaf, layout.dim) for key, leaf in zip(keys, found, strict=True)]
-    shape = _row_dims(keys, found, dims)
-    count = math.prod(shape)
-    arrays: list[Any] = []
-    dtypes: list[str] = []
-    for key, leaf in zip(keys, found, strict=True):
-        if isinstance(leaf, tuple):
-            array, dtype = leaf
-            array = array.reshape(count, *array.shape[dims:])
-        else:
-            array, dtype = column_of_rows(key, leaf, typed=layout.typed)
-        arrays.append(array)
-        dtypes.append(dtype)
-    batch = Batch(keys, dtypes, arrays, count)
-    return batch.in_lanes(shape[1 - single :]) if layout.ndim > 1 else batch
+    return gather(keys, leaves, layout, single=single)
 
 
-def take_mappings(
-    rows: Sequence[Mapping[str, Any]],
-    layout: Layout,
-    *,
-    skip: frozenset[str] = frozenset(),
-    schema: Schema | None = None,
-) -> Batch:
-    """Convert rows, one dict each, to columns; see `take_mapping`.
-
-    Raises:
-        SchemaError: Rows have different fields, or cannot be stored.
-    """
-    return take_mapping(_stack(rows, ()), layout, skip=skip, schema=schema)
-
-
-def _collect(
-    data: Mapping[str, Any],
-    path: Key,
-    skip: frozenset[str],
-    schema: Schema | None,
-    keys: list[Key],
-    leaves: list[Any],
-) -> None:
+def _walk(
+    data: Mapping[str, Any], path: Key, skip: frozenset[str], schema: Schema | None
+) -> Iterator[tuple[Key, Any]]:
+    """Yield the key and the value of each field."""
     for name, value in data.items():
         if not isinstance(name, str):
             raise SchemaError(f"a field has the name {name!r}", hint="names of fields must be text")
@@ -116,13 +81,11 @@ def _collect(
         if "." in name and (schema is None or key not in schema):
             key = (*path, *name.split("."))
         if is_non_tensor(value):
-            keys.append(key)
-            leaves.append(value.tolist() if isinstance(value, NonTensorStack) else value.data)
+            yield key, value_of(value)
         elif isinstance(value, Mapping):
-            _collect(value, key, skip, schema, keys, leaves)
+            yield from _walk(value, key, skip, schema)
         else:
-            keys.append(key)
-            leaves.append(value)
+            yield key, value
 
 
 def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
@@ -145,25 +108,14 @@ def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
     return columns
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Return whether values are NumPy numbers or arrays of one dtype and shape."""
-    if not all(isinstance(value, (np.ndarray, np.generic)) for value in values):
-        return False
-    kinds = {(value.dtype, value.shape) for value in values}
-    return len(kinds) == 1 and values[0].dtype.kind in "biufc"
-
-
 def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
-    """Return a leaf as an array and the name of its dtype, or as a list of one value per row."""
+    """Return a leaf as a tensor, as an array of a supported dtype, or as a list of one value per row."""
     check_unmasked(key, leaf)
     if isinstance(leaf, (np.datetime64, np.timedelta64)):
         leaf = _read_times(key, np.asarray(leaf))
     field = schema[key] if schema is not None and key in schema else None
     if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested:
-            return leaf
-        (array,), (dtype,) = to_columns([key], [leaf])
-        return array, dtype
+        return leaf
     if field is not None and field.variable and not isinstance(leaf, np.ndarray):
         return [leaf] if single else _values(key, leaf)
     if isinstance(leaf, (bool, int, float, list, tuple)):
@@ -176,6 +128,14 @@ def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
             return _to_native_order(key, array)
         leaf = _read_times(key, array) if array.dtype.kind in "mM" else array.tolist()
     return [leaf] if single else _values(key, leaf)
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Return whether values are NumPy numbers or arrays of one dtype and shape."""
+    if not all(isinstance(value, (np.ndarray, np.generic)) for value in values):
+        return False
+    kinds = {(value.dtype, value.shape) for value in values}
+    return len(kinds) == 1 and values[0].dtype.kind in "biufc"
 
 
 def _read_times(key: Key, array: Array) -> Any:
@@ -205,7 +165,7 @@ def _values(key: Key, leaf: Any) -> list[Any]:
     return list(leaf)
 
 
-def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | None:
+def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> Array | None:
     """Convert a number, or nested lists of numbers, to an array.
 
     The result is None if there are other values or the lists are ragged. Python numbers get the dtype of the
@@ -240,7 +200,7 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
     if not np.all(kept):
         raise SchemaError(f"field {key_name(key)!r} is {dtype}, and {leaf!r:.80} does not fit into it")
     _check_rounded(key, leaf, array, dtype)
-    return cast, dtype
+    return cast
 
 
 def _check_rounded(key: Key, leaf: Any, array: Array, dtype: str) -> None:
@@ -262,8 +222,8 @@ def _is_plain(leaf: Any, kinds: type | tuple[type, ...] = (bool, int, float)) ->
     return isinstance(leaf, kinds) and not isinstance(leaf, np.generic)
 
 
-def _to_native_order(key: Key, array: Array) -> tuple[Array, str]:
-    """Return an array in this machine's byte order, and the name of its dtype.
+def _to_native_order(key: Key, array: Array) -> Array:
+    """Return an array in this machine's byte order.
 
     Raises:
         SchemaError: The dtype is not supported.
@@ -271,45 +231,4 @@ def _to_native_order(key: Key, array: Array) -> tuple[Array, str]:
     native = array.dtype.newbyteorder("=")
     if native.name not in DTYPES:
         raise SchemaError(f"field {key_name(key)!r} has dtype {array.dtype}, which cannot be stored")
-    return array.astype(native, copy=False), native.name
-
-
-def _swap(key: Key, leaf: Any, dim: int) -> Any:
-    if not isinstance(leaf, tuple):
-        return leaf
-    array, dtype = leaf
-    if array.ndim <= dim:
-        raise SchemaError(f"field {key_name(key)!r} has shape {[*array.shape]}, and dim {dim} is time")
-    return array.swapaxes(dim, 0), dtype
-
-
-def _row_dims(keys: Sequence[Key], found: Sequence[Any], dims: int) -> tuple[int, ...]:
-    """Return the sizes of the dims that make rows.
-
-    Raises:
-        SchemaError: Columns differ in these dims, or lack them.
-    """
-    shape: tuple[int, ...] | None = None
-    first: Key = keys[0]
-    for key, leaf in zip(keys, found, strict=True):
-        if isinstance(leaf, tuple):
-            own = tuple(leaf[0].shape[:dims])
-            if len(own) < dims:
-                raise SchemaError(
-                    f"field {key_name(key)!r} has shape {[*leaf[0].shape]}: extend() takes one value per row",
-                    hint="add() takes a single row",
-                )
-        else:
-            own = (leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf),)[:dims]
-        if shape is None:
-            shape, first = own, key
-        elif own != shape and (isinstance(leaf, tuple) or math.prod(own) != math.prod(shape)):
-            raise SchemaError(
-                f"field {key_name(key)!r} has {_rows(own)}, {key_name(first)!r} has {_rows(shape)}",
-                hint="all fields must have one value per row",
-            )
-    return shape or ()
-
-
-def _rows(shape: tuple[int, ...]) -> str:
-    return f"{shape[0]} rows" if len(shape) == 1 else f"rows of shape {[*shape]}"
+    return array.astype(native, copy=False)

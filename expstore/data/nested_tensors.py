@@ -18,13 +18,11 @@ from torch.utils.dlpack import from_dlpack
 from expstore.core.values import IntArray, Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of
+from expstore.schema.schema import DTYPES, OBJECT
 from expstore.schema.variable_tensors import join, part, shape_of
 
 #: Dtypes of tensors by name.
-_DTYPES = {name: getattr(torch, name) for name in (
-    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
-    "float16", "bfloat16", "float32", "float64", "complex64",
-)}  # fmt: skip
+_DTYPES = {name: getattr(torch, name) for name in DTYPES if name != OBJECT}
 #: Names by dtype.
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NO_DIMS = torch.Size([])
@@ -50,7 +48,7 @@ def from_tensors(key: Key, rows: Sequence[torch.Tensor], *, jagged: bool = False
             f"field {key_name(key)!r} has tensors of different kinds in one batch: {', '.join(found[:4])}",
             hint="they may differ in their sizes, not in dtype or number of dims",
         )
-    dtype = _name_of(key, rows[0].dtype)
+    dtype = name_of(key, rows[0].dtype)
     shapes = np.array([tuple(row.shape) for row in rows], np.int64)
     return _column(dtype, shape_of(shapes, jagged=jagged), rows, shapes)
 
@@ -69,7 +67,7 @@ def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
         return from_tensors(key, rows, jagged=jagged)
     shape = (None, *(int(size) or None for size in nested.shape[2:])) if jagged else (None,)
     empty = torch.zeros(0, dtype=nested.dtype)
-    return _column(_name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
+    return _column(name_of(key, nested.dtype), shape, [empty], np.zeros((0, len(shape)), np.int64))
 
 
 def is_packed(nested: Any) -> bool:
@@ -83,10 +81,11 @@ def _from_packed(key: Key, nested: Any) -> tuple[Ragged, pa.Array]:
     trailing = tuple(map(int, values.shape[1:]))
     lengths = np.diff(offsets)
     shapes = np.stack([lengths, *(np.full(lengths.size, size) for size in trailing)], 1)
-    return _column(_name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
+    return _column(name_of(key, nested.dtype), shape_of(shapes, jagged=True), [values], shapes)
 
 
-def _name_of(key: Key, dtype: torch.dtype) -> str:
+def name_of(key: Key, dtype: torch.dtype) -> str:
+    """Return the name of a dtype; raise SchemaError if it cannot be stored."""
     try:
         return NAMES[dtype]
     except KeyError:

@@ -22,9 +22,8 @@ from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.member import Member, Part
 from expstore.core.arguments import check_params
 from expstore.core.values import IntArray
-from expstore.data.batch import tensordict_of
-from expstore.data.containers import Layout
-from expstore.data.mappings import take_mapping, take_mappings
+from expstore.data.batch import Layout, tensordict_of
+from expstore.data.mappings import take_mapping
 from expstore.data.to_arrays import to_array, to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, SchemaError, StateError
@@ -134,10 +133,8 @@ class RemoteReplayBuffer(ServedBuffer[int]):
             return Codec(told.schema).build(columns, told.batch_size, told.names)
         if not isinstance(first, Mapping):
             return data
-        layout, schema = Layout(typed=True), self._fetch_fields()
-        if isinstance(data, list):
-            return tensordict_of(take_mappings(data, layout, skip=skip, schema=schema), single=False)
-        batch = take_mapping(data, layout, single=single, skip=skip, schema=schema)
+        single = single and not isinstance(data, list)
+        batch = take_mapping(data, Layout(typed=True), single=single, skip=skip, schema=self._fetch_fields())
         return tensordict_of(batch, single=single)
 
     def _with_fields(self, write: Callable[[], IntArray]) -> IntArray:

@@ -602,7 +602,8 @@ def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
     Raises:
         SchemaError: The batch has fewer dims, or cannot be stored.
     """
-    from expstore.data.containers import Layout, take
+    from expstore.data.batch import Layout
+    from expstore.data.containers import take
 
     batch = take(data, Layout(ndim=ndim))
     return (batch.count // math.prod(batch.dims), *batch.dims)

@@ -43,7 +43,7 @@ from expstore.storages.run_index import Runs
 if TYPE_CHECKING:
     import torch
 
-    from expstore.data.containers import Layout
+    from expstore.data.batch import Layout
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
@@ -467,7 +467,7 @@ OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
     """Return which dims of a batch are rows of a storage; `dim` is time, by default the last of them."""
-    from expstore.data.containers import Layout
+    from expstore.data.batch import Layout
 
     traits = storage.row_traits
     return Layout(

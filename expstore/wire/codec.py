@@ -26,7 +26,7 @@ from tensordict import TensorDict, TensorDictBase
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, Key, key_name
 from expstore.data import containers
-from expstore.data.batch import Batch, Builder
+from expstore.data.batch import Batch, Builder, Layout
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.errors import CorruptionError, SchemaError
 from expstore.schema.arrow_types import to_type, type_text
@@ -46,7 +46,7 @@ _ARROW: dict[str, Any] = {
 #: The NumPy dtype of the values in Arrow.
 _WIRE = DTYPES | {"bfloat16": np.dtype("<f4"), "complex64": np.dtype("<f4")}
 _NAMES = {kind: name for name, kind in _ARROW.items() if name not in ("bfloat16", "complex64")}
-_LAYOUT = containers.Layout(typed=True)
+_LAYOUT = Layout(typed=True)
 #: Number of kinds of batches that an encoder remembers.
 _KINDS = 16
 
@@ -382,11 +382,9 @@ class Encoder:
 
     def _take_columns(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
         """Return the kind of a batch, and its columns."""
-        keys: list[Key] = []
-        leaves: list[Any] = []
         dims = data.ndim
         try:
-            leaves_of(data, (), frozenset(), keys, leaves)  # raises for rows that differ in shape
+            keys, leaves = leaves_of(data)  # raises for rows that differ in shape
             alike = (
                 data.batch_size,
                 tuple(data.names),
@@ -408,7 +406,7 @@ class Encoder:
             if len(self._known) >= _KINDS:
                 self._known.clear()
             kind = self._known[alike] = _Kind(schema, data)
-        return kind, to_columns(keys, leaves)[0]
+        return kind, to_columns(keys, leaves, data.batch_size)[0]
 
 
 def _names_of(data: TensorDictBase) -> Sequence[str | None]:

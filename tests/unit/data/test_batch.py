@@ -12,7 +12,7 @@ import torchrl.data as rl
 from tensordict import TensorDict
 
 import expstore
-from expstore.data.batch import Batch, Builder, StepReader, flatten
+from expstore.data.batch import Batch, Builder, Layout, StepReader, flatten
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
@@ -25,7 +25,7 @@ def test_a_tensor_comes_back_bit_for_bit(
     dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator
 ) -> None:
     data = TensorDict({"a": {"b": random_bits(dtype, (5, *shape), rng)}}, [5])
-    batch = flatten(data, all_dims=True)
+    batch = flatten(data, Layout(all_dims=True))
     assert batch.keys == [("a", "b")]
     assert batch.dtypes == [str(dtype).removeprefix("torch.")]
     schema = Schema.infer(batch.signature())
@@ -53,7 +53,7 @@ def test_layouts_that_are_not_plain() -> None:
         },
         [4],
     )
-    batch = flatten(data, all_dims=True)
+    batch = flatten(data, Layout(all_dims=True))
     for key, array in zip(batch.keys, batch.arrays, strict=True):
         expected = data[key].detach()
         if key == ("half",):
@@ -63,50 +63,48 @@ def test_layouts_that_are_not_plain() -> None:
 
 def test_dims_become_rows_and_lanes() -> None:
     value = torch.arange(24).reshape(2, 3, 4)
-    batch = flatten(TensorDict({"a": value[..., None]}, [2, 3, 4]), all_dims=True)
+    batch = flatten(TensorDict({"a": value[..., None]}, [2, 3, 4]), Layout(all_dims=True))
     assert batch.arrays[0].shape == (24, 1)
     assert (batch.count, batch.lane_count) == (24, 6)
     np.testing.assert_array_equal(batch.arrays[0][:, 0], range(24))
     np.testing.assert_array_equal(batch.lanes, np.repeat(range(6), 4))
 
     named = TensorDict({"a": value}, [2, 3, 4], names=["env", "time", "agent"])
-    batch = flatten(named, all_dims=True)
+    batch = flatten(named, Layout(all_dims=True))
     np.testing.assert_array_equal(batch.lanes.reshape(2, 3, 4)[:, 0], [[0, 1, 2, 3], [4, 5, 6, 7]])
     assert (batch.lanes.reshape(2, 3, 4) == batch.lanes.reshape(2, 3, 4)[:, :1]).all()
 
-    first = flatten(TensorDict({"a": value}, [4 // 2, 3], names=["time", None]), all_dims=True)
+    first = flatten(TensorDict({"a": value}, [4 // 2, 3], names=["time", None]), Layout(all_dims=True))
     np.testing.assert_array_equal(first.lanes, [0, 1, 2, 0, 1, 2])
     assert first.arrays[0].shape == (6, 4)
 
-    flat = flatten(TensorDict({"a": value}, [2, 3]), all_dims=False)
+    flat = flatten(TensorDict({"a": value}, [2, 3]), Layout())
     assert (flat.count, flat.lanes, flat.arrays[0].shape) == (2, None, (2, 3, 4))
-    one_lane = flatten(TensorDict({"a": value[0, 0]}, [4]), all_dims=True)
+    one_lane = flatten(TensorDict({"a": value[0, 0]}, [4]), Layout(all_dims=True))
     assert (one_lane.count, one_lane.lanes, one_lane.lane_count) == (4, None, 1)
 
 
 def test_one_row() -> None:
     data = TensorDict({"a": torch.arange(3), "n": {"b": torch.tensor(1.5)}}, [])
-    batch = flatten(data, all_dims=True, single=True)
+    batch = flatten(data, Layout(all_dims=True), single=True)
     assert batch.count == 1
     assert [array.shape for array in batch.arrays] == [(1, 3), (1,)]
     with pytest.raises(
         SchemaError, match=r"add\(\) takes one transition, got batch size \[3\]; use extend\(\)"
     ):
-        flatten(TensorDict({"a": torch.arange(3)}, [3]), all_dims=True, single=True)
-    whole = flatten(TensorDict({"a": torch.zeros(3, 2)}, [3]), all_dims=False, single=True)
+        flatten(TensorDict({"a": torch.arange(3)}, [3]), Layout(all_dims=True), single=True)
+    whole = flatten(TensorDict({"a": torch.zeros(3, 2)}, [3]), Layout(), single=True)
     assert whole.arrays[0].shape == (1, 3, 2)  # a row may be a whole trajectory
 
 
 def test_root_keys_are_skipped_at_the_root_only() -> None:
     data = TensorDict({"index": torch.zeros(2), "a": {"index": torch.zeros(2)}}, [2])
-    assert flatten(data, all_dims=True, skip=frozenset({"index"})).keys == [("a", "index")]
+    assert flatten(data, Layout(all_dims=True), skip=frozenset({"index"})).keys == [("a", "index")]
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"a": torch.zeros(2)}, "expected a TensorDict, got dict; wrap it in TensorDict"),
-        (torch.zeros(2), "expected a TensorDict, got Tensor"),
         (TensorDict({"a": torch.tensor(0)}, []), r"got one row without batch dims; use add\(\)"),
         (
             TensorDict({"a": {"b": torch.zeros(2, dtype=torch.complex128)}}, [2]),
@@ -117,7 +115,7 @@ def test_root_keys_are_skipped_at_the_root_only() -> None:
 )
 def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        flatten(data, all_dims=True)
+        flatten(data, Layout(all_dims=True))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ def read(**fields: Any) -> tuple[StepReader, list[np.ndarray], Batch]:
     for name, values in fields.items():
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values)
         data[tuple(name.split("__"))] = tensor
-    batch = flatten(data, all_dims=True)
+    batch = flatten(data, Layout(all_dims=True))
     schema = Schema.infer(batch.signature())
     columns = schema.arrange(batch.keys, batch.dtypes, batch.arrays)
     return StepReader(schema, find_keys(schema)), columns, batch

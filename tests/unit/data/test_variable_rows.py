@@ -21,7 +21,10 @@ from tensordict import (
 
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.data.variable_rows import column_of_rows
+from expstore.data.batch import Layout
+from expstore.data.containers import take
+from expstore.data.leaves import column_of_rows
+from expstore.data.mappings import take_mapping
 from expstore.errors import SchemaError, StackError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, Field, Schema
@@ -258,8 +261,8 @@ def test_rows_may_be_texts_alone() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"a": ["x", "y"], "b": torch.zeros(3)}, "2 rows, another one has 3"),
-        ({"a": ["x", "y"], "b": ["z"]}, "1 rows, another one has 2"),
+        ({"a": ["x", "y"], "b": torch.zeros(3)}, "field 'a' has 2 rows, 'b' has 3 rows"),
+        ({"a": ["x", "y"], "b": ["z"]}, "field 'b' has 1 rows, 'a' has 2 rows"),
         ({"a": "x", "b": torch.zeros(3)}, "got str at 'a'"),
         ({"a": ["x", object()]}, "'a' has values that cannot be kept"),
         ({"a": [torch.zeros(2), None]}, "tensors in some rows and NoneType"),
@@ -462,6 +465,23 @@ def test_rows_in_two_dims() -> None:
     rb = typed()
     with pytest.raises(SchemaError, match="nested tensor, whose first dim is rows"):
         rb.add(TensorDict({"n": jagged([torch.ones(1)] * 2)}))
+
+
+def test_leaves_of_dicts_and_trees_share_their_rows() -> None:
+    words, frames, tokens = list("abcdef"), torch.zeros(3, 2), jagged([torch.ones(1)] * 2)
+    layout = Layout(ndim=2, typed=True)
+    for take_leaves in (take_mapping, take):
+        for data in ({"words": words, "frames": frames}, {"frames": frames, "words": words}):
+            batch = take_leaves(data, layout)
+            assert (batch.count, batch.dims, batch.lane_count) == (6, (2,), 2)
+        with pytest.raises(SchemaError, match=r"'words' has 5 rows, 'frames' has rows of shape \[3, 2\]"):
+            take_leaves({"words": words[1:], "frames": frames}, layout)
+        with pytest.raises(SchemaError, match="'tokens' has 2 rows, 'words' has 6 rows"):
+            take_leaves({"words": words, "tokens": tokens}, layout)
+        with pytest.raises(SchemaError, match=r"'a' has shape \[3\], and dim 1 is time"):
+            take_leaves({"a": torch.zeros(3)}, Layout(dim=1))
+        with pytest.raises(SchemaError, match="'tokens' is a nested tensor, whose first dim is rows"):
+            take_leaves({"tokens": tokens}, Layout(typed=True), single=True)
 
 
 def test_objects_keep_their_masks() -> None:
