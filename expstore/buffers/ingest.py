@@ -26,8 +26,7 @@ from expstore.core.values import Array, IntArray
 from expstore.data.batch import Batch, Intake, Layout, StepReader, batch_of, is_plain, tensordict_of
 from expstore.data.containers import is_tree, take
 from expstore.data.mappings import take_mapping
-from expstore.data.row_cells import Cells, compile_put, nest
-from expstore.data.tensordict_cells import compile_put_tensordict
+from expstore.data.row_cells import Cells, compile_put, compile_put_tensordict, nest
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import ArgumentError, SchemaError, StateError

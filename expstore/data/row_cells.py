@@ -1,4 +1,4 @@
-"""Copy the values of single rows into preallocated columns, by code generated for the fields.
+"""Copy the values of single rows, dicts or TensorDicts, into preallocated columns, by generated code.
 
 Used by recorders and by `add`. It accepts only values that need no conversion.
 """
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
 from expstore.core.values import Array, Key
 
@@ -92,12 +94,38 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
     scope: dict[str, Any] = {"ndarray": np.ndarray}
     lines: list[str] = []
     for name, part in zip(arguments, parts, strict=True):
-        _add_lines(name, part, lines, scope)
+        _add_group(name, part, lines, scope, _open_dict, _add_value)
     errors = "KeyError, IndexError, TypeError, ValueError, OverflowError"
-    return compile_function(arguments, lines, scope, errors=errors)
+    return _compile_function(arguments, lines, scope, errors=errors)
 
 
-def compile_function(
+def compile_put_tensordict(columns: Mapping[Key, Array]) -> Callable[[int, Any], bool]:
+    """Return a function `put(row, data)` that copies the values of a TensorDict without batch dims.
+
+    It returns whether it did: otherwise `data` is no such TensorDict, a value is not a tensor that NumPy can
+    view in the dtype and shape of its column, or names differ. Some cells of the row may be overwritten then.
+
+    Args:
+        columns: Where values go, by field; none is bfloat16. Shapes `(n, *row shape)`.
+
+    Example:
+        >>> from expstore.data.row_cells import compile_put_tensordict
+        >>> rows = np.zeros((2, 3), np.float32)
+        >>> put = compile_put_tensordict({("observation",): rows})
+        >>> put(1, TensorDict({"observation": torch.ones(3)})), put(0, TensorDict({"observation": 1.0}))
+        (True, False)
+        >>> rows.tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+    scope: dict[str, Any] = {"TensorDict": TensorDict}
+    lines = ["if data._batch_size: return False"]
+    _add_group("data", nest(columns), lines, scope, _open_tensordict, _add_tensor)
+    # numpy() raises a RuntimeError for tensors that need gradients, a TypeError for those on other devices.
+    errors = "KeyError, AttributeError, TypeError, ValueError, RuntimeError"
+    return _compile_function(["data"], lines, scope, errors=errors)
+
+
+def _compile_function(
     arguments: Sequence[str], lines: Sequence[str], scope: dict[str, Any], *, errors: str
 ) -> Callable[..., bool]:
     """Return a function `put(row, *arguments)` of these lines.
@@ -119,14 +147,48 @@ def compile_function(
     return put
 
 
-def _add_lines(value: str, part: Part, lines: list[str], scope: dict[str, Any]) -> None:
-    """Append the lines of code that copy a value; `value` is its variable."""
-    if isinstance(part, Mapping):
-        lines.append(f"if len({value}) != {len(part)}: return False")
-        for number, (name, inner) in enumerate(part.items()):
-            lines.append(f"{value}_{number} = {value}[{name!r}]")
-            _add_lines(f"{value}_{number}", inner, lines, scope)
+def _add_group(
+    value: str,
+    part: Any,
+    lines: list[str],
+    scope: dict[str, Any],
+    open_group: Callable[[str, int], list[str]],
+    add_leaf: Callable[[str, Any, list[str], dict[str, Any]], None],
+) -> None:
+    """Append the lines of code that copy a value; `value` is its variable.
+
+    Args:
+        value: Name of the variable.
+        part: Where the value goes, or a mapping of parts by name.
+        lines: The code.
+        scope: The values of other names in the code.
+        open_group: Returns the lines that check a group and make it a dict, of its variable and number of
+            names.
+        add_leaf: Appends the lines of a value that is no group.
+    """
+    if not isinstance(part, Mapping):
+        add_leaf(value, part, lines, scope)
         return
+    lines += open_group(value, len(part))
+    for number, (name, inner) in enumerate(part.items()):
+        lines.append(f"{value}_{number} = {value}[{name!r}]")
+        _add_group(f"{value}_{number}", inner, lines, scope, open_group, add_leaf)
+
+
+def _open_dict(value: str, count: int) -> list[str]:
+    return [f"if len({value}) != {count}: return False"]
+
+
+def _open_tensordict(value: str, count: int) -> list[str]:
+    return [
+        f"if type({value}) is not TensorDict: return False",
+        f"{value} = {value}._tensordict",
+        *_open_dict(value, count),
+    ]
+
+
+def _add_value(value: str, part: Cells, lines: list[str], scope: dict[str, Any]) -> None:
+    """Append the lines of code that copy an array or a number."""
     scope |= {
         f"rows_{value}": part.view(),
         f"dtype_{value}": part.rows.dtype,
@@ -146,4 +208,22 @@ def _add_lines(value: str, part: Part, lines: list[str], scope: dict[str, Any]) 
         # A memory view converts a float32 to a double and back, which changes the bits of some NaNs.
         *([f"if {value} != {value}: return False"] if part.numbers and part.rows.dtype.char == "f" else []),
         f"rows_{value}[row] = {value}",
+    ]
+
+
+def _add_tensor(value: str, column: Array, lines: list[str], scope: dict[str, Any]) -> None:
+    """Append the lines of code that copy a tensor."""
+    rows: Any = column
+    dtype: Any = column.dtype
+    copied = value
+    if column[0].size == 1 and column.dtype.kind in "biu":
+        # item() takes a fifth of the time of numpy(). Of floats it might change the bits of a NaN.
+        rows = Cells.of(column.reshape(-1), takes_numbers=True).view()
+        dtype, copied = torch.from_numpy(np.empty(0, column.dtype)).dtype, f"{value}.item()"
+    else:
+        lines.append(f"{value} = {value}.numpy()")
+    scope |= {f"rows_{value}": rows, f"dtype_{value}": dtype, f"shape_{value}": column.shape[1:]}
+    lines += [
+        f"if {value}.dtype is not dtype_{value} or {value}.shape != shape_{value}: return False",
+        f"rows_{value}[row] = {copied}",
     ]

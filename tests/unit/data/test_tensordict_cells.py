@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from expstore.data.tensordict_cells import compile_put_tensordict
+from expstore.data.row_cells import compile_put_tensordict
 
 DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
