@@ -308,7 +308,7 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
             hint="use an empty tensor for a missing value",
         )
     column = column_of(key, leaf)
-    return column, UNKNOWN if _is_open(column.type) else arrow_dtype(_text(key, column.type))
+    return column, UNKNOWN if _is_open(column.type) else arrow_dtype(type_text(column.type, key))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -335,13 +335,6 @@ def _is_open(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_is_open(part.type) for part in kind)
     return pa.types.is_list(kind) and _is_open(kind.value_type)
-
-
-def _text(key: Key, kind: pa.DataType) -> str:
-    try:
-        return type_text(kind)
-    except SchemaError as exc:
-        raise SchemaError(f"field {key_name(key)!r}: {exc.message}", hint=exc.hint) from exc
 
 
 def fit_values(entry: Field, value: Any, count: int, *, spread: bool) -> Any:

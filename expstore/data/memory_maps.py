@@ -20,17 +20,13 @@ from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key, key_name
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.schema.schema import DTYPES
 
 _META, _STORAGE = "meta.json", "storage"
 #: TorchRL's own fields that a store keeps itself.
 _OWN: tuple[Key, ...] = (("index",), ("_weight",), ("priority_weight",))
-_DTYPES = {
-    f"torch.{name}": name
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("uint16", "uint32", "uint64", "float16", "float32", "float64"),
-    )
-}
+_DTYPES = {f"torch.{name}": name for name, dtype in DTYPES.items() if dtype.kind in "biuf"}
+del _DTYPES["torch.bfloat16"]  # NumPy only has its bits
 
 
 def is_tensordict_folder(path: Path) -> bool:

@@ -15,9 +15,8 @@ from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_type, to_type, type_text
-from expstore.schema.casting import fit_arrow
+from expstore.schema.casting import fit_arrow, fits
 from expstore.schema.schema import Field
-from expstore.schema.widening import fits
 
 
 def file_type(entry: Field) -> Any:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from expstore.core.parsing import INVALID
+from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -104,8 +105,12 @@ def ragged_type(found: Ragged) -> pa.DataType:
     return pa.list_(item)
 
 
-def type_text(kind: pa.DataType) -> str:
+def type_text(kind: pa.DataType, key: Key = ()) -> str:
     """Return the text of an Arrow type; `to_type` is the inverse.
+
+    Args:
+        kind: The type.
+        key: Key of the field, for messages.
 
     Raises:
         SchemaError: Fields cannot have this type.
@@ -115,7 +120,12 @@ def type_text(kind: pa.DataType) -> str:
     >>> type_text(pa.list_(pa.string()))
     '{"list":"string"}'
     """
-    return _dumps(_tell(kind))
+    try:
+        return _dumps(_tell(kind))
+    except SchemaError as exc:
+        if not key:
+            raise
+        raise SchemaError(f"field {key_name(key)!r}: {exc.message}", hint=exc.hint) from exc
 
 
 @lru_cache(maxsize=256)

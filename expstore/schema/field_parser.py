@@ -63,7 +63,7 @@ def _field(key: Key, given: Any) -> Field:
     if given in (str, bytes):
         return Field(key, ARROW, (), _PLAIN[given])
     if type(given).__module__.startswith("pyarrow"):
-        return Field(key, ARROW, (), _text(key, given))
+        return Field(key, ARROW, (), type_text(given, key))
     return Field(key, _dtype(key, given), ())
 
 
@@ -72,10 +72,3 @@ def _dtype(key: Key, given: Any) -> str:
     if name not in DTYPES or name == OBJECT:
         raise SchemaError(f"field {key_name(key)!r}: {given!r} is no type of a field", hint=_HINT)
     return name
-
-
-def _text(key: Key, kind: Any) -> str:
-    try:
-        return type_text(kind)
-    except SchemaError as exc:
-        raise SchemaError(f"field {key_name(key)!r}: {exc.message}", hint=exc.hint) from exc

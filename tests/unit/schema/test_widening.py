@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from expstore.schema.widening import fits
+from expstore.schema.casting import fits
 
 STRUCT = pa.struct([("a", pa.int64()), ("b", pa.string())])
 
