@@ -19,7 +19,7 @@ from expstore.api.stores import Served
 from expstore.core.values import key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
-from expstore.wire.codec import NOTE, Codec, Coded, Encoder, join_columns, meaning_of, wishes_of, write_note
+from expstore.wire.codec import NOTE, Codec, Coded, Encoder, meaning_of, wishes_of, write_note
 from expstore.wire.stream import StreamWriter, read_batches
 
 
@@ -60,9 +60,7 @@ def _from_arrow(served: Served, body: bytearray, rows: int) -> tuple[TensorDictB
     codec, told = known
     if not batches:
         raise SchemaError("the body has no rows", kind="empty", hint="send at least one batch")
-    parts = [codec.decode(batch, body) for batch in batches]
-    columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
-    return codec.build(columns, told.batch_size, told.names), wishes_of(arrow_schema)
+    return codec.build(codec.decode_all(batches, body), told.batch_size, told.names), wishes_of(arrow_schema)
 
 
 def _from_json(served: Served, data: Any, rows: int) -> TensorDictBase:

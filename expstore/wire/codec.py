@@ -188,6 +188,16 @@ class Codec:
             for entry, column in zip(self.schema.fields, columns, strict=True)
         ]
 
+    def decode_all(self, batches: Sequence[Any], memory: Any = None) -> list[Any]:
+        """Return the columns of several record batches, one batch after another.
+
+        Args:
+            batches: At least one, as `decode` takes them.
+            memory: As in `decode`.
+        """
+        parts = [self.decode(batch, memory) for batch in batches]
+        return parts[0] if len(parts) == 1 else [join_columns(part) for part in zip(*parts, strict=True)]
+
     def buffers(self, arrow_schema: Any) -> list[int] | None:
         """Return the number of the buffer with each field's values; None if a field has several buffers.
 
@@ -249,7 +259,7 @@ class Codec:
             )
         for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
             got = arrow_schema.field(name).type
-            if _plain(got, entry) != _plain(kind, entry) or not _has_dims(got, kind, entry):
+            if not _suits(got, kind, entry):
                 raise SchemaError(
                     f"column {name!r} is {_describe(got)}",
                     hint=f"the field is {entry}, its Arrow type {kind}",
@@ -526,7 +536,7 @@ class Decoder:
 
 
 def join_columns(parts: Sequence[Any]) -> Any:
-    """Concatenate the parts of a column."""
+    """Concatenate the parts of a column; one part is copied, too."""
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else pa.concat_arrays(parts)
 
 
@@ -621,57 +631,42 @@ def _field_of(name: str, kind: Any) -> Field:
         SchemaError: A field cannot have the type.
     """
     key: Key = tuple(name.split("."))
-    shape: tuple[int, ...] = ()
-    plain = kind
-    if isinstance(plain, pa.FixedShapeTensorType):
-        if _is_permuted(plain):
-            raise SchemaError(f"column {name!r} is of type {kind}", hint="send its values in C order")
-        plain, shape = plain.value_type, tuple(plain.shape)
-    while pa.types.is_fixed_size_list(plain):
-        plain, shape = plain.value_type, (*shape, plain.list_size)
-    if plain in _NAMES:
-        return Field(key, _NAMES[plain], shape)
-    if isinstance(plain, pa.BaseExtensionType) or shape:
+    if _is_permuted(kind):
+        raise SchemaError(f"column {name!r} is of type {kind}", hint="send its values in C order")
+    value, shape = _split_type(kind)
+    if value in _NAMES:
+        return Field(key, _NAMES[value], shape)
+    if isinstance(value, pa.BaseExtensionType) or shape:
         raise SchemaError(f"column {name!r} is of type {kind}, which a field cannot have")
-    return Field(key, ARROW, (), type_text(kind))
+    return Field(key, ARROW, (), type_text(value))
 
 
-def _plain(kind: Any, entry: Field) -> Any:
-    """Return a type in a comparable form: (value type, values per row); variable-length types unchanged."""
-    count = 1
-    if entry.variable:
-        return kind
+def _split_type(kind: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the type of the values of a column, and the row shape."""
+    shape: tuple[int, ...] = ()
     if isinstance(kind, pa.FixedShapeTensorType):
-        kind = kind.storage_type
+        kind, shape = kind.value_type, tuple(kind.shape)
     while pa.types.is_fixed_size_list(kind):
-        count, kind = count * kind.list_size, kind.value_type
-    return kind, count
+        kind, shape = kind.value_type, (*shape, kind.list_size)
+    return kind, shape
 
 
-def _has_dims(kind: Any, wanted: Any, entry: Field) -> bool:
-    """Return whether the values of a type are those of a field in C order; a flat list can be."""
+def _suits(kind: Any, wanted: Any, entry: Field) -> bool:
+    """Return whether a column's type is that of a field, with its values in C order; a flat list can be."""
     if entry.variable:
-        return True
-    if isinstance(kind, pa.FixedShapeTensorType) and _is_permuted(kind):
+        return bool(kind == wanted)
+    (value, shape), (wanted_value, wanted_shape) = _split_type(kind), _split_type(wanted)
+    if value != wanted_value or math.prod(shape) != math.prod(wanted_shape) or _is_permuted(kind):
         return False
-    dims = _dims(kind)
-    return len(dims) < 2 or dims == _dims(wanted)
+    dims, wanted_dims = ([size for size in sizes if size != 1] for sizes in (shape, wanted_shape))
+    return len(dims) < 2 or dims == wanted_dims
 
 
 def _is_permuted(kind: Any) -> bool:
-    """Return whether the dims of a tensor are stored in another order than C's."""
-    return kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation)
-
-
-def _dims(kind: Any) -> list[int]:
-    """Return the sizes of the dims of a row, without those of size 1."""
-    found: list[int] = []
-    if isinstance(kind, pa.FixedShapeTensorType):
-        found, kind = list(kind.shape), kind.value_type
-    while pa.types.is_fixed_size_list(kind):
-        found.append(kind.list_size)
-        kind = kind.value_type
-    return [size for size in found if size != 1]
+    """Return whether a type is a tensor whose dims are stored in another order than C's."""
+    if not isinstance(kind, pa.FixedShapeTensorType) or kind.permutation is None:
+        return False
+    return list(kind.permutation) != sorted(kind.permutation)
 
 
 def _describe(kind: Any) -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
-from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
+from expstore.wire.codec import Codec, Coded, meaning_of
 
 
 def is_table(data: Any) -> bool:
@@ -69,6 +69,4 @@ def take_table(
     batches = table.combine_chunks().to_batches() or [
         pa.RecordBatch.from_arrays([pa.array([], entry.type) for entry in table.schema], schema=table.schema)
     ]
-    parts = [codec.decode(batch) for batch in batches]
-    columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
-    return told, columns
+    return told, codec.decode_all(batches)
