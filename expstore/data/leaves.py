@@ -30,10 +30,12 @@ from expstore.errors import SchemaError
 from expstore.schema.arrow_types import Ragged, ragged_text, type_text
 from expstore.schema.arrow_values import column_of
 from expstore.schema.casting import fit_arrow
-from expstore.schema.schema import OBJECT, Field, arrow_dtype
+from expstore.schema.schema import DTYPES, OBJECT, Field, arrow_dtype
 
 #: Dtype of a column whose values do not determine a type: nothing but None, or empty lists.
 UNKNOWN = arrow_dtype("")
+#: Names of the dtypes of arrays; `dtype.name` would take microseconds. Of bfloat16 NumPy only has the bits.
+ARRAY_NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 # -- leaves ---------------------------------------------------------------------------------------------
 
@@ -197,8 +199,13 @@ def to_columns(
             sparse; or several dims make rows, or none, and a leaf is a nested tensor.
     """
     count, dims = math.prod(shape), len(shape)
+    try:  # nearly always: all leaves are tensors that NumPy can view
+        dtypes = [NAMES[leaf.dtype] for leaf in leaves]
+        views = [leaf.numpy() for leaf in leaves]
+        return views if dims == 1 else [view.reshape(count, *view.shape[dims:]) for view in views], dtypes
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        dtypes = []
     arrays: list[Any] = []
-    dtypes: list[str] = []
     for key, leaf in zip(keys, leaves, strict=True):
         if is_loose(leaf):
             if dims != 1 and not isinstance(leaf, list):
@@ -233,13 +240,9 @@ def _to_array(key: Key, leaf: Any) -> tuple[Array, str]:
         SchemaError: A tensor is sparse, or has a dtype that cannot be stored.
     """
     if isinstance(leaf, np.ndarray):
-        return leaf, leaf.dtype.name
+        return leaf, ARRAY_NAMES[leaf.dtype]
     if not isinstance(leaf, torch.Tensor):
         return _non_tensor(leaf, tuple(leaf.batch_size)), OBJECT
-    try:
-        return leaf.numpy(), NAMES[leaf.dtype]
-    except (RuntimeError, TypeError, KeyError):
-        pass  # it requires gradients, is on a device, is a bfloat16, or cannot be stored
     dtype = name_of(key, leaf.dtype)
     if leaf.layout is not torch.strided:
         raise SchemaError(

@@ -15,7 +15,7 @@ from tensordict import is_non_tensor
 from expstore.core.casts import find_rounded
 from expstore.core.values import Array, Key, key_name
 from expstore.data.batch import Batch, Layout, gather
-from expstore.data.leaves import check_unmasked, value_of
+from expstore.data.leaves import ARRAY_NAMES, check_unmasked, value_of
 from expstore.errors import SchemaError
 from expstore.schema.schema import DTYPES, Schema
 
@@ -229,6 +229,6 @@ def _to_native_order(key: Key, array: Array) -> Array:
         SchemaError: The dtype is not supported.
     """
     native = array.dtype.newbyteorder("=")
-    if native.name not in DTYPES:
+    if native not in ARRAY_NAMES:
         raise SchemaError(f"field {key_name(key)!r} has dtype {array.dtype}, which cannot be stored")
     return array.astype(native, copy=False)
