@@ -32,7 +32,7 @@ from expstore.storages.columns.checksums import (
 from expstore.storages.columns.flat import FlatColumn, zeros_sum
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.paths import CHECKSUMS, VERSION
-from expstore.storages.format.pending_swap import sums_path
+from expstore.storages.format.swap import current_path
 from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
 
 _PIECE_BYTES = 4 << 20
@@ -221,7 +221,7 @@ def _find_needed_blocks(inspection: Inspection) -> set[int]:
 
 
 def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array:
-    path = sums_path(inspection.disk, inspection.path)
+    path = current_path(inspection.disk, inspection.path, CHECKSUMS)
     size = inspection.disk.size(path)
     try:
         if size >= 0:

@@ -36,8 +36,8 @@ from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.format.manifest import Manifest, check_target
-from expstore.storages.format.paths import COLUMNS
-from expstore.storages.format.pending_swap import sums_path
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS
+from expstore.storages.format.swap import current_path
 from expstore.storages.read_view import read_present
 from expstore.storages.snapshots.catalog import store_meant
 from expstore.storages.snapshots.resize import Progress
@@ -357,7 +357,7 @@ class _Run:
 
 def _read_sums(storage: FollowerStorage) -> BlockCheck | None:
     """Return the checksums of a store; None if an opening would have to compute some of them."""
-    path = sums_path(storage.disk, storage.path)
+    path = current_path(storage.disk, storage.path, CHECKSUMS)
     if storage.counters.recovered is not None or not storage.disk.exists(path):
         return None
     slots, last = storage.geometry.slots, storage.last

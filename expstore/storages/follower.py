@@ -318,6 +318,7 @@ class FollowerStorage(ReadView):
                     source.columns.look_to(view.last)
             if source.columns is not None and self._origin.forked:
                 source.columns.do_without_threads()
+            refuse_half_loaded(self.disk, self.path)  # it may have begun since the first check
             if not source.holds(watch.look()):
                 raise StorageError(f"{self.path} kept changing while it was being opened", hint="try again")
         except BaseException:

@@ -415,7 +415,7 @@ def _follow(look: Look) -> int | str | None:
                     return state.write_count
     except StorageError as exc:
         # Only the next writer can finish a load.
-        half = exc.kind == "half_loaded" and (look.path / "load").exists()
+        half = exc.kind == "half_loaded" and (look.path / "swap").exists()
         return None if half else traceback.format_exc()
     except Exception:
         return traceback.format_exc()

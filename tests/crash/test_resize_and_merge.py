@@ -133,7 +133,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
         else:
             assert now == seen == (former if now["capacity"] == FORMER else wanted), f"act {at}"
         assert seen["ids"] == now["ids"]
-        assert [name for name in os.listdir(copy) if name.startswith("load")] == []
+        assert [name for name in os.listdir(copy) if name.startswith("swap")] == []
         shutil.rmtree(copy)
     assert sorted(found, key=lambda capacity: capacity != FORMER) == found  # the capacity never changes back
     assert found.count(FORMER) > 8

@@ -1,6 +1,6 @@
 """Add and drop fields of a store while it is in use.
 
-A service of the store. `expstore.storages.format.pending_swap` has the order of the steps on disk,
+A service of the store. `expstore.storages.format.swap` has the order of the steps on disk,
 `expstore.storages.engine.backfill` the values of a new field; this module assembles the columns. Files of
 other fields are neither opened nor written to.
 """
@@ -8,11 +8,12 @@ other fields are neither opened nor written to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expstore.core.values import Array, IntArray, Key, cut_run
+from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
 from expstore.schema.schema import Field, Schema
@@ -21,16 +22,9 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.engine.backfill import Filler, check_going, places_without
 from expstore.storages.format.layout import refuse_objects
-from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
-from expstore.storages.format.pending_swap import (
-    COLUMN,
-    TEMPORARY,
-    Plan,
-    begin_late,
-    commit_late,
-    finish_late,
-)
+from expstore.storages.format.swap import TEMPORARY, Swap, finish_swap
 from expstore.storages.format.zarr_metadata import make_metadata
 from expstore.storages.new_field import NewField, check_new_field
 
@@ -72,9 +66,8 @@ class StoredFields:
                 check_new_field(store, new_field.entry)
                 schema = store.require_schema().grow(new_field.entry, new_field.default)
                 refuse_objects(schema)
-                plan = self._plan("add", new_field.entry.key, store.require_schema())
                 with health.guard():
-                    building = _Building(store, plan, new_field.entry)
+                    building = _Building(store, new_field.entry)
             with contextlib.closing(building):
                 filler = Filler(store, new_field, building)
                 with health.guard():
@@ -89,16 +82,18 @@ class StoredFields:
                         filler.finish()
                     with self._act_at_once():
                         building.sync()
-                        self._add(plan, schema, building, new_field.specs)
+                        self._add(schema, building, new_field.specs)
 
-    def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
-        group, sums, column = self._columns(), self._checksums(), building.column
-        place = len(schema.fields) - 1
-        packed = sums.rearrange([*range(place), -1, *range(place, len(group.summed))], column)
-        disk, path = self._store.disk, self._store.path
-        begin_late(disk, path, plan, packed, built=building.about, folders=sorted(building.folders))
+    def _add(self, schema: Schema, building: _Building, specs: str) -> None:
+        group, column, place = self._columns(), building.column, len(schema.fields) - 1
+        path = self._store.path / building.name
+        if self._store.disk.exists(path):
+            raise StateError(f"{path} is in the way: it is not a column of the store", hint="move it away")
+        sums = self._checksums().rearrange([*range(place), -1, *range(place, len(group.summed))], column)
+        swap = Swap(added=(building.name,), replaced=(CHECKSUMS,))
+        manifest = self._commit(swap, schema, specs, sums, built=building.about, folders=building.folders)
         building.take_place()
-        self._commit(plan, schema, specs, group.with_column(place, column))
+        self._finish(manifest, group.with_column(place, column))
 
     def drop(self, key: Key, specs: str) -> None:
         """Drop a field; the change is durable when this returns.
@@ -118,13 +113,12 @@ class StoredFields:
             check_going(store, key)
             schema = store.require_schema().without(key)
             place = store.require_schema().place_of(key)
-            plan = self._plan("drop", key, schema)
             group, sums = self._columns(), self._checksums()
             group.check_removable(place)
             with self._act_at_once():
                 kept, summed = group.without(place), places_without(len(group.summed), place)
-                begin_late(store.disk, store.path, plan, sums.rearrange(summed))
-                self._commit(plan, schema, specs, kept)
+                swap = Swap(replaced=(CHECKSUMS,), removed=(_own_folder(key, schema),))
+                self._finish(self._commit(swap, schema, specs, sums.rearrange(summed)), kept)
                 group.close_dropped(kept)
 
     def _columns(self) -> WritableColumns:
@@ -134,9 +128,6 @@ class StoredFields:
         checksums = self._store.state.checksums
         assert checksums is not None, "a store with columns has checksums"
         return checksums
-
-    def _plan(self, act: str, key: Key, others: Schema) -> Plan:
-        return Plan.of("add" if act == "add" else "drop", key, others, self._store.manifest.column_set + 1)
 
     @contextlib.contextmanager
     def _clean_up_on_error(self) -> Iterator[None]:
@@ -171,16 +162,61 @@ class StoredFields:
                 store.health.note_interruption()
                 raise
 
-    def _commit(self, plan: Plan, schema: Schema, specs: str, columns: WritableColumns) -> None:
+    def _commit(
+        self,
+        swap: Swap,
+        schema: Schema,
+        specs: str,
+        sums: bytes,
+        *,
+        built: Iterable[Path] = (),
+        folders: Iterable[Path] = (),
+    ) -> Manifest:
+        """Commit the change on disk; return the new content of expstore.json.
+
+        Args:
+            swap: The entries that change.
+            schema: The fields afterwards.
+            specs: Their specs.
+            sums: Content of the file `checksums` afterwards.
+            built: Files in `swap.tmp` that are not synced yet.
+            folders: Folders in `swap.tmp` that are not synced yet.
+        """
+        store, disk, path = self._store, self._store.disk, self._store.path
+        manifest = store.manifest.replace(
+            schema=schema, specs=specs, column_set=store.manifest.column_set + 1
+        )
+        temporary = path / TEMPORARY
+        disk.make_dir(temporary)
+        disk.put(temporary / MANIFEST, manifest.pack())
+        disk.put(temporary / CHECKSUMS, sums)
+        written = [temporary / MANIFEST, temporary / CHECKSUMS, swap.save(disk, path), *built]
+        sync_paths(disk, written, sorted({temporary, *folders}), None)
+        swap.commit(disk, path)
+        return manifest
+
+    def _finish(self, manifest: Manifest, columns: WritableColumns) -> None:
+        """Replace the fields in memory, and finish the change on disk."""
         store, sums = self._store, self._checksums()
-        manifest = store.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
-        commit_late(store.disk, store.path, manifest)
         self._replace(manifest, columns)
-        finish_late(store.disk, store.path)
+        finish_swap(store.disk, store.path)
         checksums = Checksums(store.disk, store.path / CHECKSUMS, columns)
         store.state.replace_checksums(checksums)
         checksums.note_changed(sums.changed)
         sums.close()
+
+
+def _own_folder(key: Key, others: Schema) -> str:
+    """Return the shortest path of a store that contains nothing but the column of a field.
+
+    Args:
+        key: The field.
+        others: The other fields.
+    """
+    arrays = [entry.key for entry in others.fields if not entry.variable]
+    groups = {other[:n] for other in arrays for n in range(1, len(other))}
+    depth = next(n for n in range(1, len(key) + 1) if key[:n] not in groups)
+    return "/".join((COLUMNS, *key[:depth]))
 
 
 class _Building:
@@ -188,27 +224,27 @@ class _Building:
 
     Args:
         storage: The store.
-        plan: The change of fields.
         entry: The field.
     """
 
-    def __init__(self, storage: Store, plan: Plan, entry: Field) -> None:
-        self._storage, self._plan, self._entry = storage, plan, entry
+    def __init__(self, storage: Store, entry: Field) -> None:
+        self._storage, self._entry = storage, entry
         self.schema = storage.require_schema()
         disk, slots = storage.disk, storage.geometry.slots
-        self._top = storage.path / TEMPORARY / COLUMN
-        self._below = Path(*entry.key[plan.top.count("/") + 1 :])
-        disk.remove_tree(storage.path / TEMPORARY)
-        folder = self._top / self._below
+        #: The path in the store that is moved to its place as a whole.
+        self.name = _own_folder(entry.key, self.schema)
+        temporary = storage.path / TEMPORARY
+        disk.remove_tree(temporary)
+        folder = (temporary / COLUMNS).joinpath(*entry.key)
         disk.make_dir(folder)
         self.column = FlatColumn(disk, folder, entry, slots, fills=storage.state.require_columns().fills)
-        #: Metadata files that `begin_late` must sync, and folders with new names.
+        #: Metadata files and folders with new names, to be synced before the change is committed.
         self.about: list[Path] = []
-        self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
+        self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(temporary / self.name)}
         made = make_metadata([entry], [self.column.rows], slots, {})
         for name, data in made.items():
-            if name.startswith(f"{plan.top}/"):
-                self.about.append(self._top / name.removeprefix(f"{plan.top}/"))
+            if f"{COLUMNS}/{name}".startswith(f"{self.name}/"):
+                self.about.append(temporary / COLUMNS / name)
                 disk.put(self.about[-1], data)
         self._touched: set[File] = set()
         self.reach()
@@ -239,7 +275,7 @@ class _Building:
     def take_place(self) -> None:
         """Record that the column is in its final place."""
         former, column = self.column.folder, self.column
-        column.folder = self._storage.path / COLUMNS / self._plan.top / self._below
+        column.folder = (self._storage.path / COLUMNS).joinpath(*self._entry.key)
         for file in column.files:
             file.path = column.folder / file.path.relative_to(former)
         self._kept = True

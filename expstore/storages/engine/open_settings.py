@@ -32,9 +32,8 @@ from expstore.schema.spec_text import check_specs, same_specs
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_outside, refuse_archive
 from expstore.storages.format.paths import REPAIR, VERSION
-from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.format.swap import finish_swap
 from expstore.storages.snapshots.catalog import OWN_FOLDER
-from expstore.storages.snapshots.restore import finish_load
 
 Mode = Literal["a", "r", "x", "w"]
 Durability = Literal["process", "sync"]
@@ -144,8 +143,7 @@ def enter(
     disk.make_dir(path)
     lock = settings.lock or WriterLock(disk, path / "LOCK")
     try:
-        finish_load(disk, path)
-        finish_late(disk, path)
+        finish_swap(disk, path)
         # Not before: files that a restore has moved away must stay there until the restore is finished.
         disk.make_dir(path / "journal")
         if disk.exists(path / MANIFEST):

@@ -40,8 +40,8 @@ from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG
-from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, load_redo
+from expstore.storages.format.swap import finish_swap
 from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.recovery.recover import (
     Past,
@@ -55,7 +55,6 @@ from expstore.storages.recovery.recover import (
     verify,
 )
 from expstore.storages.row_state import RowState
-from expstore.storages.snapshots.restore import finish_load
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Opening:
             CorruptionError: The store is damaged.
             StorageError: The disk failed; the next opening finds the store in the same state.
         """
-        first = self._complete_swaps() or self._first
+        first = self._finish_swap() or self._first
         former = self._manifest
         self._same_boot = self._shared.fits(former.uuid, former.generation)
         past = self._read_journal()
@@ -238,11 +237,13 @@ class Opening:
 
     # -- reading the files -----------------------------------------------------------------------------
 
-    def _complete_swaps(self) -> bool:
-        """Complete a restore or a change of fields that was interrupted; return whether it was a restore."""
-        restored = finish_load(self._disk, self._path)
-        if finish_late(self._disk, self._path) or restored:
-            self._manifest = Manifest.load(self._disk, self._path)
+    def _finish_swap(self) -> bool:
+        """Finish a restore or a change of fields that was interrupted; return whether it was a restore."""
+        change = finish_swap(self._disk, self._path)
+        if change is None:
+            return False
+        self._manifest = Manifest.load(self._disk, self._path)
+        restored = JOURNAL in change.replaced
         if restored:
             self._former.draws.note_replaced()
         return restored

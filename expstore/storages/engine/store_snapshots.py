@@ -14,7 +14,7 @@ from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.checksums import BlockCheck, blocks_of
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.resize import Progress, read_resized
-from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
+from expstore.storages.snapshots.restore import CONTENT, Arrival, ContentLike, build_load
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
@@ -124,7 +124,7 @@ class StoreSnapshots(ContentAccess):
             store.sync()  # the new content has another journal
 
     def _replace(self, arrival: Arrival, *, ready: int) -> None:
-        """Build the new content in a separate folder, then rename the folder.
+        """Build the new content in a separate folder, then swap it in.
 
         Args:
             arrival: The content.
@@ -133,6 +133,6 @@ class StoreSnapshots(ContentAccess):
         store = self._storage
         build_load(store, store.path, arrival, sequence=store.state.journal.sequence, ready=ready)
         recovered = store.counters.recovered
-        self._reopen(lambda: commit_load(store.disk, store.path))
+        self._reopen(lambda: CONTENT.commit(store.disk, store.path))
         store.counters.recovered = recovered
         store.priorities.note_set()

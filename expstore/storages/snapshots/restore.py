@@ -1,8 +1,7 @@
 """Replace a store's content by that of a snapshot: completely or not at all.
 
 Used by storages. The rows of the snapshot are read and get new ids. A store on disk builds the new content in
-`load.tmp`; renaming that folder to `load` is the commit. After that, the running store or its next opening
-moves the files in it to their places. A snapshot is never changed.
+a separate folder and swaps it in, as `expstore.storages.format.swap` describes. A snapshot is never changed.
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
+from expstore.storages.format.swap import TEMPORARY, Swap, is_half_replaced
 from expstore.storages.snapshots.capture import manifest_of
 
-LOAD, TEMPORARY = "load", "load.tmp"
-_OLD = "old"
+#: What belongs to the content of a store, besides expstore.json.
+CONTENT = Swap(replaced=(COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL))
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
@@ -461,6 +461,7 @@ def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, read
     disk.put(temporary / LOG, log)
     disk.make_dir(temporary / JOURNAL)
     written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log))
+    written.append(CONTENT.save(disk, temporary.parent))
     sync_paths(disk, written, sorted(folders), pool)
 
 
@@ -547,45 +548,11 @@ def _build_journal(
         journal.close()
 
 
-def commit_load(disk: Disk, path: Path) -> None:
-    """Commit the content that was built; the caller then calls `finish_load`."""
-    disk.rename(path / TEMPORARY, path / LOAD)
-    disk.sync_dir(path)
-
-
 def refuse_half_loaded(disk: Disk, path: Path) -> None:
     """Raise StorageError if a restore was interrupted while its files were moved to their places."""
-    if disk.exists(path / LOAD):
+    if is_half_replaced(disk, path, JOURNAL):
         raise StorageError(
             f"loads() or a change of the capacity of {path} was interrupted",
             kind="half_loaded",
             hint="open it for writing once, which completes the operation",
         )
-
-
-def finish_load(disk: Disk, path: Path) -> bool:
-    """Move committed content to its place; the caller holds the writer's lock. May be repeated after a crash.
-
-    Returns:
-        Whether there was committed content.
-    """
-    load, old = path / LOAD, path / LOAD / _OLD
-    if not disk.exists(load):
-        disk.remove_tree(path / TEMPORARY)
-        return False
-    disk.make_dir(old)
-    for name in (COLUMNS, SEGMENTS, JOURNAL):
-        # A folder cannot be replaced by a rename: the old one is moved away first.
-        if disk.exists(load / name) and disk.exists(path / name):
-            disk.rename(path / name, old / name)
-    disk.sync_dir(old)
-    disk.sync_dir(path)
-    for name in (COLUMNS, SEGMENTS, CHECKSUMS, LOG, JOURNAL, MANIFEST):
-        if disk.exists(load / name):
-            disk.rename(load / name, path / name)
-    disk.sync_dir(path)
-    disk.sync_dir(load)
-    disk.rename(load, path / TEMPORARY)
-    disk.sync_dir(path)
-    disk.remove_tree(path / TEMPORARY)
-    return True

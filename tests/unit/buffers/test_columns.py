@@ -33,7 +33,8 @@ from expstore.specs import Binary, Composite, Unbounded
 from expstore.storages import ZarrStorage
 from expstore.storages.columns.checksums import SUMMED, Checksums, state_of
 from expstore.storages.engine import alter
-from expstore.storages.format.manifest import Manifest
+from expstore.storages.format import swap
+from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import numbered_rows
@@ -788,9 +789,26 @@ def test_forks_and_copies(store_path: Path) -> None:
 # -- a kill in the middle ------------------------------------------------------------------------------------
 
 
+def kill_before(moment: str) -> None:
+    """End this process where the change begins, where it is committed, or where the rest of it begins."""
+    move = swap._move
+
+    def move_others(disk: Disk, names: list[tuple[Path, Path]]) -> None:
+        if any(new.name == MANIFEST for _, new in names):
+            os._exit(0)
+        move(disk, names)
+
+    if moment == "begin":
+        swap.Swap.commit = lambda *given: os._exit(0)  # type: ignore[method-assign]
+    elif moment == "commit":
+        swap._move = move_others  # type: ignore[assignment]
+    else:
+        alter.finish_swap = lambda *given: os._exit(0)
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize("act", ["add", "drop"])
-@pytest.mark.parametrize("moment", ["begin_late", "commit_late", "finish_late"])
+@pytest.mark.parametrize("moment", ["begin", "commit", "finish"])
 def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str) -> None:
     """What is left is checked and read as it stands; the next opening ends the act or takes it back."""
     with in_folder(store_path, 5000) as rb:
@@ -798,7 +816,7 @@ def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str
         rb.columns.add("early", fill=1)
     pid = os.fork()
     if not pid:
-        setattr(alter, moment, lambda *given, **more: os._exit(0))
+        kill_before(moment)
         rb = in_folder(store_path, 5000)
         rb.extend(rows(20, 4500))
         if act == "add":
@@ -807,9 +825,9 @@ def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str
             rb.columns.drop("early")
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    done = moment == "finish_late"
+    done = moment == "finish"
     fields = {"add": {"early", "late"} if done else {"early"}, "drop": set() if done else {"early"}}[act]
-    assert (store_path / "late").exists() == (moment != "begin_late")
+    assert (store_path / "swap").exists() == (moment != "begin")
     assert verify(store_path) == []
     for mode in ("r", "a", "r"):
         with expstore.open(store_path, mode=mode, batch_size=8) as rb:  # type: ignore[arg-type]
@@ -821,13 +839,13 @@ def test_killed_before_a_part_of_the_act(store_path: Path, act: str, moment: str
     assert verify(store_path) == []
     left = {path.name for path in (store_path / "columns").iterdir()} - {"_row", "zarr.json"}
     assert left == fields | {"observation", "action", "next"}
-    assert not [path.name for path in store_path.iterdir() if path.name.startswith("late")]
+    assert not [path.name for path in store_path.iterdir() if path.name.startswith("swap")]
 
 
-def test_a_damaged_plan_is_damage(store_path: Path) -> None:
+def test_a_damaged_list_is_damage(store_path: Path) -> None:
     with in_folder(store_path, 100) as rb:
         rb.extend(rows(20))
-    (store_path / "late").mkdir()
-    (store_path / "late" / "plan").write_bytes(b'{"plan": {"act": "drop"}, "crc32c": 1}')
-    with pytest.raises(CorruptionError, match="plan is damaged"):
+    (store_path / "swap").mkdir()
+    (store_path / "swap" / "list").write_bytes(b'{"swap": {"added": []}, "crc32c": 1}')
+    with pytest.raises(CorruptionError, match="list is damaged"):
         in_folder(store_path, 100)

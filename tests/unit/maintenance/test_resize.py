@@ -499,7 +499,7 @@ class FullDisk(Disk):
     """Have no room for the new columns."""
 
     def gate(self, act: str, path: Path) -> None:
-        if act == "write" and "load.tmp" in path.parts:
+        if act == "write" and "swap.tmp" in path.parts:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

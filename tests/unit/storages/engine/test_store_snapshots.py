@@ -46,7 +46,9 @@ class World:
         )  # fmt: skip
         self.fails = False
         monkeypatch.setattr(store_snapshots, "build_load", self.build)
-        monkeypatch.setattr(store_snapshots, "commit_load", lambda disk, path: note("commit"))
+        monkeypatch.setattr(
+            store_snapshots, "CONTENT", SimpleNamespace(commit=lambda disk, path: note("commit"))
+        )
         monkeypatch.setattr(
             store_snapshots, "Arrival", SimpleNamespace(of=lambda content, store: f"arrival of {content}")
         )

@@ -647,9 +647,9 @@ def test_refused_calls_change_nothing(
             rb.loads(place)
         assert rows_of(rb)["observation"][0, 0] == 5
         rb.extend(make_batch(1))
-        assert sorted(p.name for p in (tmp_path / "third.exp").iterdir() if "load" in p.name) in (
+        assert sorted(p.name for p in (tmp_path / "third.exp").iterdir() if "swap" in p.name) in (
             [],
-            ["load.tmp"],
+            ["swap.tmp"],
         )
     with expstore.open(place, mode="r") as old, pytest.raises(StateError):
         old.loads(place)
@@ -758,7 +758,7 @@ def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("expstore.storages.engine.opening.finish_load", stop)
+            patch.setattr("expstore.storages.engine.opening.finish_swap", stop)
             with pytest.raises(KeyboardInterrupt):
                 rb.loads(place)
         assert same(rows_of(rb), make_rows(make_batch, (0, 30), (500, 30)))  # what is open can be read
