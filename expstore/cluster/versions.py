@@ -47,9 +47,8 @@ def write_version(
     """
     version, disk = ClusterVersion(tag, shards, rows, time.time(), draws), Disk()
     disk.make_dir(folder)
-    temporary = folder / f"{_FILE}.{tag}.tmp"
-    disk.put(temporary, json.dumps({"format": _FORMAT} | asdict(version), indent=1).encode(), sync=True)
-    disk.rename(temporary, folder / _FILE)
+    with disk.build_file(folder / _FILE, folder / f"{_FILE}.{tag}.tmp") as file:
+        file.write(json.dumps({"format": _FORMAT} | asdict(version), indent=1).encode(), 0)
     disk.sync_dir(folder)
     return version
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from expstore.cold.parts import fetch_file, make_folders, make_pool
 from expstore.cold.version_list import Manifest, PartFile, RemoteVersion
 from expstore.core.tables import size_text
+from expstore.disk.atomic_build import build_folder
 from expstore.disk.files import Disk, File
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError, StorageError
@@ -108,7 +109,7 @@ class Cache:
         return Lease(tree, file)
 
     def _build(self, bucket: Bucket, version: RemoteVersion, manifest: Manifest, tree: Path) -> None:
-        disk, scrap = self._disk, tree.with_name(tree.name + _SCRAP)
+        disk = self._disk
         wanted = {_name(entry): entry for entry in manifest.files.values()}
         paths = {_name(entry): path for path, entry in manifest.files.items()}
         missing = [name for name in wanted if not disk.exists(self._files / name)]
@@ -126,17 +127,17 @@ class Cache:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        make_folders(disk, manifest, scrap)
-        for path, entry in manifest.files.items():
-            if not disk.link(self._files / _name(entry), scrap / path):
-                raise StorageError(
-                    f"the file system of {self._folder} cannot hard-link files", hint="pass another cache="
-                )
-        for folder, _ in disk.tree(scrap):
-            disk.sync_dir(folder)
-        disk.sync_dir(self._files)
-        disk.rename(scrap, tree)
-        disk.sync_dir(self._versions)
+        with build_folder(disk, tree) as scrap:
+            make_folders(disk, manifest, scrap)
+            for path, entry in manifest.files.items():
+                if not disk.link(self._files / _name(entry), scrap / path):
+                    raise StorageError(
+                        f"the file system of {self._folder} cannot hard-link files",
+                        hint="pass another cache=",
+                    )
+            for folder, _ in disk.tree(scrap):
+                disk.sync_dir(folder)
+            disk.sync_dir(self._files)
 
     def _fetch(self, bucket: Bucket, entry: PartFile, name: str, what: str) -> None:
         temporary = self._files / (name + _SCRAP)

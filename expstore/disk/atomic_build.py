@@ -1,6 +1,9 @@
-"""Build a file or folder under a temporary name, rename it into place, or remove it on failure.
+"""Build a folder, or a file by several steps, under a temporary name: it gets its name when it is complete.
 
-Used by exports, imports and merges. It does not depend on what is built.
+`build_folder` is for folders that one process may build, because it holds a lock; `build_atomically` for
+targets that users name, such as those of exports, imports and merges. It does not depend on what is built.
+`expstore.disk.files.Disk.build_file` writes a single file in this way, and `expstore.storages.format.swap`
+replaces several entries of a store.
 """
 
 from __future__ import annotations
@@ -18,6 +21,33 @@ from expstore.errors import LockedError, StateError, StorageError
 SCRAP = ".tmp"
 #: The lock file in the temporary folder, which is not part of the result.
 LOCK = "LOCK"
+
+
+@contextmanager
+def build_folder(disk: Disk, path: Path) -> Iterator[Path]:
+    """Create an empty folder under a temporary name; rename it at the end, remove it on an error.
+
+    After a crash the path names the complete folder or nothing, and the temporary folder may be left over;
+    the next build removes it. The caller prevents that two builds of the same folder run at once.
+
+    Args:
+        disk: Access to files.
+        path: The path; it must not exist.
+
+    Yields:
+        The temporary folder. The caller must have synced its content at the end of the block.
+    """
+    temporary = path.with_name(path.name + SCRAP)
+    disk.remove_tree(temporary)
+    disk.make_dir(temporary)
+    try:
+        yield temporary
+        disk.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            disk.remove_tree(temporary)
+        raise
+    disk.sync_dir(path.parent)
 
 
 @contextmanager

@@ -600,12 +600,9 @@ class Disk:
         temp = path.with_name(f".{path.name}.tmp")
         self.unlink(temp)  # left over from a process that was killed; it may have links, too
         try:
-            with contextlib.closing(self.open(path, write=False)) as old:
-                with contextlib.closing(self.open(temp, create=True)) as new:
-                    os.fchmod(new.fd, os.fstat(old.fd).st_mode & 0o777)
-                    _copy(old, new)
-                    new.sync()
-            self.rename(temp, path)
+            with contextlib.closing(self.open(path, write=False)) as old, self.build_file(path, temp) as new:
+                os.fchmod(new.fd, os.fstat(old.fd).st_mode & 0o777)
+                _copy(old, new)
         except BaseException as exc:
             with contextlib.suppress(StorageError):
                 self.unlink(temp)
@@ -760,11 +757,34 @@ class Disk:
             if code:
                 raise _to_error("sync", files[failed].path, _system_error(code))
 
+    @contextlib.contextmanager
+    def build_file(self, path: Path, temporary: Path | None = None) -> Iterator[File]:
+        """Write a new file under a temporary name; sync it and rename it at the end of the block.
+
+        It replaces a file of that name. After a crash the path names the former file or the new one, and the
+        temporary file may be left over. The caller syncs the folder.
+
+        Args:
+            path: The path.
+            temporary: The temporary path, in the same file system; None: the path with the suffix ".tmp".
+
+        Yields:
+            The empty file.
+
+        Raises:
+            StorageError: The disk failed or is full.
+        """
+        temporary = temporary or path.with_name(path.name + ".tmp")
+        with contextlib.closing(self.open(temporary, create=True)) as file:
+            file.truncate(0)
+            yield file
+            file.sync()
+        self.rename(temporary, path)
+
     def write_whole(self, path: Path, data: bytes) -> None:
         """Replace the content of a file atomically, also across a power cut."""
-        temp = path.with_name(path.name + ".tmp")
-        self.put(temp, data, sync=True)
-        self.rename(temp, path)
+        with self.build_file(path) as file:
+            file.write(data, 0)
         self.sync_dir(path.parent)
 
     def put(self, path: Path, data: bytes, *, sync: bool = False) -> None:

@@ -16,6 +16,7 @@ import google_crc32c
 
 from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
+from expstore.disk.atomic_build import build_folder
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File
@@ -133,10 +134,8 @@ class WritableColumns(ColumnSet, Checkpointed):
         packings: Sequence[Packing | None] = (),
     ) -> None:
         """Create the Zarr metadata of empty columns in a temporary folder, sync it, and rename the folder."""
-        temporary = folder.with_name(folder.name + ".tmp")
-        disk.remove_tree(temporary)
         disk.remove_tree(folder)
-        folders = {temporary}
+        folders: set[Path] = set()
         paths = []
         if any(entry.variable for entry in fields):
             segments = folder.parent / SEGMENTS
@@ -150,8 +149,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         ]
         fields = [entry for entry in fields if not entry.variable]
         rows = [shard_rows(entry.row_bytes, slots) for entry in fields]
-        disk.make_dir(temporary)
-        with contextlib.closing(disk.open(temporary, write=False)) as here:
+        with (
+            build_folder(disk, folder) as temporary,
+            contextlib.closing(disk.open(temporary, write=False)) as here,
+        ):
+            folders.add(temporary)
             for name, data in make_metadata(fields, rows, slots, attributes, packings=packings).items():
                 path = temporary / name
                 if path.parent not in folders:
@@ -162,8 +164,6 @@ class WritableColumns(ColumnSet, Checkpointed):
                 paths.append(path)
             if len(paths) < MANY_FIELDS or not here.sync_file_system():
                 sync_paths(disk, paths, sorted(folders), pool)
-        disk.rename(temporary, folder)
-        disk.sync_dir(folder.parent)
 
     def check_metadata(self) -> None:
         """Check that each zarr.json describes its column, as reading rows and other programs require.

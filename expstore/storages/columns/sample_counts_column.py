@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
+from expstore.disk.atomic_build import build_folder
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File, address_of
 from expstore.disk.filesystem import fills_holes
@@ -91,25 +92,21 @@ class SampledColumn(Sampled, Checkpointed):
             pool: Threads that fsync.
         """
         place = _place(folder)
-        temporary = place.with_name(place.name + ".tmp")
-        disk.remove_tree(temporary)
-        disk.make_dir(temporary)
-        column = FlatColumn(disk, temporary, SAMPLED, slots)
-        made = make_metadata([SAMPLED], [column.rows], slots, {})
-        disk.put(temporary / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
-        folders = {temporary}
-        try:
-            while column.ready < ready:
-                folders.update(column.add_shard())
-            about = disk.open(temporary / "zarr.json")
+        with build_folder(disk, place) as temporary:
+            column = FlatColumn(disk, temporary, SAMPLED, slots)
+            made = make_metadata([SAMPLED], [column.rows], slots, {})
+            disk.put(temporary / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
+            folders = {temporary}
             try:
-                disk.sync_all([about, *column.files], sorted(folders), pool)
+                while column.ready < ready:
+                    folders.update(column.add_shard())
+                about = disk.open(temporary / "zarr.json")
+                try:
+                    disk.sync_all([about, *column.files], sorted(folders), pool)
+                finally:
+                    about.close()
             finally:
-                about.close()
-        finally:
-            column.close()
-        disk.rename(temporary, place)
-        disk.sync_dir(place.parent)
+                column.close()
 
     def _take_over(self) -> None:
         """Read the counts of slots that are in the column but not in memory yet."""

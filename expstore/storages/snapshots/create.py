@@ -7,7 +7,6 @@ store itself.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,13 @@ from numpy.typing import NDArray
 
 from expstore.core import tuning
 from expstore.core.values import Array, key_name
+from expstore.disk.atomic_build import build_folder
 from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.threads import Threads
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import ArgumentError, CorruptionError, LockedError, SnapshotError, StorageError
+from expstore.errors import ArgumentError, CorruptionError, LockedError, SnapshotError
 from expstore.storages.base import Storage
 from expstore.storages.columns.capture import Target
 from expstore.storages.columns.checksums import (
@@ -46,7 +46,6 @@ from expstore.storages.snapshots.capture import Frozen, freeze
 from expstore.storages.snapshots.catalog import (
     LOCK,
     OWN_FOLDER,
-    SCRAP,
     Version,
     check_tag,
     foreign_names,
@@ -106,8 +105,7 @@ def dump(
             raise SnapshotError(f"{place} already has a snapshot {tag!r}", hint="choose another tag")
         number = next_number(disk, place)
         name = version_name(number)
-        scrap = place / (name + SCRAP)
-        try:
+        with build_folder(disk, place / name) as scrap:  # its end commits the snapshot
             build = _Build(disk, scrap, pool)
             state = _copy(build, storage, known)
             version = Version(
@@ -122,12 +120,6 @@ def dump(
             )
             build.put(VERSION, version.pack())
             sync_paths(disk, [*build.written], sorted(build.folders), pool)
-            disk.rename(scrap, place / name)  # this commits the snapshot
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                disk.remove_tree(scrap)
-            raise
-        disk.sync_dir(place)
         if keep is not None:
             prune(disk, place, keep, pool)
     return version

@@ -174,20 +174,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return self._open_segment(segment.path)
 
     def _put_again(self, place: Path, parts: Sequence[Array], *, ends: bool) -> None:
-        path = self.folder / AGAIN
-        file = self._disk.open(path, create=True)
-        try:
-            file.truncate(0)
+        with self._disk.build_file(place, self.folder / AGAIN) as file:
             end = 0
             for part in parts:
                 file.write(part, end)
                 end += part.nbytes
             if ends:
                 file.write(END, end)
-            file.sync()
-        finally:
-            file.close()
-        self._disk.rename(path, place)
         self._disk.sync_dir(self.folder)
 
     def _go_on(self) -> None:

@@ -8,6 +8,7 @@ readable.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -422,20 +423,13 @@ class PackedColumn(PackedRows, WrittenPart):
         Snapshots may share a shard that got its final name with rows that were never committed. If both files
         exist, the new one is used: it gets its name when all chunks copied to it are synced.
         """
-        path, end = self.folder / AGAIN, 0
-        file = self._disk.open(path, create=True)
-        try:
-            file.truncate(0)
+        (lap, shard), end = place, 0
+        path = self.open_path(shard, lap)
+        with contextlib.closing(former), self._disk.build_file(path, self.folder / AGAIN) as file:
             for number in np.flatnonzero(chunks.offsets[:first] >= 0).tolist():
                 start, size = int(chunks.offsets[number]) - self.head, int(chunks.sizes[number]) + self.head
                 file.write(former.read(start, size), end)
                 end += size
-            file.sync()
-        finally:
-            former.close()
-            file.close()
-        lap, shard = place
-        self._disk.rename(path, self.open_path(shard, lap))
         self.new_folders.add(self.folder)
         return self._open_shard(shard, lap)
 
@@ -496,20 +490,14 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def _write_anew(self, former: File, path: Path, chunks: Chunks, kept: IntArray) -> None:
         """Replace a shard by a file with only the kept chunks."""
-        temp, found, end = self.folder / AGAIN, no_chunks(self.packing.chunks), 0
-        file = self._disk.open(temp, create=True)
-        try:
-            file.truncate(0)
+        found, end = no_chunks(self.packing.chunks), 0
+        with self._disk.build_file(path, self.folder / AGAIN) as file:
             for number in kept.tolist():
                 start, size = int(chunks.offsets[number]) - self.head, int(chunks.sizes[number]) + self.head
                 file.write(former.read(start, size), end)
                 found.offsets[number], found.sizes[number] = end + self.head, chunks.sizes[number]
                 end += size
             file.write(pack_index(found, table=self.packing.table_bytes), end)
-            file.sync()
-        finally:
-            file.close()
-        self._disk.rename(temp, path)
 
     def _read_anew(self, number: int) -> None:
         """Make the rows of a shard readable in its new file."""
