@@ -11,6 +11,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from expstore.core import tuning
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import CorruptionError, LockedError, StorageError
@@ -19,7 +20,6 @@ from expstore.maintenance.findings import Finding, Inspection, Progress
 from expstore.maintenance.inspection import find_writer
 from expstore.maintenance.packed import PackedFiles
 from expstore.maintenance.rows import check_ids, check_index, check_log, check_rows
-from expstore.maintenance.write_keys import check_keys
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
 from expstore.storages.columns.column_set import ReadColumns
@@ -43,7 +43,7 @@ from expstore.storages.format.paths import (
     VERSION,
 )
 from expstore.storages.format.records import Publish, Redo, fetch_body
-from expstore.storages.format.write_key_file import KEYS
+from expstore.storages.format.write_key_file import KEYS, read_keys
 from expstore.storages.recovery.recover import Past, explain_lost_records, find_unsettled_blocks, read_past
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
@@ -131,7 +131,7 @@ def inspect(
         check_ids(inspection)
         check_rows(inspection)
         check_log(inspection)
-        check_keys(inspection)
+        _check_keys(inspection)
         check_index(inspection)
     if not locked:
         _refuse_writer(disk, path)
@@ -308,3 +308,20 @@ def _stands(inspection: Inspection, publish: Publish) -> bool:
             return False
         crc = extended
     return crc == publish.checksum
+
+
+def _check_keys(inspection: Inspection) -> None:
+    """Check the idempotency keys against their checksums, and their number against the journal."""
+    past, disk, path = inspection.past, inspection.disk, inspection.path / KEYS
+    if past is None or not inspection.manifest.keyed:
+        return
+    found = read_keys(
+        disk.read_whole(path) if disk.exists(path) else None,
+        slots=tuning.IDEMPOTENCY_SLOTS,
+        kept=tuning.IDEMPOTENCY_KEYS,
+        covered=min(past.synced, past.state.last),
+        known=past.base.get("write_keys", 0),
+    )
+    if found.damage:
+        text = f"{KEYS} {found.damage}; a write that is retried under such a key is stored again"
+        inspection.note(Finding(kind="keys", path=KEYS, message=text))
