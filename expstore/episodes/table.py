@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +24,6 @@ from expstore.core import tuning
 from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
 from expstore.episodes.annotations import merge_info
-from expstore.episodes.dirty import Touched
 from expstore.episodes.fragments import CapturedFragments, Fragments, cut_out, find_fragments, last_ids
 from expstore.episodes.log import Episode, LogEntry
 from expstore.episodes.segmentation import (
@@ -950,3 +951,26 @@ def _spread(
     numbers[1, rows] = np.repeat(episode, counts)
     numbers[2, rows] = steps
     return numbers
+
+
+class Touched:
+    """The ids of recently changed episodes, in the order of the changes.
+
+    Not locked: the caller holds the storage's `locks.episodes`.
+    """
+
+    def __init__(self) -> None:
+        self._ids: deque[int] = deque(maxlen=1 << 16)
+        self.count = 0
+
+    def note(self, episode: int) -> None:
+        """Record that an episode has changed."""
+        self._ids.append(episode)
+        self.count += 1
+
+    def since(self, count: int) -> IntArray | None:
+        """Return the episodes changed since `count` had this value. Shape `(n,)`; None if too many."""
+        new = self.count - count
+        if new > len(self._ids):
+            return None
+        return np.unique(np.fromiter(islice(reversed(self._ids), new), np.int64, new))
