@@ -22,8 +22,7 @@ from expstore.disk.files import Disk, File
 from expstore.disk.threads import Threads
 from expstore.errors import ExpStoreError
 from expstore.schema.row_fields import ROW_BYTES
-from expstore.storages.engine.disk_space import DiskSpace
-from expstore.storages.engine.health import Health
+from expstore.storages.engine.health import DiskSpace, Health
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.journal import Journal, Kind

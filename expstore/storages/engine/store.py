@@ -49,8 +49,7 @@ from expstore.storages.engine.alter import StoredFields
 from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.delete import Deletion
-from expstore.storages.engine.disk_space import DiskSpace
-from expstore.storages.engine.health import Health
+from expstore.storages.engine.health import DiskSpace, Health
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
