@@ -1,17 +1,21 @@
 """Read access to a store: the same for its writer, for a process that only reads, and for rows in RAM.
 
 Samplers, SQL, transforms and exports get a `ReadView`. `expstore.storages.base.Storage` adds writing. The
-functions after the class read rows by index, in the storage's container type, and rows by id that other
+classes before it are its locks, the counters by which derived data is found to be stale, and the buffers that
+use it; the functions after it read rows by index, in the storage's container type, and rows by id that other
 threads may overwrite meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,9 +23,11 @@ from expstore.core.change_log import Changes
 from expstore.core.counters import Counters
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
+from expstore.core.lock_order import LockOrder
 from expstore.core.torchrl_keywords import VoidAttribute
 from expstore.core.torchrl_members import find_member
 from expstore.core.values import Array, IntArray, Ranking, Window
+from expstore.disk.fair_lock import FairLock
 from expstore.disk.files import Disk
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import ArgumentError, NoRowError, StateError
@@ -32,10 +38,7 @@ from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.description import Description
-from expstore.storages.epochs import Epochs, ViewVersion
-from expstore.storages.holders import Holders
 from expstore.storages.index_protocol import IndexLink
-from expstore.storages.locks import Locks
 from expstore.storages.row_settings import ReadSettings
 from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
@@ -47,10 +50,161 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
+
 _Found = TypeVar("_Found")
 
 #: Number of rows whose sizes are found by one read.
 _SOME_ROWS = 64
+
+
+class Locks:
+    """The locks that more than one object takes.
+
+    Threads: one that holds a lock takes only locks after it. Processes: a forked child has its own copies,
+    which may be held forever; it opens the store again for reading.
+    """
+
+    __slots__ = ("episodes", "extend", "order", "reshaping", "sampled", "storage")
+
+    def __init__(self) -> None:
+        #: The lock order of this storage.
+        self.order = LockOrder()
+        #: Held for a whole `extend`, so that batches are appended one after the other; short operations do
+        #: not take it.
+        self.extend = self.order.rank_lock("extend", FairLock())
+        #: Lets one field be added or dropped at a time.
+        self.reshaping = Reshaping(self.order)
+        #: Held by the thread that writes.
+        self.storage = self.order.rank_lock("storage", threading.RLock())
+        #: Held while rows are drawn by their sample counts, and while these counts change.
+        self.sampled = self.order.rank_lock("sampled", threading.RLock())
+        #: Held while a record is appended, and while episodes and window are updated for it.
+        self.episodes = self.order.rank_lock("episodes", threading.Lock())
+
+
+class Reshaping:
+    """Let one thread at a time add or drop a field.
+
+    Args:
+        order: The lock order of the storage.
+    """
+
+    def __init__(self, order: LockOrder) -> None:
+        self._lock = order.rank_lock("reshaping", threading.RLock())
+        self._inside = False
+
+    @contextmanager
+    def act(self) -> Iterator[None]:
+        """Hold the right to add or drop a field during the block; wait for another thread that has it.
+
+        Raises:
+            StateError: This thread is already adding or dropping a field.
+        """
+        with self._lock:
+            if self._inside:
+                raise StateError(
+                    "this thread is already adding or dropping a field", hint="finish that change first"
+                )
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+
+class ViewVersion(NamedTuple):
+    """A version of a storage's rows and fields: equal versions have the same rows and fields.
+
+    Appended rows, and rows that leave a ring by age, change only the window.
+
+    Args:
+        content: See `Epochs.content`.
+        deleted: See `Epochs.deleted`.
+        fields: See `Epochs.fields`.
+        changes: Incremented when a change of rows in place begins and when it ends; odd during a change.
+    """
+
+    content: int
+    deleted: int
+    fields: int
+    changes: int
+
+
+class Epochs:
+    """Count changes of rows and fields other than appending and eviction by age.
+
+    Threads: the storage's lock is held while a counter is incremented, except for `note_deleted` of a
+    follower; any number read. Crashes: nothing is stored.
+
+    Example:
+        >>> from expstore.storages.read_view import Epochs
+        >>> epochs = Epochs()
+        >>> with epochs.note_field_change():
+        ...     epochs.fields
+        1
+        >>> epochs.fields
+        2
+    """
+
+    __slots__ = ("content", "deleted", "fields")
+
+    def __init__(self) -> None:
+        #: Incremented when ids may name other rows than before: after a restore, or when a journal is read
+        #: again.
+        self.content = 0
+        #: Incremented when rows are removed other than by age (delete, clear, restore), or must all be read
+        #: again.
+        self.deleted = 0
+        #: Schema epoch: odd while a field is added or dropped. Positions of fields are valid for one even
+        #: value.
+        self.fields = 0
+
+    def note_deleted(self) -> None:
+        """Record that rows were removed other than by age."""
+        self.deleted += 1
+
+    def note_content(self) -> None:
+        """Record that ids may name other rows from now on."""
+        self.content += 1
+        self.deleted += 1
+
+    @contextmanager
+    def note_field_change(self, changes: bool = True) -> Iterator[None]:
+        """Record that the positions of fields change in this block, if `changes` is set."""
+        self.fields += changes
+        try:
+            yield
+        finally:
+            self.fields += changes
+
+
+class Holder(Protocol):
+    """An object that uses a storage and caches data about its rows."""
+
+    def _note_renewal(self, storage: Any) -> None:
+        """Drop cached data: the content of the storage was replaced."""
+
+
+class Holders:
+    """Notify the buffers that use a storage when its content is replaced.
+
+    The storage's lock is held during calls. References to buffers are weak, so that a dropped buffer can be
+    garbage-collected.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+    def add(self, holder: Holder) -> None:
+        """Notify an object from now on."""
+        self._known.add(holder)
+
+    def tell(self, storage: Any) -> None:
+        """Notify all objects that the content of the storage was replaced."""
+        for holder in list(self._known):
+            holder._note_renewal(storage)
 
 
 class ReadView(ABC):

@@ -29,7 +29,7 @@ from expstore.storages.format.journal import Journal, Kind
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.records import Mark
 from expstore.storages.index_protocol import IndexLink
-from expstore.storages.locks import Locks
+from expstore.storages.read_view import Locks
 from expstore.storages.snapshot_pin import SnapshotPin
 
 _logger = logging.getLogger("expstore")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expstore.storages.epochs import Epochs
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.read_view import Epochs
 
 
 def test_other_content_is_rows_that_left_as_well() -> None:

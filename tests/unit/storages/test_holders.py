@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from expstore.storages.holders import Holders
+from expstore.storages.read_view import Holders
 
 
 class Buffer:

@@ -20,7 +20,7 @@ from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Mark
-from expstore.storages.locks import Locks
+from expstore.storages.read_view import Locks
 
 Acts = list[str]
 
