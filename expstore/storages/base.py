@@ -50,8 +50,7 @@ from expstore.storages.read_view import (
     plain_index,
 )
 from expstore.storages.row_settings import RowSettings
-from expstore.storages.snapshot_access import SnapshotAccess
-from expstore.storages.snapshot_pin import SnapshotPin
+from expstore.storages.snapshot_access import SnapshotAccess, SnapshotPin
 
 if TYPE_CHECKING:
     from expstore.core.idempotency import WriteKey

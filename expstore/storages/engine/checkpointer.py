@@ -30,7 +30,7 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.records import Mark
 from expstore.storages.index_protocol import IndexLink
 from expstore.storages.read_view import Locks
-from expstore.storages.snapshot_pin import SnapshotPin
+from expstore.storages.snapshot_access import SnapshotPin
 
 _logger = logging.getLogger("expstore")
 

@@ -25,7 +25,7 @@ from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_state import RowState
-from expstore.storages.snapshot_pin import SnapshotPin
+from expstore.storages.snapshot_access import SnapshotPin
 
 
 @dataclass(frozen=True, slots=True)

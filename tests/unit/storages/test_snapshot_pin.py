@@ -6,7 +6,7 @@ import threading
 
 from expstore.core.counters import Counters
 from expstore.core.lock_order import LockOrder
-from expstore.storages.snapshot_pin import SnapshotPin
+from expstore.storages.snapshot_access import SnapshotPin
 
 
 def test_wait_returns_at_once_when_free() -> None:

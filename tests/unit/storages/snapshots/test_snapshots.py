@@ -36,7 +36,7 @@ from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.schema.row_fields import priority_place
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.snapshot_pin import SnapshotPin
+from expstore.storages.snapshot_access import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
