@@ -32,9 +32,8 @@ from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_going, places_without
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.row_state import EpisodeList, RowState
-from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.portable_storage import PortableStorage
-from expstore.storages.snapshots.restore import Arrival, ContentLike
+from expstore.storages.snapshots.restore import Arrival, ContentAccess, ContentLike
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells

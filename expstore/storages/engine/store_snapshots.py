@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from expstore.core.values import Array
 from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.checksums import BlockCheck, blocks_of
-from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.resize import Progress, read_resized
-from expstore.storages.snapshots.restore import CONTENT, Arrival, ContentLike, build_load
+from expstore.storages.snapshots.restore import CONTENT, Arrival, ContentAccess, ContentLike, build_load
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store

@@ -15,8 +15,8 @@ from expstore.disk.local_path import local_path
 from expstore.errors import SnapshotError
 from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.catalog import Version, find_version
-from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
+from expstore.storages.snapshots.restore import ContentAccess
 from expstore.storages.snapshots.state_dict import call_hooks, check_hook, content_of, hook_rows, read_state
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ from expstore.storages.format.layout import ColumnLayout, layout_of
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, SEGMENTS
 from expstore.storages.format.swap import TEMPORARY, Swap, is_half_replaced
+from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshots.capture import manifest_of
 
 #: What belongs to the content of a store, besides expstore.json.
@@ -421,6 +423,50 @@ def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
 
 def _more(dims: tuple[int, ...]) -> str:
     return "".join(f", {size}" for size in dims)
+
+
+class ContentAccess(SnapshotAccess):
+    """Read the content of a storage, and replace it: completely or not at all.
+
+    Threads and crashes: as the storage.
+
+    Args:
+        storage: The storage.
+        check: Called before a snapshot is made; raises SnapshotError if none can be made.
+        convert: Applies load hooks to the content of a snapshot; None: there are no hooks.
+    """
+
+    __slots__ = ("_convert",)
+
+    def __init__(
+        self,
+        storage: Storage,
+        check: Callable[[], None] | None = None,
+        convert: Callable[[ContentLike], ContentLike] | None = None,
+    ) -> None:
+        super().__init__(storage, check)
+        self._convert = convert
+
+    def restore(self, folder: Path) -> None:
+        """Replace the content by that of the snapshot in a folder.
+
+        Raises:
+            SchemaError: The storage has other fields.
+            CorruptionError: The snapshot is damaged.
+            StateError: The storage is closed, or cannot be written.
+        """
+        storage = self._storage.writer()
+        content: ContentLike = read_content(storage.disk, folder)
+        self.adopt(content if self._convert is None else self._convert(content))
+
+    @abstractmethod
+    def adopt(self, content: ContentLike) -> None:
+        """Replace the content.
+
+        Raises:
+            SchemaError: The storage has other fields.
+            StateError: The storage is closed, or cannot be written.
+        """
 
 
 # -- on disk ---------------------------------------------------------------------------------------
