@@ -1,8 +1,9 @@
-"""Add and drop fields of a store while it is in use.
+"""Change the fields of a store, and the settings of its rows, while it is in use.
 
-A service of the store. `expstore.storages.format.swap` has the order of the steps on disk,
-`expstore.storages.engine.backfill` the values of a new field; this module assembles the columns. Files of
-other fields are neither opened nor written to.
+Two services of the store. Fields are added and dropped: `expstore.storages.format.swap` has the order of the
+steps on disk, `expstore.storages.engine.backfill` the values of a new field; this module assembles the
+columns. Files of other fields are neither opened nor written to. Settings are the ranking of rows and their
+specs, in expstore.json.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from typing import TYPE_CHECKING
 from expstore.core.values import Array, IntArray, Key, cut_run
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import File
-from expstore.errors import StateError, StorageError
+from expstore.errors import SchemaError, StateError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
+from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, check_going, places_without
-from expstore.storages.format.layout import refuse_objects
+from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.swap import TEMPORARY, Swap, finish_swap
 from expstore.storages.format.zarr_metadata import make_metadata
 from expstore.storages.new_field import NewField, check_new_field
+from expstore.storages.row_settings import RowSettings
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
@@ -286,3 +289,62 @@ class _Building:
         """Close the files of a column that was not moved to its final place."""
         if not self._kept:
             self.column.close()
+
+
+class StoreSettings(RowSettings):
+    """Change the settings of a store's rows.
+
+    Threads and crashes: as `RowSettings`.
+
+    Args:
+        store: The store.
+        describe: Replaces the description of the storage in memory.
+        count: Begins to count how often rows are sampled, from the first row on.
+        save: Writes expstore.json.
+    """
+
+    __slots__ = ("_save_manifest",)
+    _storage: Store
+
+    def __init__(
+        self,
+        store: Store,
+        describe: Callable[[Description], None],
+        count: Callable[[], None],
+        save: Callable[[Manifest], None],
+    ) -> None:
+        super().__init__(store, describe, count)
+        self._save_manifest = save
+
+    def check(self, schema: Schema) -> None:
+        """Check that rows may have these fields; see `RowSettings.check`."""
+        super().check(schema)
+        if self._storage.ranking is not None and schema.variable:
+            raise _no_ranking_of(schema)
+
+    def _save(self, description: Description) -> None:
+        store = self._storage
+        if description.ranking not in (None, store.ranking):
+            self._check_ranking()
+        self._save_manifest(store.manifest.replace(ranking=description.ranking, specs=description.specs))
+
+    def _check_ranking(self) -> None:
+        """Raise an error if better rows cannot replace others in this store."""
+        store = self._storage
+        columns, schema = store.state.columns, store.schema
+        if schema is not None and schema.variable:
+            raise _no_ranking_of(schema)
+        if columns is not None:
+            columns.check_replaceable()
+        if ColumnLayout(**store.manifest.layout).asks_packed:
+            raise StateError(
+                "this store has packed fields, whose rows cannot be replaced by better ones",
+                hint="create a store with layout='flat', or use a writer that keeps the newest rows",
+            )
+
+
+def _no_ranking_of(schema: Schema) -> SchemaError:
+    from expstore.storages.columns.arrow.column import in_place  # imported here, because it loads pyarrow
+
+    fields = [entry for entry in schema.fields if entry.variable]
+    return in_place(fields, "rows cannot be replaced by better ones")

@@ -45,7 +45,7 @@ from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.description import Description
-from expstore.storages.engine.alter import StoredFields
+from expstore.storages.engine.alter import StoredFields, StoreSettings
 from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.delete import Deletion
@@ -56,7 +56,6 @@ from expstore.storages.engine.opening import Opening, explain_full_disk, make_co
 from expstore.storages.engine.process_exit import Departure, register, unregister
 from expstore.storages.engine.row_appender import RowAppender
 from expstore.storages.engine.shared_state import SharedState
-from expstore.storages.engine.store_settings import StoreSettings
 from expstore.storages.engine.store_snapshots import StoreSnapshots
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
