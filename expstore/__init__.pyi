@@ -128,9 +128,10 @@ from expstore.specs.stacked import StackedComposite as StackedComposite
 from expstore.specs.unbounded import Unbounded as Unbounded
 from expstore.specs.unbounded import UnboundedContinuous as UnboundedContinuous
 from expstore.specs.unbounded import UnboundedDiscrete as UnboundedDiscrete
-from expstore.storages.arrow import ArrowStorage as ArrowStorage
 from expstore.storages.base import Storage as Storage
 from expstore.storages.ensemble import StorageEnsemble as StorageEnsemble
+from expstore.storages.factory import ArrowStorage as ArrowStorage
+from expstore.storages.factory import ZarrStorage as ZarrStorage
 from expstore.storages.memory import MemoryStorage as MemoryStorage
 from expstore.storages.read_view import ReadView as ReadView
 from expstore.storages.snapshots.catalog import versions as versions
@@ -139,7 +140,6 @@ from expstore.storages.torchrl_objects import LazyStackStorage as LazyStackStora
 from expstore.storages.torchrl_objects import ListStorage as ListStorage
 from expstore.storages.torchrl_tensors import LazyTensorStorage as LazyTensorStorage
 from expstore.storages.torchrl_tensors import TensorStorage as TensorStorage
-from expstore.storages.zarr import ZarrStorage as ZarrStorage
 from expstore.torchrl import ExpStorage as ExpStorage
 from expstore.trainers import ReplayBufferTrainer as ReplayBufferTrainer
 from expstore.trajectories.postprocs import DensifyReward as DensifyReward

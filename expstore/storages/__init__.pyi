@@ -1,6 +1,7 @@
-from expstore.storages.arrow import ArrowStorage as ArrowStorage
 from expstore.storages.base import Storage as Storage
 from expstore.storages.ensemble import StorageEnsemble as StorageEnsemble
+from expstore.storages.factory import ArrowStorage as ArrowStorage
+from expstore.storages.factory import ZarrStorage as ZarrStorage
 from expstore.storages.follower import FollowerStorage as FollowerStorage
 from expstore.storages.memory import MemoryStorage as MemoryStorage
 from expstore.storages.read_view import ReadView as ReadView
@@ -9,4 +10,3 @@ from expstore.storages.torchrl_objects import LazyStackStorage as LazyStackStora
 from expstore.storages.torchrl_objects import ListStorage as ListStorage
 from expstore.storages.torchrl_tensors import LazyTensorStorage as LazyTensorStorage
 from expstore.storages.torchrl_tensors import TensorStorage as TensorStorage
-from expstore.storages.zarr import ZarrStorage as ZarrStorage

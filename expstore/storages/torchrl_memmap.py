@@ -20,10 +20,10 @@ from expstore.disk.local_path import local_path
 from expstore.disk.threads import Threads
 from expstore.errors import ArgumentError, ExpStoreError, StateError, StorageError
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.torchrl_options import find_device, find_seed
-from expstore.storages.zarr import ZarrStorage
 
 if TYPE_CHECKING:
     import torch

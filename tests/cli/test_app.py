@@ -54,7 +54,7 @@ COMMANDS = (
 
 HOLDER = """
 import sys
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 storage = ZarrStorage(sys.argv[1])
 print("open", flush=True)
 sys.stdin.read()

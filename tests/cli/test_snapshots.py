@@ -13,7 +13,7 @@ import pytest
 from tensordict import TensorDict
 
 import expstore
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 from tests.support.commands import Cli
 
 pytestmark = pytest.mark.index

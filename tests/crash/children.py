@@ -41,11 +41,10 @@ from expstore.core.spare_slots import spare_slots
 from expstore.disk.files import Disk
 from expstore.episodes.annotations import merge_info, pack_info
 from expstore.storages import base
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.crash import ledger as facts
 from tests.crash.checks import (

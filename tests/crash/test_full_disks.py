@@ -33,7 +33,7 @@ import torch
 from tensordict import TensorDict
 import expstore
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 
 folder, mode, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
 ballast = os.path.join(folder, "ballast")

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 from tests.support.stores import build_store, read_files
 
 READ = """

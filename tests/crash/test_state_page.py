@@ -24,10 +24,10 @@ from expstore.samplers import SamplerWithoutReplacement
 from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.control_page import StatePage
 from expstore.storages.format.journal import Kind, read_journal
-from expstore.storages.zarr import ZarrStorage
 from tests.crash.killing_disks import KillingDisk
 from tests.support.damaged_stores import flip
 from tests.support.stores import NoKeeper, build_store

@@ -38,11 +38,10 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import _to_error
 from expstore.errors import ExpStoreError
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.control_page import StatePage
-from expstore.storages.zarr import ZarrStorage
 from tests.crash.recording_disk import Event, RecordingDisk
 from tests.support.stores import NoIndex, NoKeeper
 

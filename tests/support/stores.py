@@ -24,7 +24,7 @@ from expstore.disk.files import Disk
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Schema
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 
 
 class NoKeeper:

@@ -338,7 +338,7 @@ def test_a_second_open_here_says_since_when(store_path: Path) -> None:
 
 WRITER = """
 import sys
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 storage = ZarrStorage(sys.argv[1])
 print("open", flush=True)
 sys.stdin.read()
@@ -348,7 +348,7 @@ storage.close()
 SECOND = """
 import sys
 from expstore.errors import LockedError
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 try:
     ZarrStorage(sys.argv[1])
 except LockedError as exc:

@@ -35,7 +35,7 @@ from expstore.buffers import domain_checks
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 
 
 def rows(n: int, action: int = 1, reward: float = 0.5) -> TensorDict:

@@ -23,10 +23,10 @@ from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError, StorageError
 from expstore.maintenance import repair, verify
 from expstore.rate_limiters import SampleToInsertRatio
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.write_key_file import KEYS
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import closing_factory, numbered_rows
 

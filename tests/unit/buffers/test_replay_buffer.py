@@ -28,8 +28,8 @@ from expstore.errors import (
     StorageError,
 )
 from expstore.samplers import RandomSampler, Sampler
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import buffer_factory
 from tests.support.tensor_bits import DTYPES, bits, random_bits

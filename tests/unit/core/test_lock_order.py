@@ -11,8 +11,8 @@ import pytest
 
 from expstore.core.lock_order import LOCK_ORDER, LockOrder, LockOrderError
 from expstore.disk.fair_lock import FairLock
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 
 
 def make(*names: str) -> list[Any]:

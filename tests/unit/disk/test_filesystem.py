@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from expstore.disk.files import Disk, File
 from expstore.disk.filesystem import file_system, fills_holes, probe
 from expstore.errors import StorageError
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 
 TABLE = """\
 /dev/root / ext4 rw 0 0

@@ -34,7 +34,7 @@ from expstore.exchange.variable_rows import file_type, from_file, to_file
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_text, to_type, type_text
 from expstore.schema.schema import ARROW, DTYPES, Field, Schema
 from expstore.schema.variable_tensors import join
-from expstore.storages.arrow import ArrowStorage
+from expstore.storages.factory import ArrowStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare

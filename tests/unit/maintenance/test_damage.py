@@ -17,7 +17,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.errors import CorruptionError, ExpStoreError
 from expstore.maintenance import verify
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 from tests.support.damaged_stores import CAPACITY, ROWS, batch, in_child
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs", "short_flat_shards")]

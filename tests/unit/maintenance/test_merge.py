@@ -20,7 +20,7 @@ from expstore.disk.writer_lock import WriterLock
 from expstore.episodes.log import LogEntry
 from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError
 from expstore.maintenance import repair, verify
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 from tests.support.case_selection import in_full, share
 from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows

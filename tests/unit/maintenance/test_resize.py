@@ -25,9 +25,9 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.maintenance import verify
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.stats import meta_relation
-from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import noise_frames
 from tests.support.damaged_stores import flip
 from tests.support.framed_rows import framed_rows

@@ -37,7 +37,7 @@ from expstore.errors import CorruptionError
 from expstore.maintenance.repair import repair
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ZarrStorage
 from tests.support.batches import memory_buffer, numbered_rows
 from tests.support.forks import collect_from_child
 from tests.support.tuned import set_spare_slots

@@ -23,13 +23,12 @@ from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.arrow_types import ragged_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Storage
 from expstore.storages.columns.arrow import writer
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare, window_ids

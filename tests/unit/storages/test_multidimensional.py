@@ -24,10 +24,10 @@ from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Storage
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.stats import meta_relation
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory
 from tests.support.tuned import set_spare_slots

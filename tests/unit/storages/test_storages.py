@@ -33,11 +33,11 @@ from expstore.storages.columns import flat
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store, _BatchWrite
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.stats import meta_of
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory
 from tests.support.stores import prepare, window_ids

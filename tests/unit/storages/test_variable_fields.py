@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from expstore.errors import SchemaError, SnapshotError
 from expstore.schema.field_roles import find_keys
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Storage
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import closing_factory
 from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare, window_ids

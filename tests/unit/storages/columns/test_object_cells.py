@@ -18,8 +18,8 @@ from expstore.samplers.random import RandomSampler
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.stores import prepare
 

@@ -21,10 +21,9 @@ from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import LockedError, StorageError
 from expstore.maintenance import repair, verify
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from tests.crash.killing_disks import KillingDisk
 from tests.support.stores import NoKeeper, read_files
 from tests.support.tuned import set_spare_slots

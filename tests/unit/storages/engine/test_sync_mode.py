@@ -23,13 +23,12 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
-from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine import store
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import Store
+from expstore.storages.factory import ArrowStorage, ZarrStorage
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
 from expstore.storages.read_view import find
-from expstore.storages.zarr import ZarrStorage
 from tests.support.stores import NoKeeper
 from tests.support.tuned import set_spare_slots
 

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import SchemaError, StateError, TensorDictMaxValueWriter
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout, ask_layout
-from expstore.storages.zarr import ZarrStorage
 
 
 def rows(count: int, start: int = 0) -> TensorDict:

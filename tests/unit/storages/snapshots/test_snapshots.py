@@ -35,11 +35,11 @@ from expstore.errors import (
 from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.schema.row_fields import priority_place
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshot_access import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
-from expstore.storages.zarr import ZarrStorage
 from tests.support.damaged_stores import flip
 
 pytestmark = [pytest.mark.index, pytest.mark.usefixtures("no_syncs")]

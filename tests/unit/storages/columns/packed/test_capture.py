@@ -20,10 +20,10 @@ from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StateError
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import ZarrStorage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshots.state_dict import content_of
-from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import counted_frames, numbered_rows
 from tests.support.case_selection import in_full, share
