@@ -1,9 +1,9 @@
-"""Build a folder, or a file by several steps, under a temporary name: it gets its name when it is complete.
+"""Build a folder under a temporary name: it gets its name when it is complete, and is removed on failure.
 
-`build_folder` is for folders that one process may build, because it holds a lock; `build_atomically` for
-targets that users name, such as those of exports, imports and merges. It does not depend on what is built.
-`expstore.disk.files.Disk.build_file` writes a single file in this way, and `expstore.storages.format.swap`
-replaces several entries of a store.
+`build_folder` is for a caller that holds a lock, so that nothing else builds this folder. `build_atomically`
+has a lock of its own; exports, imports and merges use it for the paths that users choose. Neither depends on
+what is built. `expstore.disk.files.Disk.build_file` writes a file in this way, and
+`expstore.storages.format.swap` changes several entries of a store.
 """
 
 from __future__ import annotations

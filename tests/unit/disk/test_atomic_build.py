@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.atomic_build import build_atomically
+from expstore.disk.atomic_build import build_atomically, build_folder
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, StateError
+from expstore.errors import LockedError, StateError, StorageError
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 
@@ -81,3 +81,38 @@ def test_two_do_not_make_the_same(tmp_path: Path) -> None:
             pass
     assert (tmp_path / "out.tmp/theirs").read_text() == "being made"
     lock.release()
+
+
+# -- folders that only one process builds --------------------------------------------------------------------
+
+
+def test_a_folder_has_its_name_when_it_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp/x").write_text("left over from a process that was killed")
+    with build_folder(Disk(), tmp_path / "out") as temporary:
+        assert os.listdir(tmp_path) == ["out.tmp"]
+        assert os.listdir(temporary) == []
+        (temporary / "part").write_text("whole")
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out/part").read_text() == "whole"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_leaves_no_folder(tmp_path: Path, error: type[BaseException]) -> None:
+    def build() -> None:
+        with build_folder(Disk(), tmp_path / "out") as temporary:
+            (temporary / "part").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        build()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_in_the_way_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/part").write_text("theirs")
+    with pytest.raises(StorageError), build_folder(Disk(), tmp_path / "out") as temporary:
+        (temporary / "part").write_text("ours")
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out/part").read_text() == "theirs"
