@@ -305,7 +305,7 @@ class Rows:
             every = (*self.schema.fields, *ROW_FIELDS)
             found, columns = ids[:0], [no_rows(every[place]) for place in stored]
         for n in here:
-            columns.insert(n, storage.priorities.take(storage.geometry.slot_of(found)))
+            columns.insert(n, storage.priorities.values_at(storage.geometry.slot_of(found)))
         return found, columns
 
     @cached_property

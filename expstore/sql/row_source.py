@@ -5,21 +5,20 @@ Used by `expstore.sql.sync` for a query. It decides neither which rows are visib
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Window
+from expstore.core.values import Array, IntArray, Key, Window
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
-    from expstore.sql.views import Relations
+    from expstore.sql.views import Column, Relations
 
 #: Rows that are read at a time to assemble a column for a query.
 _PIECE_ROWS = 65_536
@@ -29,48 +28,51 @@ _MANY_RUNS = 256
 _NARROW_BYTES = 256
 
 
-def relations_of(storage: ReadView, window: Window) -> Relations:
-    """Return all columns of the rows in a window."""
-    from expstore.sql.views import Column, Relations
+def relations_of(storage: ReadView, window: Window, sql: str) -> Relations:
+    """Return the columns of the rows in a window; no columns if a statement cannot read rows."""
+    from expstore.sql.views import MAY_READ_ROWS, Column, Relations
 
     schema = storage.schema
-    if schema is None:
+    if schema is None or not MAY_READ_ROWS.search(sql.lower()):
         return Relations(window=window)
     fields = len(schema.fields)
-    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
-    places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
-    found: dict[int, Any] = {}
-    scattered = _Scattered(storage, window) if len(window.deleted) > _MANY_RUNS else None
-    if scattered is None:
-        found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
-    else:
-        found = {place: ((), None, None, "", partial(scattered.rows, place)) for place in places}
-    columns = [
-        Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
-        for place, entry in enumerate(ROW_FIELDS, fields)
+    kinds: list[tuple[Key, str, tuple[int, ...]]] = [
+        *((entry.key, entry.dtype, entry.shape) for entry in schema.fields),
+        *(((f"_{entry.key[1]}",), entry.dtype, ()) for entry in ROW_FIELDS),
     ]
+    unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
+    places = [place for place in range(len(kinds)) if place not in unviewed]
+    runs = window.runs()
+    scattered = _Scattered(storage, window) if len(window.deleted) > _MANY_RUNS else None
+    columns: dict[int, Column] = {}
+    if scattered is not None:
+        for place in places:
+            columns[place] = Column(*kinds[place], (), gather=partial(scattered.rows, place))
+    else:
+        try:
+            views = [storage.views(places, first, count) for first, count in runs]
+            for number, place in enumerate(places):
+                columns[place] = Column(*kinds[place], [part for run in views for part in run[number]])
+        except CorruptionError:
+            for place in places:
+                columns[place] = _view_alone(storage, place, runs, kinds[place])
+    for place in unviewed:
+        read = _make_reader(storage, place, window)
+        columns[place] = Column(*kinds[place], (), take=read, arrow=schema.fields[place].arrow)
+    found = [columns[place] for place in range(fields, len(kinds))]
     sampled = storage.state.sampled
     if sampled is not None:
-        gather = None if scattered is None else partial(scattered.counts, sampled)
-        runs = window.runs() if scattered is None else ()
-        parts = sampled.views(piece for first, count in runs for piece in storage.geometry.runs(first, count))
-        columns.append(Column(("_sampled",), SAMPLED.dtype, (), parts, gather=gather))
-    own = [column.key[0] for column in columns]
-    columns += [
-        Column(entry.key, entry.dtype, entry.shape, *found[place])
-        if place in found
-        else Column(
-            entry.key,
-            entry.dtype,
-            entry.shape,
-            (),
-            take=_make_reader(storage, place, window),
-            arrow=entry.arrow,
-        )
-        for place, entry in enumerate(schema.fields)
-    ]
+        key = (f"_{SAMPLED.key[1]}",)
+        if scattered is not None:
+            counts = Column(key, SAMPLED.dtype, (), (), gather=partial(scattered.counts, sampled))
+        else:
+            pieces = (piece for first, count in runs for piece in storage.geometry.runs(first, count))
+            counts = Column(key, SAMPLED.dtype, (), sampled.views(pieces))
+        found.append(counts)
+    names = [column.key[0] for column in found]
+    found += [columns[place] for place in range(fields)]
     recent = window.newest(storage.description.window_rows).low
-    return Relations(columns, window, storage.capacity, rows=own, recent=recent)
+    return Relations(found, window, storage.capacity, rows=names, recent=recent)
 
 
 def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
@@ -124,25 +126,14 @@ class _Scattered:
         return found
 
 
-def readable(storage: ReadView, places: Sequence[int], window: Window) -> list[list[Array]]:
-    """View columns over all readable rows without copying: for each column, arrays in row order."""
-    parts = [storage.views(places, first, count) for first, count in window.runs()]
-    return [[array for part in parts for array in part[number]] for number in range(len(places))]
+def _view_alone(
+    storage: ReadView, place: int, runs: Sequence[tuple[int, int]], kind: tuple[Key, str, tuple[int, ...]]
+) -> Column:
+    """Return a column with its parts, or with the error if it is damaged."""
+    from expstore.sql.views import Column
 
-
-def _as_readable(
-    storage: ReadView, places: Sequence[int], window: Window
-) -> tuple[list[list[Array]], list[CorruptionError | None]]:
-    """Do the same as `readable`, but return an empty list and the error for a damaged column."""
-    with contextlib.suppress(CorruptionError):
-        return readable(storage, places, window), [None] * len(places)
-    found: list[list[Array]] = []
-    faults: list[CorruptionError | None] = []
-    for place in places:
-        try:
-            found += readable(storage, [place], window)
-            faults.append(None)
-        except CorruptionError as exc:
-            found.append([])
-            faults.append(exc)
-    return found, faults
+    try:
+        parts = [part for first, count in runs for part in storage.views([place], first, count)[0]]
+    except CorruptionError as exc:
+        return Column(*kind, (), fault=exc)
+    return Column(*kind, parts)

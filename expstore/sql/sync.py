@@ -7,13 +7,13 @@ store. Before a query the missing changes are committed to it, so that users rea
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from expstore.episodes.log import LogColumns, LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import Changes
 from expstore.errors import ArgumentError, CorruptionError, ExpStoreError, StateError
-from expstore.schema.row_fields import priority_place
-from expstore.sql.row_source import readable, relations_of
+from expstore.sql.row_source import relations_of
 from expstore.storages.batch import now_us
 from expstore.storages.episode_lookup import unknown_episode
 from expstore.storages.read_view import ReadView, read_stable
@@ -36,10 +35,31 @@ if TYPE_CHECKING:
     from expstore.sql.index import Index
     from expstore.sql.result import Result
 
+_Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
 #: After this many changed episodes the index is updated in the background, to bound memory.
 MANY_CHANGES = 20_000
+
+
+def _retry_damaged_index(
+    ask: Callable[Concatenate[Catalog, _Arguments], _Answer],
+) -> Callable[Concatenate[Catalog, _Arguments], _Answer]:
+    """Make a method of an open store's catalog run again, with a new index, if it finds the index damaged."""
+
+    @functools.wraps(ask)
+    def ask_again(catalog: Catalog, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+        if catalog._storage.closed:
+            raise StateError("the store is closed", hint="open it again with expstore.open()")
+        try:
+            return ask(catalog, *args, **kwargs)
+        except CorruptionError as exc:
+            if exc.kind != "index":
+                raise
+            _log.warning("%s", exc)
+            return ask(catalog, *args, **kwargs)
+
+    return ask_again
 
 
 class Catalog:
@@ -62,6 +82,7 @@ class Catalog:
         self._content = storage.epochs.content
         self._pid = os.getpid()
 
+    @_retry_damaged_index
     def query(
         self,
         sql: str,
@@ -79,7 +100,35 @@ class Catalog:
             QueryError: `sql` is not a single SELECT, or DuckDB rejects it.
             StateError: The store is closed.
         """
-        return self._ask_with_retry(lambda: self._ask(sql, params, read))
+        if not isinstance(sql, str):
+            raise ArgumentError(f"the query must be a string of SQL, got {sql!r}")
+        storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
+
+        def answer() -> Result:
+            return index.query(sql, params, relations_of(storage, window, sql), read)
+
+        while True:
+            # If rows were overwritten during the query, run it again while holding the writer's lock. A
+            # writer in another process cannot be locked out: retry until the time limit.
+            attempt += 1
+            alone = attempt > 1 and not storage.follows
+            with storage.lock if alone else contextlib.nullcontext():
+                index = self.catch_up()
+                window, changes = storage.query_window, storage.changes.number
+                result = read_stable(storage, answer)
+                oldest = np.array([window.low + 1])
+                moved = (
+                    changes != storage.changes.number
+                    or changes & 1
+                    or window.deleted != storage.query_window.deleted
+                )
+                if alone or (storage.intact(oldest) and not moved):
+                    return result
+            if attempt > 1 and time.monotonic() > until:
+                raise StateError(
+                    f"the writer overwrote rows while the query read them, {attempt} times in a row",
+                    hint="ask for less at once, or give the store a larger capacity",
+                )
 
     def episodes(
         self,
@@ -97,48 +146,6 @@ class Catalog:
         from expstore.sql.views import select_episodes
 
         return self.query(select_episodes(where, order_by, limit), params)
-
-    def _ask(
-        self,
-        sql: str,
-        params: Sequence[object] | Mapping[str, object] | None,
-        read: Callable[[Any], Any] | None,
-    ) -> Result:
-        if not isinstance(sql, str):
-            raise ArgumentError(f"the query must be a string of SQL, got {sql!r}")
-        storage, until, attempt = self._storage, time.monotonic() + tuning.QUERY_RETRY_SECONDS, 0
-        while True:
-            # If rows were overwritten during the query, run it again while holding the writer's lock. A
-            # writer in another process cannot be locked out: retry until the time limit.
-            attempt += 1
-            alone = attempt > 1 and not storage.follows
-            with storage.lock if alone else contextlib.nullcontext():
-                index = self.catch_up()
-                window, changes = storage.query_window, storage.changes.number
-                result = read_stable(storage, partial(self._answer, index, sql, params, window, read))
-                oldest = np.array([window.low + 1])
-                moved = (
-                    changes != storage.changes.number
-                    or changes & 1
-                    or window.deleted != storage.query_window.deleted
-                )
-                if alone or (storage.intact(oldest) and not moved):
-                    return result
-            if attempt > 1 and time.monotonic() > until:
-                raise StateError(
-                    f"the writer overwrote rows while the query read them, {attempt} times in a row",
-                    hint="ask for less at once, or give the store a larger capacity",
-                )
-
-    def _answer(
-        self,
-        index: Index,
-        sql: str,
-        params: Sequence[object] | Mapping[str, object] | None,
-        window: Window,
-        read: Callable[[Any], Any] | None,
-    ) -> Result:
-        return index.query(sql, params, relations_of(self._storage, window), read)
 
     def find_episode(self, number: int) -> LogEntry:
         """Return the log entry of an episode, even if its rows are gone; the caller holds the lock.
@@ -209,6 +216,7 @@ class Catalog:
             if not self._closed:
                 self.catch_up()
 
+    @_retry_damaged_index
     def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         """Return facts about episodes as an Arrow table, in no particular order.
 
@@ -219,9 +227,6 @@ class Catalog:
         Raises:
             StateError: The store is closed.
         """
-        return self._ask_with_retry(lambda: self._facts(names, episodes))
-
-    def _facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         from expstore.sql.expressions import table_of_facts
         from expstore.sql.views import Relations
 
@@ -245,18 +250,6 @@ class Catalog:
                 found = self._update_index().query(select, [rest], Relations()).arrow()
             return table_of_facts(names, entries, found)
 
-    def _ask_with_retry(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Call `ask`; if it finds the index damaged, rebuild the index and call it again."""
-        if self._storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        try:
-            return ask()
-        except CorruptionError as exc:
-            if exc.kind != "index":
-                raise
-            _log.warning("%s", exc)
-            return ask()
-
     def busy(self) -> bool:
         """Return whether many changes are waiting to be committed to the index."""
         return self._storage.episodes.waiting > MANY_CHANGES
@@ -275,10 +268,8 @@ class Catalog:
                 weighed = storage.priorities.were_set and storage.schema is not None
                 index = self.catch_up(None if weighed else meta_relation(storage))
                 if weighed:
-                    window = storage.stored
-                    parts = readable(storage, [priority_place(storage.require_schema())], window)[0]
-                    values = np.concatenate(parts) if parts else np.ones(0, np.float32)
-                    index.write_priorities(window.ids(), values)
+                    ids = storage.stored.ids()
+                    index.write_priorities(ids, storage.priorities.values_at(storage.geometry.slot_of(ids)))
                 if not index.complete:
                     index.write_meta(meta_relation(storage))
             except ExpStoreError as exc:

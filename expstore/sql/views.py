@@ -42,10 +42,10 @@ _OPTIONAL = {"_sampled"}
 # The Arrow table below the views. Fields cannot have this name: none begins with two underscores.
 _TABLE = "__columns"
 _HALF = {"float16", "bfloat16"}
-#: Text of statements that may read rows: it contains a relation's name, something that can spell a name in
-#: another way, or something that lists relations. Creating the views takes up to 2 ms. If another statement
-#: hides a name, DuckDB does not find the relation.
-_MAY_READ_ROWS = re.compile(
+#: Text of statements that may read rows, in lower case: it contains a relation's name, something that can
+#: spell a name in another way, or something that lists relations. Creating the views takes up to 2 ms. If
+#: another statement hides a name, DuckDB does not find the relation.
+MAY_READ_ROWS = re.compile(
     "transitions|recent|priorities|query|show|desc|summar|schema|duckdb_|pragma|sqlite|pg_|u&"
 )
 #: The type and the error of a column that cannot be read.
@@ -144,7 +144,7 @@ class Relations:
         if self.window is not None and "fragments" in text:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
         refused: list[ExpStoreError] = []
-        if _MAY_READ_ROWS.search(text):
+        if MAY_READ_ROWS.search(text):
             visible = self._show(cursor, sql, refused)
             cursor.execute(f"CREATE TEMP VIEW transitions AS {visible}")
             if "recent" in text:

@@ -46,10 +46,6 @@ class RowsOver(ABC):
             CorruptionError: Rows of the columns are damaged.
         """
 
-    @abstractmethod
-    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
-        """Return a run of rows of a column in pieces; rows are copied only where newer ones are in memory."""
-
 
 class Overlay(RowsOver):
     """Rows by column position and slot.
@@ -101,7 +97,7 @@ class Overlay(RowsOver):
             values[self._slots[place]] = self._rows[place]
 
     def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
-        """Return a run of rows of a column in pieces; see `RowsOver`."""
+        """Return a run of rows of a column in pieces; rows are copied only where newer ones are in memory."""
         if place not in self._slots:
             return columns.columns[place].views(first_id, count)
         runs = cut_run(first_id, count, columns.slots)
@@ -245,13 +241,6 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
             if batch is not None:
                 batch.lay_over(slots, places, taken)
         return taken
-
-    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
-        """Return a run of rows of a column in pieces; see `RowsOver`."""
-        over = self.overlay()
-        if over is None:
-            return columns.columns[place].views(first_id, count)
-        return over.views(columns, place, first_id, count)
 
     def overlay(self) -> Overlay | None:
         """Return the rows to read instead of the columns' rows; None if the memtable is empty."""
@@ -403,7 +392,3 @@ class Memtable(RowsOver, Generic[_Pin]):
             if number >= first:
                 return count, payload, number - first
         raise AssertionError("unreachable")
-
-    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
-        """Return a run of rows of a column in pieces, when recent rows are drained; see `RowsOver`."""
-        return self.replaced.views(columns, place, first_id, count)

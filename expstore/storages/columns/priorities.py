@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,11 +107,11 @@ class Priorities:
         values, base = self.block
         return values[slot - base : slot - base + count]
 
-    def take(self, slots: IntArray) -> Array:
+    def values_at(self, slots: IntArray) -> Array:
         """Copy the priorities of any rows. Shapes `(n,)`."""
         values, places = self.locate(slots)
-        taken: Array = values[places]
-        return taken
+        found: Array = values[places]
+        return found
 
     def put(self, slots: IntArray, values: Array) -> None:
         """Set the values of slots in memory. Shapes `(n,)`."""
@@ -247,22 +248,31 @@ class StoredPriorities(Priorities):
         self._dirty = np.full(-(-values.size // PAGE_ROWS), dirty)
         self._column, self._window = column, window
 
-    def views(self, slot: int, count: int) -> list[Array]:
-        """View a run of slots, of the column where memory has no values. Shapes `(m,)`, `count` in all."""
+    def views(self, pieces: Iterable[tuple[int, int, int]]) -> list[Array]:
+        """View runs of slots without copying, of the column where memory has no values. Shapes `(m,)`.
+
+        Args:
+            pieces: Runs of slots: (first slot, offset in the run, number of rows).
+        """
         values, base = self.block
-        older = 0 if self._column is None else min(max(0, base - slot), count)
-        newer = values[slot + older - base : slot + count - base]
-        return [self._column.part(slot, older), newer] if older and self._column is not None else [newer]
+        found: list[Array] = []
+        for slot, _, count in pieces:
+            older = 0
+            if self._column is not None and slot < base:
+                older = min(base - slot, count)
+                found.append(self._column.part(slot, older))
+            found.append(values[slot + older - base : slot + count - base])
+        return found
 
     def note_changed(self, slots: IntArray) -> None:
         """Record that the column lacks the values of these slots. Shape `(n,)`."""
         base = self.block[1]
         self._dirty[(slots - base if base else slots) >> _PAGE_BITS] = True
 
-    def take(self, slots: IntArray) -> Array:
+    def values_at(self, slots: IntArray) -> Array:
         """Copy the priorities of any rows, from the column where memory has none. Shapes `(n,)`."""
         with self.lock:
-            values = super().take(slots)
+            values = super().values_at(slots)
             older = slots < self.block[1]
             if self._column is not None and older.any():
                 values[older] = self._column.take(slots[older])

@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_IDS, IdSet
-from expstore.core.values import Array, IntArray, cut_run
+from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpointed, Pin, take_all
 from expstore.disk.files import File
 from expstore.episodes.log import EpisodeLog
@@ -211,19 +211,6 @@ class OpenStore(RowState):
         slots = numbers - 1 if columns.slots is None else (numbers - 1) % columns.slots
         rows |= zip(flat, memtable.replaced.take(columns, slots, flat), strict=True)
         return [rows[place] for place in places]
-
-    def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
-        """View columns over a run of ids, none of which is in the memtable; see `ReadView.views`."""
-        columns = self.columns
-        if columns is None:
-            return [[] for _ in places]
-        runs = cut_run(first_id, count, columns.slots)
-        return [
-            [part for slot, _, n in runs for part in self.priorities.views(slot, n)]
-            if place == len(columns.columns) - 1
-            else self.memtable.views(columns, place, first_id, count)
-            for place in places
-        ]
 
     def sizes_of(self, slots: IntArray) -> IntArray:
         """Return the bytes of rows in variable-length fields; the rows must not be in the memtable.

@@ -25,7 +25,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry, round_up
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Pin
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -637,7 +637,20 @@ class Store(Storage):
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying: per field one or two arrays."""
         self.drain()
-        return self._state.views(places, first_id, count)
+        state = self._state
+        columns = state.columns
+        if columns is None:
+            return [[] for _ in places]
+        newer = state.memtable.replaced.overlay()
+        found: list[list[Array]] = []
+        for place in places:
+            if place == len(columns.columns) - 1:
+                found.append(state.priorities.views(cut_run(first_id, count, columns.slots)))
+            elif newer is None:
+                found.append(columns.columns[place].views(first_id, count))
+            else:
+                found.append(newer.views(columns, place, first_id, count))
+        return found
 
     @property
     def unviewed_places(self) -> frozenset[int]:

@@ -15,7 +15,7 @@ import torch
 import expstore
 from expstore.core import tuning
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
-from expstore.sql.sync import Catalog
+from expstore.sql.index import Index
 from expstore.storages import FollowerStorage
 from expstore.storages.columns import column_set, column_set_writer
 from tests.support.batches import numbered_rows
@@ -82,19 +82,19 @@ def test_sql_waits_for_a_pause_of_the_writer(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: bool
 ) -> None:
     """Rows that change under a query make it run again, for a while."""
-    answer, asked = Catalog._answer, []
+    query, asked = Index.query, []
     with expstore.open(store_path, capacity=50) as rb, expstore.open(store_path, mode="r") as follower:
         rb.extend(rows(60))
 
-        def change_under_it(self: Catalog, *given: Any) -> Any:
-            found = answer(self, *given)
-            if self is follower._store.catalog:
+        def change_under_it(self: Index, *given: Any) -> Any:
+            found = query(self, *given)
+            if self is follower._store.catalog._index:
                 asked.append(found)
                 if len(asked) < 8:
                     rb[0] = rows(1, 1000 + len(asked))[0]
             return found
 
-        monkeypatch.setattr(Catalog, "_answer", change_under_it)
+        monkeypatch.setattr(Index, "query", change_under_it)
         if not pauses:
             monkeypatch.setattr(tuning, "QUERY_RETRY_SECONDS", 0.0)
             with pytest.raises(

@@ -318,16 +318,16 @@ def test_rows_come_back_with_their_priorities(make: Make, tmp_path: Path) -> Non
     expected = {id: value for id, value in expected.items() if id <= (through // 500) * 500}
     now = dict(rb.sql(changed).fetchall())
     assert {id: now[id] for id in expected} == expected
-    exported = rb.storage.priorities.take(np.arange(through))
+    exported = rb.storage.priorities.values_at(np.arange(through))
     rb.dumps(tmp_path / "versions")
     with expstore.open(tmp_path / "versions", mode="r") as version:
         assert dict(version.sql(changed).fetchall()) == now
     rb.close()
     rb = make(window=through - 5000, sampler="prioritized")
     assert len(rb) == through - 5000
-    found = rb.storage.priorities.take(np.array(list(expected)) - 1)
+    found = rb.storage.priorities.values_at(np.array(list(expected)) - 1)
     np.testing.assert_array_equal(found, list(expected.values()))
-    np.testing.assert_array_equal(rb.storage.priorities.take(np.arange(through)), exported)
+    np.testing.assert_array_equal(rb.storage.priorities.values_at(np.arange(through)), exported)
     total = (exported[5000:].astype(np.float64) + 1e-8) ** 0.6
     assert rb.sampler.mass(rb.storage, 1).total == pytest.approx(total.sum())
 
