@@ -86,17 +86,22 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
         delta: The changes.
     """
     live, rest = _live_rows(con, delta)
-    con.register("new_sources", _source_table(delta))
-    con.register("new_episodes", _episode_table(delta, live))
-    con.register("new_fragments", _fragment_table(delta))
-    con.register("new_live", rest)
-    con.register("cut", pa.table({"episode_id": _column(delta.anew, pa.int64())}))
+    tables = {
+        "new_sources": _source_table(delta),
+        "new_episodes": _episode_table(delta, live),
+        "new_fragments": _fragment_table(delta),
+        "new_live": rest,
+        "cut": pa.table({"episode_id": _column(delta.anew, pa.int64())}),
+    }
+    for name, rows in tables.items():
+        con.register(name, rows)
     with transaction(con):
-        for statement in (*_FORGET, *_INSERT):
-            con.execute(statement)
+        for name, statement in _STATEMENTS:
+            if tables[name].num_rows:  # each statement takes half a millisecond
+                con.execute(statement)
         con.execute("DELETE FROM commits WHERE generation = ? AND sequence = ?", list(delta.position))
         _commit(con, delta)
-    for name in ("new_sources", "new_episodes", "new_fragments", "new_live", "cut"):
+    for name in tables:
         con.unregister(name)
 
 
@@ -111,24 +116,32 @@ def _commit(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
     )
 
 
+# How the rows of each new table are applied, in this order.
 # DELETE and INSERT, not UPDATE: entries that still change then are close together at the end of the table.
-_FORGET = (
-    "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number",
-    "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
-    # After a restart, a fragment may begin later than before because its first rows are gone.
-    "DELETE FROM fragment_rows AS f USING new_fragments AS n "
-    "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
-    "DELETE FROM fragment_rows USING cut WHERE fragment_rows.episode_id = cut.episode_id",
-    "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
-    "WHERE episode_rows.episode_id = n.episode_id",
+_STATEMENTS = (
+    ("new_sources", "DELETE FROM sources USING new_sources AS n WHERE sources.number = n.number"),
+    (
+        "new_episodes",
+        "DELETE FROM episode_rows USING new_episodes AS n WHERE episode_rows.episode_id = n.episode_id",
+    ),
+    (
+        # After a restart, a fragment may begin later than before because its first rows are gone.
+        "new_fragments",
+        "DELETE FROM fragment_rows AS f USING new_fragments AS n "
+        "WHERE f.episode_id = n.episode_id AND f.first_id <= n.last_id AND f.last_id >= n.first_id",
+    ),
+    ("cut", "DELETE FROM fragment_rows USING cut WHERE fragment_rows.episode_id = cut.episode_id"),
+    (
+        "new_live",
+        "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
+        "WHERE episode_rows.episode_id = n.episode_id",
+    ),
+    ("new_sources", "INSERT INTO sources SELECT * FROM new_sources"),
+    ("new_episodes", "INSERT INTO episode_rows SELECT * FROM new_episodes"),
+    ("new_fragments", "INSERT INTO fragment_rows SELECT * FROM new_fragments"),
 )
 # This includes episodes that the delta does not name: after a crash the store may not know of them.
 _FADE = "UPDATE episode_rows SET live_rows = 0 WHERE live_rows > 0 AND last_id <= ?"
-_INSERT = (
-    "INSERT INTO sources SELECT * FROM new_sources",
-    "INSERT INTO episode_rows SELECT * FROM new_episodes",
-    "INSERT INTO fragment_rows SELECT * FROM new_fragments",
-)
 
 
 def last_position(con: duckdb.DuckDBPyConnection) -> Position:
@@ -250,9 +263,7 @@ def _source_table(delta: Delta) -> pa.Table:
 
 
 def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
-    given = {
-        name: column if name == "info" else np.asarray(column) for name, column in delta.episodes.items()
-    }
+    given = delta.episodes
     unnamed, still_open = ~given["has_trajectory"].astype(bool), given["end_time"] < 0
     unrewarded = ~given["has_return"].astype(bool)
     times = pa.timestamp("us")
@@ -274,10 +285,18 @@ def _episode_table(delta: Delta, live: IntArray) -> pa.Table:
 
 
 def _fragment_table(delta: Delta) -> pa.Table:
-    names = ("episode_id", "first_step", "length", "first_id", "stride")
-    columns = {name: np.asarray(delta.fragments[name], np.int64) for name in names}
-    columns["last_id"] = columns["first_id"] + (columns["length"] - 1) * columns["stride"]
-    return pa.table({name: _column(values, pa.int64()) for name, values in columns.items()})
+    fragments = delta.fragments
+    last_ids = fragments["first_id"] + (fragments["length"] - 1) * fragments["stride"]
+    return pa.table(
+        {
+            "episode_id": _column(fragments["episode_id"], pa.int64()),
+            "first_step": _column(fragments["first_step"], pa.int64()),
+            "length": _column(fragments["length"], pa.int64()),
+            "first_id": _column(fragments["first_id"], pa.int64()),
+            "stride": _column(fragments["stride"], pa.int64()),
+            "last_id": _column(last_ids, pa.int64()),
+        }
+    )
 
 
 def _column(values: Array, kind: pa.DataType, *, missing: Array | None = None) -> pa.Array:

@@ -487,7 +487,8 @@ class _Gate:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._shut)
+            while self._shut:
+                self._changed.wait()
             self._inside += 1
         try:
             yield
@@ -499,9 +500,11 @@ class _Gate:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._shut)
+            while self._shut:
+                self._changed.wait()
             self._shut = True
-            self._changed.wait_for(lambda: self._inside == 0)
+            while self._inside:
+                self._changed.wait()
         try:
             yield
         finally:
