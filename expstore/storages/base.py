@@ -763,7 +763,7 @@ def _read_next(storage: ReadView, numbers: Sequence[int]) -> dict[int, list[Arra
         held = [number for number in held if window.deleted.upto(number) == window.deleted.upto(number - 1)]
     if not held:
         return {}
-    columns = storage.state.take_recent(held, places)
+    columns = storage.state.read_recent(held, places)
     if columns is None:
         columns = storage.take(storage.geometry.slot_of(np.array(held)), places)
     return {row: [column[at] for column in columns] for at, row in enumerate(held)}

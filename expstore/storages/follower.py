@@ -566,7 +566,7 @@ class FollowerStorage(ReadView):
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
         group = source.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-        return source.overlay.take(group, slots, wanted)
+        return source.overlay.read_rows(group, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""

@@ -252,7 +252,7 @@ class MemoryStorage(PortableStorage):
         """Copy rows out by slot, whichever rows are there: shapes `(n, *row shape)`; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         self._prefetcher.ask(slots, wanted, self._narrow_columns)
-        return [self._take_rows(place, slots) for place in wanted]
+        return [self._gather(place, slots) for place in wanted]
 
     def _narrow_columns(self, places: Sequence[int]) -> list[Array]:
         """Return the narrow columns among those at some positions: their rows are copied one by one."""
@@ -260,10 +260,10 @@ class MemoryStorage(PortableStorage):
         arrays = [column for column in columns if isinstance(column, np.ndarray)]
         return [rows for rows in arrays if rows.strides[0] < WIDE_ROW and not rows.dtype.hasobject]
 
-    def _take_rows(self, place: int, slots: IntArray) -> Any:
+    def _gather(self, place: int, slots: IntArray) -> Any:
         column = self._columns[place]
         if not isinstance(column, np.ndarray):
-            return column.take(slots)
+            return column.gather(slots)
         if slots.size * column.strides[0] < LEAST_BYTES or column.dtype.hasobject:
             return column.take(slots, axis=0)
         out = self._recycled[place].empty((slots.size, *column.shape[1:]), column.dtype)

@@ -209,7 +209,7 @@ class RowState:
         if rows.key is not None:
             self.note_key(rows, rows.key)
 
-    def take_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
+    def read_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
         """Copy a few rows in a shorter way than `ReadView.take`; None: there is none for these rows.
 
         The caller holds the storage's lock.

@@ -126,7 +126,7 @@ def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
         for ids in ([1, 2, 3, 4, 5, 6, 7], [6, 6], [2, 2, 2, 2], [7, 1, 6, 4]):
             ends = np.cumsum([sizes[number - 1] for number in ids])
             with monkeypatch.context() as patch:
-                patch.setattr(Segments, "take", unread)
+                patch.setattr(Segments, "gather_ids", unread)
                 refused = client.post(f"{RUN}/rows", json={"ids": ids})
             assert largest_of(refused) == int((ends <= LIMIT).sum())
         assert client.post(f"{RUN}/rows", json={"ids": [1, 2, 3, 4]}).status_code == 200

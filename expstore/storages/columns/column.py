@@ -103,7 +103,7 @@ class Column(ABC):
         self.entry, self.folder, self.slots, self.row_bytes = entry, folder, slots, row_bytes
 
     @abstractmethod
-    def take(self, slots: IntArray) -> Any:
+    def gather(self, slots: IntArray) -> Any:
         """Copy rows out.
 
         Args:
@@ -118,7 +118,7 @@ class Column(ABC):
 
     @abstractmethod
     def part(self, slot: int, count: int) -> Any:
-        """Return a run of slots, as `take` does, without copying them if that is possible.
+        """Return a run of slots, as `gather` does, without copying them if that is possible.
 
         Raises:
             CorruptionError: Rows are damaged.
@@ -138,7 +138,7 @@ class Column(ABC):
         """
         here = newer >= 0
         found = np.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
-        found[~here] = self.take(slots[~here])
+        found[~here] = self.gather(slots[~here])
         found[here] = rows[newer[here]]
         return found
 
@@ -172,7 +172,7 @@ class ReadTogether(ABC):
     """Columns whose rows are read together, so that each file is read once."""
 
     @abstractmethod
-    def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
+    def gather_together(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
         """Copy rows out of some of its columns, if reading these columns together is faster.
 
         Args:

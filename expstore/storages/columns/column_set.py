@@ -107,7 +107,7 @@ class ColumnSet:
         self._prefetcher = RowPrefetcher()
         self._cold = ColdRows()
 
-    def take(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
+    def gather_rows(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns; a file that has rows of two of them is read once.
 
         Args:
@@ -125,13 +125,15 @@ class ColumnSet:
             self._cold.load(slots, [column.view for column in flat if column.is_mapped])
         self._prefetcher.ask(slots, places, self._narrow_views)
         started = perf_counter()
-        taken: dict[int, Any] = {}
+        together: dict[int, Any] = {}
         for columns in self._together:
-            taken |= columns.take(slots, places)
-        found = [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
+            together |= columns.gather_together(slots, places)
+        rows = []
+        for place in places:
+            rows.append(together[place] if place in together else self.columns[place].gather(slots))
         if (seconds := perf_counter() - started) > SLOW_COPY:
             self._cold.note_slow_copy(seconds, slots.size * sum(self.columns[p].row_bytes for p in places))
-        return found
+        return rows
 
     def _narrow_views(self, places: Sequence[int]) -> list[Array]:
         """Return the narrow columns among those at some positions: their rows are copied one by one."""

@@ -240,9 +240,9 @@ class WritableColumns(ColumnSet, Checkpointed):
             if fields:
                 raise appender.change_error(fields)
 
-    def take_recent(self, place: int, ids: IntArray) -> Array | None:
-        """Copy rows of a packed column that are still in memory; see `PackedAppender.take_recent`."""
-        return self._packers[0].take_recent(place, ids)
+    def gather_recent(self, place: int, ids: IntArray) -> Array | None:
+        """Copy rows of a packed column that are still in memory; see `PackedAppender.gather_recent`."""
+        return self._packers[0].gather_recent(place, ids)
 
     def check_replaceable(self) -> None:
         """Check that rows can be replaced by better ones.

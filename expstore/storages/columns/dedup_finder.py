@@ -73,7 +73,7 @@ class NextRows:
         self._told = place, found
         return found
 
-    def take(self, places: IntArray) -> Bytes | None:
+    def copy_next(self, places: IntArray) -> Bytes | None:
         """Copy the next values of rows; None: not all of them are in memory.
 
         Args:

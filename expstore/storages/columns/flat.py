@@ -309,10 +309,10 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return self.read(slot, count)
 
     def peek(self, slots: IntArray) -> Array:
-        """Copy rows out; zeros where none was written. Shapes as in `take`."""
+        """Copy rows out; zeros where none was written. Shapes as in `gather`."""
         found = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         there = slots < self.ready
-        # Not `take`: rows may be holes. Only the requested rows are read, unless holes must not be mapped.
+        # Not `gather`: rows may be holes. Only the requested rows are read, unless holes must not be mapped.
         found[there] = self.copy(0, int(slots[there].max(initial=-1)) + 1)[slots[there]]
         return found
 
@@ -340,7 +340,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Whether all rows are read through the map: it has no damaged shards and no rows without a file."""
         return not self.blank and not self.damaged
 
-    def take(self, slots: IntArray) -> Array:
+    def gather(self, slots: IntArray) -> Array:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
         if self.blank:
             return np.zeros((slots.size, *self.entry.shape), np.bool_)
@@ -348,9 +348,9 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             self.check(slots)
         if self.row_bytes < self.wide_row:
             return self.view.take(slots, axis=0)
-        return self._take_wide(slots)
+        return self._gather_wide(slots)
 
-    def _take_wide(self, slots: IntArray) -> Array:
+    def _gather_wide(self, slots: IntArray) -> Array:
         import torch  # imported here: only wide rows need torch, and this package must not import it
 
         addresses, wide = self._addresses, self._wide
@@ -406,7 +406,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             ):  # flags and priorities are mostly unchanged
                 bits = f"u{self.row_bytes}"
                 values = np.ascontiguousarray(values).reshape(-1)
-                other = self.take(slots).reshape(-1).view(bits) != values.view(bits)
+                other = self.gather(slots).reshape(-1).view(bits) != values.view(bits)
                 slots, values = slots[other], values[other]
             return self._scatter_rows(slots, values) if slots.size else []
         bounds = [0, *cuts.tolist(), slots.size]

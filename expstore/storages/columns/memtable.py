@@ -7,7 +7,6 @@ when the rows are written to the columns.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,27 +26,7 @@ if TYPE_CHECKING:
 _Pin = TypeVar("_Pin")
 
 
-class RowsOver(ABC):
-    """Rows in memory that are newer than the rows in the columns."""
-
-    @abstractmethod
-    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and newer rows from memory.
-
-        Args:
-            columns: The columns.
-            slots: Slots of the rows. Shape `(n,)`.
-            places: Positions of the columns to read.
-
-        Returns:
-            One array per position. Shapes `(n, *row shape)`.
-
-        Raises:
-            CorruptionError: Rows of the columns are damaged.
-        """
-
-
-class Overlay(RowsOver):
+class Overlay:
     """Rows by column position and slot.
 
     A follower puts rows here that a stopped writer had only written to the journal, because followers must
@@ -77,16 +56,28 @@ class Overlay(RowsOver):
         names, last = np.unique(slots[::-1], return_index=True)
         self._slots[place], self._rows[place] = names, rows[::-1][last]
 
-    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
-        if not self._slots:
-            return columns.take(slots, places)
-        return [self._take(place, columns.columns[place], slots) for place in places]
+    def read_rows(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and newer rows from memory.
 
-    def _take(self, place: int, column: Column, slots: IntArray) -> Any:
+        Args:
+            columns: The columns.
+            slots: Slots of the rows. Shape `(n,)`.
+            places: Positions of the columns to read.
+
+        Returns:
+            One array per position. Shapes `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: Rows of the columns are damaged.
+        """
+        if not self._slots:
+            return columns.gather_rows(slots, places)
+        return [self._read_column(place, columns.columns[place], slots) for place in places]
+
+    def _read_column(self, place: int, column: Column, slots: IntArray) -> Any:
         known = self._slots.get(place)
         if known is None:
-            return column.take(slots)
+            return column.gather(slots)
         at = np.minimum(np.searchsorted(known, slots), known.size - 1)
         newer = np.where(known[at] == slots, at, -1)
         return column.mix(slots, newer, self._rows[place])
@@ -171,7 +162,7 @@ class RowBatch(Generic[_Pin]):
         return slots, [rows[self._at[slots]] for rows in self._rows]
 
 
-class ReplacedRows(RowsOver, Generic[_Pin]):
+class ReplacedRows(Generic[_Pin]):
     """Rows that replace other rows.
 
     Replaced rows are anywhere in the columns, and the journal must be synced before a column is changed.
@@ -230,17 +221,17 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
             failed.put(place, slots, values)
         self._failed = failed
 
-    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
+    def read_rows(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and newer rows from memory; see `Overlay.read_rows`."""
         waiting = self._waiting  # in this order: see the class
         writing, failed = self._writing, self._failed
         if failed is not None:
-            return failed.take(columns, slots, places)
-        taken = columns.take(slots, places)
+            return failed.read_rows(columns, slots, places)
+        rows = columns.gather_rows(slots, places)
         for batch in (writing, waiting):
             if batch is not None:
-                batch.lay_over(slots, places, taken)
-        return taken
+                batch.lay_over(slots, places, rows)
+        return rows
 
     def overlay(self) -> Overlay | None:
         """Return the rows to read instead of the columns' rows; None if the memtable is empty."""
@@ -257,7 +248,7 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         return over
 
 
-class Memtable(RowsOver, Generic[_Pin]):
+class Memtable(Generic[_Pin]):
     """The rows that a store's columns lack: recent rows, added one by one, and replacements of other rows.
 
     A recent row costs one write to the journal instead of one write per column. Readers of columns drain
@@ -345,21 +336,21 @@ class Memtable(RowsOver, Generic[_Pin]):
                 note(first_id + count - 1)
                 self._batches, self.span = [], (0, 0)
 
-    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
+    def read_rows(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and newer rows from memory; see `Overlay.read_rows`."""
         if not self.span[1] or not self.holds(columns, slots):
-            return self.replaced.take(columns, slots, places)
+            return self.replaced.read_rows(columns, slots, places)
         with self._lock:
             newer, (first_id, count) = self._numbers(columns, slots), self.span
             if not count:  # drained just now
-                return self.replaced.take(columns, slots, places)
+                return self.replaced.read_rows(columns, slots, places)
             pieces = cut_run(first_id, count, columns.slots)
             rows = join_payload(columns, self._parts(columns), pieces).values
             priorities = np.concatenate([self._priorities.run(slot, n) for slot, _, n in pieces])
             rows = [*rows, priorities]
             return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]
 
-    def take_recent(
+    def copy_recent(
         self, columns: ColumnSet, ids: Sequence[int], places: Sequence[int]
     ) -> list[Array] | None:
         """Copy a few recent rows out of their payloads; None: not all of the rows are recent.

@@ -51,7 +51,7 @@ class Cells:
         for place, slot in enumerate(slots.tolist()):
             self._rows[slot] = values.slice(place, 1)
 
-    def take(self, slots: IntArray) -> pa.Array:
+    def gather(self, slots: IntArray) -> pa.Array:
         """Return rows as one array. `slots` has shape `(n,)`."""
         return self._join(self._rows[slots])
 

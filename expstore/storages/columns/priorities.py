@@ -275,7 +275,7 @@ class StoredPriorities(Priorities):
             values = super().values_at(slots)
             older = slots < self.block[1]
             if self._column is not None and older.any():
-                values[older] = self._column.take(slots[older])
+                values[older] = self._column.gather(slots[older])
         return values
 
     def write(self, column: FlatColumn) -> set[File]:

@@ -193,23 +193,23 @@ class OpenStore(RowState):
         memtable, columns = self.memtable, self.columns
         return bool(memtable.count) and columns is not None and memtable.holds(columns, slots)
 
-    def take_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
-        """Copy a few rows without draining the memtable or unpacking chunks; see `RowState.take_recent`."""
+    def read_recent(self, ids: Sequence[int], places: Sequence[int]) -> list[Array] | None:
+        """Copy a few rows without draining the memtable or unpacking chunks; see `RowState.read_recent`."""
         columns, memtable = self.columns, self.memtable
         if columns is None:
             return None
         if memtable.count:
-            return memtable.take_recent(columns, ids, places)
+            return memtable.copy_recent(columns, ids, places)
         rows: dict[int, Array] = {}
         numbers = np.array(ids)
         for place in columns.packed.keys() & set(places):
-            recent = columns.take_recent(place, numbers)  # no thread drains the memtable: it is empty
+            recent = columns.gather_recent(place, numbers)  # no thread drains the memtable: it is empty
             if recent is None:
                 return None
             rows[place] = recent
         flat = [place for place in places if place not in rows]
         slots = numbers - 1 if columns.slots is None else (numbers - 1) % columns.slots
-        rows |= zip(flat, memtable.replaced.take(columns, slots, flat), strict=True)
+        rows |= zip(flat, memtable.replaced.read_rows(columns, slots, flat), strict=True)
         return [rows[place] for place in places]
 
     def sizes_of(self, slots: IntArray) -> IntArray:

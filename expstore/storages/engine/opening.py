@@ -373,7 +373,7 @@ class Opening:
         geometry = self._manifest.geometry
 
         def times(ids: IntArray) -> IntArray:
-            return columns.row_fields[3].take(geometry.slot_of(ids))
+            return columns.row_fields[3].gather(geometry.slot_of(ids))
 
         known = times if self._same_boot or past.clean else None
         for redo in find_pending_changes(past, geometry.slots, self._load_redo, known):

@@ -621,8 +621,8 @@ class Store(Storage):
         if memtable.span[1] and memtable.holds(columns, slots):
             with contextlib.suppress(StorageError):  # if it fails, the rows are read from memory
                 self.drain()
-            return self._state.memtable.take(self._state.require_columns(), slots, wanted)
-        return memtable.replaced.take(columns, slots, wanted)
+            return self._state.memtable.read_rows(self._state.require_columns(), slots, wanted)
+        return memtable.replaced.read_rows(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return the bytes of rows in variable-length fields. Shapes `(n,)`."""

@@ -125,7 +125,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
         place = len(columns.columns) - 2
 
         def times(ids: IntArray) -> IntArray:
-            (stamps,) = found.overlay.take(columns, storage.geometry.slot_of(ids), [place])
+            (stamps,) = found.overlay.read_rows(columns, storage.geometry.slot_of(ids), [place])
             return np.asarray(stamps)
 
         known = times if same_boot or past.clean else None

@@ -286,7 +286,7 @@ def test_rows_are_taken_while_their_segment_goes(
             def missing() -> list[bool]:
                 if follows:  # as one that has looked for another reason
                     apart._show_committed(apart._scan_all(), apart.top)
-                found: list[bool] = apart.take(ids, [0])[0].is_null().to_pylist()
+                found: list[bool] = apart.gather_ids(ids, [0])[0].is_null().to_pylist()
                 return found
 
             rb.storage.retention.delete(np.array([3, 4]))

@@ -184,13 +184,13 @@ def test_the_last_rows_of_all_lanes_are_read_at_once(
         state, taken = storage.state, list[list[int]]()
         storage.background.stop()
         columns = state.memtable.replaced
-        take = columns.take
+        read = columns.read_rows
 
         def noting(columns: Any, slots: Any, places: Any) -> Any:
             taken.append(slots.tolist())
-            return take(columns, slots, places)
+            return read(columns, slots, places)
 
-        monkeypatch.setattr(columns, "take", noting)
+        monkeypatch.setattr(columns, "read_rows", noting)
         for start in (0, 2, 90):
             rb.add(steps(500 + start)[0], source="other")
             rb.extend(lanes(steps(start, start + 1), steps(start + 50, start + 51)), source="robot")
@@ -215,13 +215,13 @@ def test_the_last_frames_are_not_unpacked(store_path: Path, monkeypatch: pytest.
 
     with expstore.open(store_path) as rb:
         with monkeypatch.context() as patched:
-            patched.setattr(PackedRows, "_take_packed", refuse)
+            patched.setattr(PackedRows, "_gather_packed", refuse)
             for start in (0, 16, 50, 66):
                 rb.extend(frames(start))
         found = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
         assert found == [(32, "cut"), (32, "open")]
         with monkeypatch.context() as patched:
-            patched.setattr(PackedRows, "_take_packed", refuse)
+            patched.setattr(PackedRows, "_gather_packed", refuse)
             with pytest.raises(AssertionError, match="unpacked"):
                 rb.by_id([8])
 

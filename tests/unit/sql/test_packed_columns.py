@@ -42,14 +42,14 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count rows that are taken out of packed columns, by field."""
     counts: dict[str, int] = {}
-    take = column.PackedRows.take
+    gather = column.PackedRows.gather
 
     def counted(self: column.PackedRows, slots: Any) -> Any:
         name = ".".join(self.entry.key)
         counts[name] = counts.get(name, 0) + slots.size
-        return take(self, slots)
+        return gather(self, slots)
 
-    monkeypatch.setattr(column.PackedRows, "take", counted)
+    monkeypatch.setattr(column.PackedRows, "gather", counted)
     return counts
 
 

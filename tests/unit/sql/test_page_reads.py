@@ -52,14 +52,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count rows that are taken out of packed columns."""
-    take = column.PackedRows.take
+    gather = column.PackedRows.gather
     counts: list[int] = []
 
     def counted(self: Any, slots: Any) -> Any:
         counts.append(slots.size)
-        return take(self, slots)
+        return gather(self, slots)
 
-    monkeypatch.setattr(column.PackedRows, "take", counted)
+    monkeypatch.setattr(column.PackedRows, "gather", counted)
     return counts
 
 

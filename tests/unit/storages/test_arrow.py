@@ -348,7 +348,7 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
         copied.open_files()
         copied.settle(last, 25)
         ids = np.arange(1, last + 1)
-        for number, rows in enumerate(copied.take(ids, range(len(found.fields)))):
+        for number, rows in enumerate(copied.gather_ids(ids, range(len(found.fields)))):
             assert rows.to_pylist() == columns_of(ids)[1 + number].to_pylist()
         assert not copied.covers(last + 1, 1)
         copied.append(

@@ -154,7 +154,7 @@ def test_rows_of_a_closed_source_can_still_be_read(store_path: Path, kind: str) 
             assert len(follower) == 50
             before = open_files()
             # As a thread does that began to read before the follower looked again.
-            numbers, _ = columns.take(torch.arange(30).numpy(), [0, 1])
+            numbers, _ = columns.gather_rows(torch.arange(30).numpy(), [0, 1])
             assert list(numbers) == list(range(30))
             assert open_files() == before
 

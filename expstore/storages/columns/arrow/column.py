@@ -38,13 +38,13 @@ class SegmentColumn(Column):
         super().__init__(entry, folder, segments.slots, 0)
         self._segments, self._number = segments, segments.fields.index(entry)
 
-    def take(self, slots: IntArray) -> pa.Array:
+    def gather(self, slots: IntArray) -> pa.Array:
         """Copy rows out. `slots` has shape `(n,)`."""
-        return self._segments.take(self._segments.ids_of(slots), [self._number])[0]
+        return self._segments.gather_ids(self._segments.ids_of(slots), [self._number])[0]
 
     def part(self, slot: int, count: int) -> pa.Array:
         """Copy a run of slots out."""
-        return self.take(np.arange(slot, slot + count))
+        return self.gather(np.arange(slot, slot + count))
 
     def views(self, first_id: int, count: int) -> list[pa.Array]:
         """Return a run of rows, one array per batch; rows that were removed meanwhile are None."""
@@ -53,7 +53,7 @@ class SegmentColumn(Column):
     def mix(self, slots: IntArray, newer: Array, rows: pa.Array) -> pa.Array:
         """Return rows of which some are only in memory; see `Column`."""
         here = newer >= 0
-        written = self.take(slots[~here])
+        written = self.gather(slots[~here])
         places = np.empty(slots.size, np.int64)
         places[~here] = np.arange(len(written))
         places[here] = len(written) + newer[here]
@@ -100,13 +100,13 @@ class SegmentFields(ReadTogether):
         places = (number(place) for place in self.places)
         return SegmentFields(self.segments, tuple(place for place in places if place is not None))
 
-    def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
+    def gather_together(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
         """Copy rows of some fields out, as pyarrow Arrays."""
         wanted = [place for place in places if place in self.places]
         if not wanted:
             return {}
         numbers = [self.places.index(place) for place in wanted]
-        found = self.segments.take(self.segments.ids_of(slots), numbers)
+        found = self.segments.gather_ids(self.segments.ids_of(slots), numbers)
         return dict(zip(wanted, found, strict=True))
 
 

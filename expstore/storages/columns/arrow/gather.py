@@ -202,7 +202,7 @@ class Gather:
     def __init__(self, loops: Any, where: IntArray, sizes: IntArray, lengths: IntArray) -> None:
         self._loops, self._where, self._sizes, self._lengths = loops, where, sizes, lengths
 
-    def take(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
+    def join_runs(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> pa.Array:
         """Return runs of rows, concatenated.
 
         Args:
@@ -215,7 +215,7 @@ class Gather:
             CorruptionError: Offsets of a batch are damaged.
             SchemaError: The rows together are more than one Arrow array can hold.
         """
-        return self._take(column, _Runs(batches, starts, lengths))
+        return self._copy_node(column, _Runs(batches, starts, lengths))
 
     def sizes(self, column: _Node, batches: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
         """Return the bytes of runs of rows, computed from offsets alone. Shape `(n,)`.
@@ -266,22 +266,24 @@ class Gather:
             raise CorruptionError("offsets of a batch are damaged")
         return first, last
 
-    def _take(self, node: _Node, runs: _Runs) -> pa.Array:
+    def _copy_node(self, node: _Node, runs: _Runs) -> pa.Array:
         count = int(runs.lengths.sum())
         valid, nulls = self._valid(node, runs, count)
         if isinstance(node.kind, pa.StructType):
-            parts = [self._take(part, runs) for part in node.inner]
+            parts = [self._copy_node(part, runs) for part in node.inner]
             return pa.Array.from_buffers(node.kind, count, [valid], nulls, children=parts)
         if isinstance(node.kind, pa.FixedSizeListType):
             each = node.width
-            part = self._take(node.inner[0], _Runs(runs.batches, runs.starts * each, runs.lengths * each))
+            part = self._copy_node(
+                node.inner[0], _Runs(runs.batches, runs.starts * each, runs.lengths * each)
+            )
             return pa.Array.from_buffers(node.kind, count, [valid], nulls, children=[part])
         if node.text or node.inner:
             offsets, inner = self._follow(node, runs, count)
             if node.text:
                 data = self._copy(node.buffer + 2, inner, 1)
                 return pa.Array.from_buffers(node.kind, count, [valid, offsets, data], nulls)
-            part = self._take(node.inner[0], inner)
+            part = self._copy_node(node.inner[0], inner)
             return pa.Array.from_buffers(node.kind, count, [valid, offsets], nulls, children=[part])
         if not node.width:
             bits, _ = self._bits(node.buffer + 1, runs, count)

@@ -145,8 +145,8 @@ class SegmentReader(Segments, FollowedPart):
             self._close_last()
             self._set_top(last)
 
-    def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out, as `Segments.take` does. While a writer is active, look for missing rows first.
+    def gather_ids(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+        """Copy rows out; while a writer is active, look for missing rows first. See `Segments.gather_ids`.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -157,7 +157,7 @@ class SegmentReader(Segments, FollowedPart):
             if (batches < 0).any():
                 with self.changing:
                     self._show_committed(self._scan_all(), self.top)
-        return super().take(ids, numbers)
+        return super().gather_ids(ids, numbers)
 
     def _close_last(self) -> None:
         if self._last is not None:

@@ -383,7 +383,7 @@ class Segments(AppendedPart):
         batches[missing] = -1
         return batches, inside
 
-    def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
+    def gather_ids(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
         """Copy rows out; rows that were removed, or are older than all stored rows, become None.
 
         Args:
@@ -397,10 +397,10 @@ class Segments(AppendedPart):
         batches, inside = self._find(locations, ids)
         missing = batches < 0
         if not missing.any():
-            return self._take(locations, batches, inside, numbers)
+            return self._gather(locations, batches, inside, numbers)
         self._explain(locations, ids[missing])
         there = np.flatnonzero(~missing)
-        found = self._take(locations, batches[there], inside[there], numbers)
+        found = self._gather(locations, batches[there], inside[there], numbers)
         places = np.full(ids.size, there.size)
         places[there] = np.arange(there.size)
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
@@ -414,7 +414,7 @@ class Segments(AppendedPart):
         if young.size:
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
 
-    def _take(
+    def _gather(
         self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         if not batches.size:
@@ -422,7 +422,7 @@ class Segments(AppendedPart):
         loops, packed = self._loops, bool(locations.compressed[batches].any())
         try:
             if loops is None or (packed and self._unpacking is None):
-                return self._take_decoded(locations, batches, inside, numbers)
+                return self._gather_decoded(locations, batches, inside, numbers)
             where, sizes, lengths = locations.where, locations.bytes, locations.lengths
             room: Array | None = None
             if packed:
@@ -431,7 +431,7 @@ class Segments(AppendedPart):
                 lengths = lengths[names]
             gather = Gather(loops, where, sizes, lengths)
             ones = np.ones(batches.size, np.int64)
-            found = [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
+            found = [gather.join_runs(self.plan.columns[number], batches, inside, ones) for number in numbers]
             del room  # its addresses were read until here
             return found
         except CorruptionError as exc:
@@ -452,7 +452,7 @@ class Segments(AppendedPart):
         compressed = locations.compressed[names]
         return unpack(loops, columns, locations.where[names], locations.bytes[names], compressed)
 
-    def _take_decoded(
+    def _gather_decoded(
         self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         """Take rows with pyarrow while the compiled loops are not loaded yet."""

@@ -151,7 +151,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         at, torn = segment.offsets[number], segment.headers[number]
         messages: list[Array] = []
         if torn.first <= last:  # the journal has committed only some rows of this batch
-            rows = self.take(np.arange(torn.first, last + 1), range(len(self.fields)))
+            rows = self.gather_ids(np.arange(torn.first, last + 1), range(len(self.fields)))
             messages = self.encode(torn.first, rows)
         return self._write_again(
             segment, [np.frombuffer(segment.read(0, at), np.uint8), *messages], ends=False
@@ -596,7 +596,7 @@ def _merge_segments(writer: SegmentWriter, segments: Sequence[Segment], batch_by
             parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
         else:
             first, last = group[0][1].first, group[-1][1].last
-            rows = writer.take(np.arange(first, last + 1), range(len(writer.fields)))
+            rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
             parts += writer.encode(first, rows)
     return parts
 
@@ -618,6 +618,6 @@ def _compact_segment(writer: SegmentWriter, segment: Segment, low: int, deleted:
             if (first, last) == (header.first, header.last):
                 parts.append(np.frombuffer(segment.read(at, header.size), np.uint8))
             else:
-                rows = writer.take(np.arange(first, last + 1), range(len(writer.fields)))
+                rows = writer.gather_ids(np.arange(first, last + 1), range(len(writer.fields)))
                 parts += writer.encode(first, rows)
     return parts

@@ -97,7 +97,7 @@ class PackedAppender(Appender):
                 column.append(run.first_id + offset, rows, distances)
         return []
 
-    def take_recent(self, place: int, ids: IntArray) -> Array | None:
+    def gather_recent(self, place: int, ids: IntArray) -> Array | None:
         """Copy rows of a column in which another one stores rows, without unpacking chunks.
 
         No row may be appended meanwhile.
@@ -111,7 +111,7 @@ class PackedAppender(Appender):
         """
         for own, partner in self._partners.items():
             if partner == place and own in self._finders:
-                rows = self._finders[own].take(ids - 1)
+                rows = self._finders[own].copy_next(ids - 1)
                 entry = dict(self._columns)[own].entry
                 return None if rows is None else rows.view(entry.numpy_dtype).reshape(-1, *entry.shape)
         return None

@@ -381,19 +381,19 @@ class PackedRows(Column, AppendedPart):
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def take(self, slots: IntArray) -> Array:
+    def gather(self, slots: IntArray) -> Array:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`.
 
         Raises:
             CorruptionError: A row is in a damaged chunk.
         """
         out = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
-        goals, places = self._take_own(slots, np.arange(slots.size), out)
+        goals, places = self._gather_own(slots, np.arange(slots.size), out)
         if places.size:
-            self._lender()._take_own(places, goals, out)
+            self._lender()._gather_own(places, goals, out)
         return out
 
-    def take_pair(self, slots: IntArray) -> tuple[Array, Array]:
+    def gather_pair(self, slots: IntArray) -> tuple[Array, Array]:
         """Copy rows out of this column and of its partner; each chunk is unpacked once.
 
         Args:
@@ -407,9 +407,9 @@ class PackedRows(Column, AppendedPart):
         """
         count = slots.size
         both = self._recycled.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
-        goals, places = self._take_own(slots, np.arange(count), both)
+        goals, places = self._gather_own(slots, np.arange(count), both)
         partner = self._lender()
-        partner._take_own(
+        partner._gather_own(
             np.concatenate([slots, places]), np.append(np.arange(count, 2 * count), goals), both
         )
         return both[:count], both[count:]
@@ -420,7 +420,7 @@ class PackedRows(Column, AppendedPart):
             raise CorruptionError(f"rows of {self.folder} are in a column that cannot be read")
         return self.partner
 
-    def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
+    def _gather_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
         """Copy the rows that are stored here to their places in the result.
 
         Args:
@@ -444,14 +444,14 @@ class PackedRows(Column, AppendedPart):
         if not wanted.size:
             return _NONE, _NONE
         order = wanted[np.argsort(chunks[wanted], kind="stable")]
-        distances = self._take_packed(chunks[order], inside[order], goals[order], out)
+        distances = self._gather_packed(chunks[order], inside[order], goals[order], out)
         if distances is None:
             return _NONE, _NONE
         away = order[distances > 0]
         places = slots[away] - distances[distances > 0]
         return goals[away], places if self.slots is None else places % self.slots
 
-    def _take_packed(
+    def _gather_packed(
         self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> IntArray | None:
         """Copy rows of chunks, which are in ascending order, to their places in the result.
@@ -651,7 +651,7 @@ class PackedRows(Column, AppendedPart):
 
     def part(self, slot: int, count: int) -> Array:
         """Copy a run of slots out."""
-        return self.take(np.arange(slot, slot + count))
+        return self.gather(np.arange(slot, slot + count))
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Raise SchemaError: packed rows are immutable."""

@@ -29,11 +29,11 @@ class PackedPair(ReadTogether):
     partner: int
     column: PackedRows
 
-    def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Array]:
+    def gather_together(self, slots: IntArray, places: Sequence[int]) -> dict[int, Array]:
         """Copy rows of both columns out, if both are requested: each chunk is unpacked once."""
         if self.place not in places or self.partner not in places:
             return {}
-        own, other = self.column.take_pair(slots)
+        own, other = self.column.gather_pair(slots)
         return {self.place: own, self.partner: other}
 
 

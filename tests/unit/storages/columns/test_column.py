@@ -136,10 +136,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, kind: Kind) -> Iterato
 
 def test_rows_are_read_by_slot(store: Store, kind: Kind) -> None:
     column, ids = store.columns.columns[0], [29, 11, 30, 11, 25]
-    kind.same(column.take(store.slots_of(ids)), ids)
-    kind.same(store.columns.take(store.slots_of(ids), [0])[0], ids)
+    kind.same(column.gather(store.slots_of(ids)), ids)
+    kind.same(store.columns.gather_rows(store.slots_of(ids), [0])[0], ids)
     kind.same(column.part(12, 6), range(13, 19))
-    kind.same(column.take(np.empty(0, np.int64)), [])
+    kind.same(column.gather(np.empty(0, np.int64)), [])
 
 
 def test_runs_of_rows_come_in_pieces(store: Store, kind: Kind) -> None:
@@ -158,10 +158,10 @@ def test_a_reader_finds_the_same_rows(store: Store, kind: Kind) -> None:
     reader.look(store.slots or 30)
     reader.look_to(30)
     ids = [30, 12, 24, 25]
-    kind.same(reader.take(store.slots_of(ids), [0])[0], ids)
+    kind.same(reader.gather_rows(store.slots_of(ids), [0])[0], ids)
     assert reader.damaged == []
     reader.end_at(27)
-    kind.same(reader.take(store.slots_of([27, 12]), [0])[0], [27, 12])
+    kind.same(reader.gather_rows(store.slots_of([27, 12]), [0])[0], [27, 12])
     reader.close()
 
 
@@ -191,7 +191,7 @@ def test_an_opening_continues_behind_a_row(store: Store, kind: Kind, last: int) 
     store.last = last
     store.extend(5)
     ids = [*range(last - 3, last + 6)]
-    kind.same(columns.columns[0].take(store.slots_of(ids)), ids)
+    kind.same(columns.columns[0].gather(store.slots_of(ids)), ids)
     assert columns.checksum(last + 1, 5) == store.crc
 
 
@@ -205,7 +205,7 @@ def test_rows_of_a_record_are_there_once(store: Store, kind: Kind, there: bool) 
     columns = store.again()
     columns.write_parts(cut_run(31, 4, store.slots), parts, None, synced=20)
     columns.settle(34, 20)
-    kind.same(columns.columns[0].take(store.slots_of(range(28, 35))), range(28, 35))
+    kind.same(columns.columns[0].gather(store.slots_of(range(28, 35))), range(28, 35))
     assert not columns.lacks(21, 14)
 
 
@@ -214,7 +214,7 @@ def test_rows_can_be_changed_or_say_that_they_cannot(store: Store, kind: Kind) -
     if kind.change is None:
         store.columns.check_changeable([0, 5])
         column.write_rows(slots, kind.values([7, 8]))
-        kind.same(column.take(store.slots_of([24, 25, 30])), [24, 7, 8])
+        kind.same(column.gather(store.slots_of([24, 25, 30])), [24, 7, 8])
         store.columns.check_replaceable()
         return
     with pytest.raises(SchemaError, match="cannot be changed"):
@@ -249,10 +249,10 @@ def test_space_is_given_back_and_other_rows_stay(store: Store, kind: Kind) -> No
     store.checkpoint()
     rows = IdSet.of([(1, 16)])
     store.columns.free(Deleted(rows, rows, 16, NO_IDS))
-    kind.same(store.columns.columns[0].take(np.arange(16, 30)), range(17, 31))
+    kind.same(store.columns.columns[0].gather(np.arange(16, 30)), range(17, 31))
     columns = store.again()
     columns.settle(30, 30)
-    kind.same(columns.columns[0].take(np.arange(16, 30)), range(17, 31))
+    kind.same(columns.columns[0].gather(np.arange(16, 30)), range(17, 31))
 
 
 def test_a_column_says_how_it_lies_on_disk(store: Store, kind: Kind) -> None:
@@ -276,4 +276,4 @@ def test_a_set_without_a_column_has_the_others_in_their_places(store: Store, kin
     assert [column.entry for column in kept.columns] == [*ROW_FIELDS]
     assert kept.unviewed_places == frozenset()
     store.columns.close_dropped(kept)
-    np.testing.assert_array_equal(kept.columns[0].take(store.slots_of([25])), [25])
+    np.testing.assert_array_equal(kept.columns[0].gather(store.slots_of([25])), [25])

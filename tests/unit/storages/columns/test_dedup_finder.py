@@ -148,11 +148,11 @@ class Life(MortalLife):
 
     def check(self) -> None:
         slots, values = self.wanted()
-        same(self.columns.take(slots, [0, 1]), values)
-        same(self.columns.take(slots, [1, 0])[::-1], values)
-        same([column.take(slots) for column in self.columns.columns[:2]], values)
+        same(self.columns.gather_rows(slots, [0, 1]), values)
+        same(self.columns.gather_rows(slots, [1, 0])[::-1], values)
+        same([column.gather(slots) for column in self.columns.columns[:2]], values)
         for kept, places, held in self.now:
-            same([kept[0].take(places), kept[1].take(places)], held)
+            same([kept[0].gather(places), kept[1].gather(places)], held)
         if not slots.size:
             return
         fresh = ReadColumns(Disk(), self.folder / "columns", FIELDS, self.slots)
@@ -160,7 +160,7 @@ class Life(MortalLife):
         for reader in (fresh, self.reader):
             reader.look(0)
             reader.look_to(self.last)
-            same(reader.take(slots, [0, 1]), values)
+            same(reader.gather_rows(slots, [0, 1]), values)
 
 
 def same(found: list[Any], wanted: list[Any]) -> None:
@@ -321,12 +321,12 @@ def test_rows_that_lie_with_lost_ones_are_refused(life: Life) -> None:
         for place, lost in ((0, range(35, 43)), (1, range(33, 41))):
             if one in lost:
                 with pytest.raises(CorruptionError, match="next/a"):
-                    reader.columns[place].take(slots)
+                    reader.columns[place].gather(slots)
             else:
-                np.testing.assert_array_equal(reader.columns[place].take(slots)[0], life.rows[one][place])
+                np.testing.assert_array_equal(reader.columns[place].gather(slots)[0], life.rows[one][place])
         if 33 <= one < 43:
             with pytest.raises(CorruptionError, match="next/a"):
-                reader.take(slots, [0, 1])
+                reader.gather_rows(slots, [0, 1])
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -346,8 +346,8 @@ def test_a_bit_in_a_table_is_noticed(life: Life, loaded: bool) -> None:
         reader.look(0)
         reader.look_to(80)
         with pytest.raises(CorruptionError, match="/a"):
-            reader.take(np.arange(32, 36), [0, 1])
-        same(reader.take(np.arange(48, 64), [0, 1]), life_rows(life, 48, 16))
+            reader.gather_rows(np.arange(32, 36), [0, 1])
+        same(reader.gather_rows(np.arange(48, 64), [0, 1]), life_rows(life, 48, 16))
 
 
 def life_rows(life: Life, first: int, count: int) -> list[Any]:

@@ -28,7 +28,7 @@ class Columns:
         self.columns = [self, self]
         self.values = [np.arange(SLOTS), np.zeros(SLOTS)]
 
-    def take(self, slots: Any, places: Any) -> list[Any]:
+    def gather_rows(self, slots: Any, places: Any) -> list[Any]:
         return [self.values[place][slots] for place in places]
 
 
@@ -43,7 +43,7 @@ def put(rows: ReplacedRows, slots: list[int], numbers: list[int]) -> None:
 
 
 def seen(rows: ReplacedRows) -> list[int]:
-    (numbers,) = rows.take(Columns(), np.arange(SLOTS), [0])  # type: ignore[arg-type]
+    (numbers,) = rows.read_rows(Columns(), np.arange(SLOTS), [0])  # type: ignore[arg-type]
     return [int(number) for number in numbers]
 
 
@@ -101,7 +101,7 @@ def memtable_of(store: Store, count: int) -> Memtable[Pin]:
 
 
 def check_rows(store: Store, memtable: Memtable[Pin], ids: Any) -> None:
-    found = memtable.take(store.columns, store.slots_of(ids), [0, 1, 5])
+    found = memtable.read_rows(store.columns, store.slots_of(ids), [0, 1, 5])
     store.kind.same(found[0], ids)
     np.testing.assert_array_equal(found[1], ids)
 
@@ -116,7 +116,7 @@ def test_recent_rows_are_read_from_memory_until_they_are_drained(store: Store) -
     memtable.drain(store.columns, told.append)
     assert (memtable.count, told) == (0, [50])
     check_rows(store, memtable, ids)
-    store.kind.same(store.columns.columns[0].take(store.slots_of(ids)), ids)
+    store.kind.same(store.columns.columns[0].gather(store.slots_of(ids)), ids)
     memtable.drain(store.columns, told.append)
     assert told == [50]
 
@@ -133,7 +133,7 @@ def test_recent_rows_stay_where_the_columns_cannot_be_written(
     with pytest.raises(StorageError):
         memtable.drain(store.columns, fail)
     check_rows(store, memtable, [33, 30, 31])
-    (priorities,) = memtable.take(store.columns, store.slots_of([31, 30]), [5])
+    (priorities,) = memtable.read_rows(store.columns, store.slots_of([31, 30]), [5])
     np.testing.assert_array_equal(priorities, [6, 1])  # that of row 30 from the column
 
 
@@ -141,11 +141,11 @@ def test_recent_rows_stay_where_the_columns_cannot_be_written(
 def test_rows_lie_over_a_column(tmp_path: Path, kind: Kind) -> None:
     store = Store.make(tmp_path, kind, 24)
     over = Overlay()
-    kind.same(over.take(store.columns, store.slots_of([8, 30]), [0])[0], [8, 30])
+    kind.same(over.read_rows(store.columns, store.slots_of([8, 30]), [0])[0], [8, 30])
     over.put(0, store.slots_of([28, 8]), kind.values([3, 4]))
     over.put(0, store.slots_of([29, 8]), kind.values([5, 6]))
     assert over
-    kind.same(over.take(store.columns, store.slots_of([8, 27, 29, 28]), [0])[0], [6, 27, 5, 3])
+    kind.same(over.read_rows(store.columns, store.slots_of([8, 27, 29, 28]), [0])[0], [6, 27, 5, 3])
     kind.same(np.concatenate(over.views(store.columns, 0, 7, 24)), [7, 6, *range(9, 28), 3, 5, 30])
     np.testing.assert_array_equal(np.concatenate(over.views(store.columns, 1, 7, 24)), np.arange(7, 31))
     store.columns.close()

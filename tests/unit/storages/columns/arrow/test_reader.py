@@ -26,7 +26,7 @@ def texts(first: int, last: int) -> list[str]:
     return [f"row {number}" for number in range(first, last + 1)]
 
 
-@pytest.mark.parametrize("look", ["look_to", "take"])
+@pytest.mark.parametrize("look", ["look_to", "gather_ids"])
 def test_a_ring_stays_readable_while_uncommitted_rows_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
@@ -39,7 +39,7 @@ def test_a_ring_stays_readable_while_uncommitted_rows_are_found(
 
     def read() -> list[str]:
         ids = reader.ids_of(np.arange(20))
-        values: list[str] = Segments.take(reader, ids, [0])[0].to_pylist()
+        values: list[str] = Segments.gather_ids(reader, ids, [0])[0].to_pylist()
         return values
 
     with ThreadPoolExecutor(1) as pool:
@@ -65,7 +65,7 @@ def test_a_ring_stays_readable_while_uncommitted_rows_are_found(
         if look == "look_to":
             reader.look_to(50)
         else:
-            reader.take(np.array([0]), [0])  # a missing row, which makes the reader look again
+            reader.gather_ids(np.array([0]), [0])  # a missing row, which makes the reader look again
     assert found
     assert found == [texts(1, 20)] * len(found)
     assert read() == texts(1, 20)

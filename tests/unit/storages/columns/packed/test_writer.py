@@ -100,14 +100,14 @@ class Life(MortalLife):
         ids = np.random.default_rng(self.last).permutation(np.concatenate([ids, ids[:3]]))
         slots = ids - 1 if self.slots is None else (ids - 1) % self.slots
         expected = np.array([self.rows[one] for one in ids.tolist()], np.uint8).reshape(-1, WIDTH)
-        np.testing.assert_array_equal(self.column.take(slots), expected)
+        np.testing.assert_array_equal(self.column.gather(slots), expected)
         if ids.size:
             readers = [PackedReader(Disk(), self.folder, ENTRY, self.slots, self.packing)]
             self.reader = self.reader or PackedReader(Disk(), self.folder, ENTRY, self.slots, self.packing)
             for reader in [*readers, self.reader]:
                 reader.look(0)
                 reader.look_to(self.last)
-                np.testing.assert_array_equal(reader.take(slots), expected)
+                np.testing.assert_array_equal(reader.gather(slots), expected)
             readers[0].close()
 
 
@@ -614,7 +614,7 @@ def test_a_reader_of_a_truncated_chunk_keeps_its_rows(tmp_path: Path, last: int)
     life.column.settle(last, 0)
     expected = np.array([life.rows[one] for one in range(1, last + 1)])
     for column in (former, reader, life.column):
-        np.testing.assert_array_equal(column.take(np.arange(last)), expected)
+        np.testing.assert_array_equal(column.gather(np.arange(last)), expected)
         column.close()
     life.end()
 
@@ -635,7 +635,7 @@ def test_unpublished_rows_of_the_next_lap_hide_no_published_ones(tmp_path: Path,
     life.column.settle(last, last)
     expected = np.array([life.rows[one] for one in range(1, last + 1)])
     for column in (reader, life.column):
-        np.testing.assert_array_equal(column.take(np.arange(last)), expected)
+        np.testing.assert_array_equal(column.gather(np.arange(last)), expected)
     life.extend(5)
     life.check()
     former.close()
@@ -689,7 +689,7 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
     ]
     # Whether a frame is short is known of the one before it.
     assert lengths == [80_000, 160_000, 160_000, 80_000, 80_000, 80_000, 160_000]
-    assert (column.take(np.arange(32, 48)) == noise).all()
+    assert (column.gather(np.arange(32, 48)) == noise).all()
     column.close()
 
 
@@ -714,7 +714,7 @@ def test_chunks_are_the_same_compiled_or_not(tmp_path: Path, monkeypatch: pytest
         for rows in runs:
             column.append(at + 1, rows)
             at += len(rows)
-        assert (column.take(np.arange(at)) == np.concatenate(runs)).all()
+        assert (column.gather(np.arange(at)) == np.concatenate(runs)).all()
         column.name(column.note_mark())
         column.close()
         found.append({path.name: path.read_bytes() for path in folder.iterdir()})
