@@ -20,8 +20,7 @@ from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import ArgumentError, NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
-from expstore.samplers.filter import Where
-from expstore.samplers.row_weights import RowMasses
+from expstore.samplers.filter import Filter, Where
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -88,6 +87,63 @@ class _Known:
     seen: tuple[int, int, IdSet] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowMasses:
+    """Running sums over the rows from id `low` + 1 on: of masses, and of the number of masses above 0.
+
+    The masses are those that a filter gives. Shapes `(rows + 1,)`; the first sum is 0. Threads: it is
+    immutable.
+    """
+
+    evaluation: int
+    low: int
+    sums: Floats
+    counts: IntArray
+
+    @classmethod
+    def of(cls, filter: Filter, storage: ReadView) -> Self:
+        """Sum the masses of all rows that a filter has evaluated."""
+        with filter.lock:
+            window, evaluation = filter.readable(storage), filter.evaluation
+            masses = np.zeros(window.size + 1)
+            ids = window.ids()
+            masses[ids - window.low] = filter.masses[storage.description.window_ring.slot_of(ids)]
+        return cls(evaluation, window.low, np.cumsum(masses), np.cumsum(masses > 0))
+
+    def between(self, first: IntArray, last: IntArray) -> tuple[Floats, IntArray]:
+        """Return the total mass of runs of rows, and how many of their rows have a mass. Shapes `(runs,)`.
+
+        Args:
+            first: First id of each run. Shape `(runs,)`.
+            last: Last id of each run. Shape `(runs,)`.
+        """
+        start, stop = self._places(first, last)
+        return self.sums[stop] - self.sums[start], self.counts[stop] - self.counts[start]
+
+    def _places(self, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+        end = self.sums.size - 1
+        start = np.clip(first - 1 - self.low, 0, end)
+        return start, np.maximum(start, np.clip(last - self.low, 0, end))
+
+    def pick(self, first: IntArray, last: IntArray, share: Floats) -> IntArray:
+        """For each run of rows, pick a row by cumulative mass. Shapes `(n,)`.
+
+        Args:
+            first: First id of each run; every run must have some mass.
+            last: Last id of each run.
+            share: The share of the run's mass at which the row is picked, from 0 to 1.
+        """
+        start, stop = self._places(first, last)
+        low, high = self.sums[start], self.sums[stop]
+        under = np.minimum(low + share * (high - low), np.nextafter(high, 0.0))  # rounding errors
+        ids: IntArray = np.searchsorted(self.sums, under, side="right") + self.low
+        return ids
+
+    def single(self, ids: IntArray) -> Floats:
+        """Return the masses of rows. Shapes `(n,)`."""
+        return self.between(ids, ids)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     """The runs of rows that are drawn from, with the weight of one row of each. Shapes `(runs,)`."""
@@ -98,7 +154,7 @@ class _Table:
     weight: Floats
     reach: Floats  # running sum of weight times count, or of weight times mass
     rows: int  # number of rows to draw from
-    masses: RowMasses | None = None  # masses of the rows within a run, if there is a filter
+    masses: _RowMasses | None = None  # masses of the rows within a run, if there is a filter
 
     def draw(self, size: int, generator: np.random.Generator) -> IntArray:
         """Draw ids with replacement. Shape `(size,)`."""
@@ -199,8 +255,8 @@ class StalenessAwareSampler(Sampler):
         # Replaced by one assignment, because a lock would be held while versions are read, which may wait
         # for a writer.
         self._known = _Known()
-        self._cached: tuple[_Versions, int, int, RowMasses | None, _Table] | None = None
-        self._masses: RowMasses | None = None
+        self._cached: tuple[_Versions, int, int, _RowMasses | None, _Table] | None = None
+        self._masses: _RowMasses | None = None
 
     # -- what the program sets -------------------------------------------------------------------
 
@@ -321,12 +377,12 @@ class StalenessAwareSampler(Sampler):
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         return known.versions
 
-    def _masses_of(self, storage: ReadView) -> RowMasses | None:
+    def _masses_of(self, storage: ReadView) -> _RowMasses | None:
         filter, masses = self.filter, self._masses
         if filter is None:
             return None
         if masses is None or masses.evaluation != filter.evaluation:
-            masses = self._masses = RowMasses.of(filter, storage)
+            masses = self._masses = _RowMasses.of(filter, storage)
         return masses
 
     def _place(self, storage: ReadView) -> int:
@@ -343,7 +399,7 @@ class StalenessAwareSampler(Sampler):
             raise SchemaError(f"a policy's version is one number, but field {name!r} is {field}")
         return place
 
-    def _weigh(self, versions: _Versions, masses: RowMasses | None) -> _Table:
+    def _weigh(self, versions: _Versions, masses: _RowMasses | None) -> _Table:
         """Return the runs of rows to draw from, with their weights."""
         consumer, limit = self._consumer_version, self._max_staleness
         cached = self._cached

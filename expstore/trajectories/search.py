@@ -25,13 +25,23 @@ from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
 from expstore.storages.read_view import ReadView, read_present
 from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check_predicate, find_entry, split
-from expstore.trajectories.reductions import reduce_runs
 from expstore.transforms import Compose
 
 #: About how many rows are read at once.
 _CHUNK = 1 << 16
 #: Trajectories in a result share blocks of memory up to this size. A block is freed with the last of them.
 _RESULT_BYTES = 1 << 20
+#: Up to this many values torch sums in one thread. It sums more of them in parts, which rounds differently.
+_ONE_THREAD = 1 << 15
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda values: values.sum(1),
+    "mean": lambda values: values.double().mean(1),
+    "max": lambda values: values.amax(1),
+    "min": lambda values: values.amin(1),
+    "first": lambda values: values[:, 0],
+    "last": lambda values: values[:, -1],
+}
 
 NestedKey = str | Key
 
@@ -381,3 +391,42 @@ def _search_objects(
         trajectory = Trajectory(seen[start:stop].clone())
         if predicate is None or predicate(trajectory):
             yield trajectory
+
+
+def reduce_runs(values: torch.Tensor, starts: IntArray, lengths: IntArray, word: str) -> Array | None:
+    """Reduce the values of runs of rows to one number each, such as the sum over the rows of a run.
+
+    Every result equals, to the last bit, what torch computes for that run alone.
+
+    Args:
+        values: Values of all rows. Shape `(rows, *row shape)`, with a dtype that NumPy has.
+        starts: The first row of each run. Shape `(runs,)`.
+        lengths: Number of rows of each run, at least 1. Shape `(runs,)`.
+        word: The reduction: "sum", "mean", "max", "min", "first" or "last".
+
+    Returns:
+        Shape `(runs,)`. None if a run has no such number, or if the last bits could differ from torch's
+        result.
+    """
+    items = values.shape[1:].numel()
+    single = word in ("first", "last")
+    if (
+        not items
+        or (single and items != 1)
+        or values.dtype in (torch.bfloat16, torch.complex64, torch.complex128)
+    ):
+        return None
+    if int(lengths.max(initial=0)) * items > _ONE_THREAD:
+        return None
+    flat = values.detach().reshape(values.shape[0], items).numpy()
+    found: Array | None = None
+    for length in np.unique(lengths).tolist():
+        same = np.flatnonzero(lengths == length)
+        most = _ONE_THREAD // (length * items)
+        for runs in (same[first : first + most] for first in range(0, same.size, most)):
+            rows = flat[starts[runs][:, None] + np.arange(length)]
+            reduced = _REDUCTIONS[word](torch.from_numpy(rows.reshape(runs.size, length * items))).numpy()
+            if found is None:
+                found = np.empty(lengths.size, reduced.dtype)
+            found[runs] = reduced
+    return found

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from expstore.trajectories.reductions import reduce_runs
+from expstore.trajectories.search import reduce_runs
 
 ONE_BY_ONE = {
     "sum": torch.sum,
