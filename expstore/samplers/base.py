@@ -112,6 +112,8 @@ class Sampler(metaclass=SamplerKind):
     filter: Filter | None = None
     #: Whether new rows get the largest priority of the readable rows, instead of the largest ever set.
     max_priority_within_buffer = False
+    #: Names of attributes that a copy does not get: the locks, trees and caches that `_begin` creates.
+    _transient: ClassVar[frozenset[str]] = frozenset()
     _attached: weakref.ref[ReadView] | None = None
     #: The priorities that were set before the sampler had a storage.
     _early: EarlyPriorities | None = None
@@ -130,13 +132,15 @@ class Sampler(metaclass=SamplerKind):
     @property
     def reads(self) -> frozenset[Key]:
         """The fields that the sampler itself reads, besides the fields in `where` and `weight`."""
-        trajectories = getattr(self, "_trajectories", None)
-        return frozenset() if trajectories is None else trajectories.keys
+        return frozenset()
 
     def __init__(self, *, where: str | Where | None = None, weight: str | None = None) -> None:
         where, weight = split_where(where, weight)
         if where is not None or weight is not None:
             self.filter = Filter(where, weight)
+
+    def _begin(self) -> None:
+        """Create locks, trees and caches. Called by the constructor, and for a copy."""
 
     def attach(self, storage: ReadView) -> None:
         """Attach the sampler to the storage that it samples from. A buffer calls it for its storage.
@@ -246,17 +250,18 @@ class Sampler(metaclass=SamplerKind):
             generator: The random generator of this draw.
         """
 
-    def _draw_filtered(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
-        """Call `draw` until it finds rows that match the filter.
+    def _find_rows(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
+        """Call `draw`; with a filter, call it until it finds rows that match.
 
         If `draw` returns None, no row that is evaluated can be drawn: evaluate the new rows, then try again.
 
         Raises:
-            NotReadyError: No row matches.
+            NotReadyError: There is no row to draw.
         """
         filter = self.filter
-        found = None
-        if filter is not None:
+        if filter is None:
+            found = draw()
+        else:
             filter.look(storage)
             found = draw()
             for _ in range(_TRIES):
@@ -369,8 +374,14 @@ class Sampler(metaclass=SamplerKind):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. The copy has a filter of its own."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_attached"}
+        left_out = self._transient | {"_attached"}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return state if self.filter is None else state | {"filter": copy.copy(self.filter)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned."""
+        self.__dict__.update(state)
+        self._begin()
 
     def dumps(self, path: str | Path) -> None:
         """Write `state_dict` to a folder. Priorities and sample counts are stored with the rows instead.

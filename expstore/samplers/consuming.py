@@ -59,16 +59,18 @@ class ConsumingSampler(Sampler):
         [3, 1]
     """
 
+    _transient = frozenset({"_live", "_mirrored", "_ran_out"})
+
     def __init__(
         self, max_sample_count: int = 1, *, where: str | Where | None = None, weight: str | None = None
     ) -> None:
         refuse_weight(self, where, weight, "each row is handed out max_sample_count times")
         super().__init__(where=where)
         self._limit = check_count("max_sample_count", max_sample_count)
-        self._ran_out = False
         self._begin()
 
     def _begin(self) -> None:
+        self._ran_out = False
         self._live = WindowTree(self.filter)
         self._mirrored: tuple[Sampled | None, int] = (None, -1)  # the counts in the tree, and their `moves`
 
@@ -91,7 +93,6 @@ class ConsumingSampler(Sampler):
         """
         super().attach(storage)
         self._begin()
-        self._ran_out = False
         if not storage.follows:
             storage.writer().settings.count_sampled()
         warm()
@@ -206,16 +207,6 @@ class ConsumingSampler(Sampler):
     def _weigh(self, sampled: Sampled, places: IntArray) -> Array:
         weights: Array = (sampled.values[places] < self._limit).astype(np.float64)
         return weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        return {"_limit": self._limit, "filter": super().__getstate__().get("filter")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._ran_out = False
-        self._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`. The counts are stored with the rows instead."""

@@ -63,6 +63,7 @@ class PrioritizedSampler(Sampler):
     """
 
     prioritized = True
+    _transient = frozenset({"_lock", "_weights"})
 
     def __init__(
         self,
@@ -92,10 +93,13 @@ class PrioritizedSampler(Sampler):
         self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
-        self._lock = threading.Lock()
-        self._weights = WindowTree(self.filter)
+        self._begin()
         self.beta = beta
         self._alpha = _exponent("alpha", alpha)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._weights = WindowTree(self.filter)
 
     @property
     def alpha(self) -> float:
@@ -154,14 +158,13 @@ class PrioritizedSampler(Sampler):
             NotReadyError: All priorities and eps are 0, or no row matches.
             QueryError: The filter cannot be evaluated.
         """
-        if self.filter is not None:
-            return self._draw_filtered(
-                storage, lambda: self._draw_by_priority(storage, batch_size, generator)
-            )
-        found = self._draw_by_priority(storage, batch_size, generator)
-        if found is None:
-            raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
-        return found
+        return self._find_rows(storage, lambda: self._draw_by_priority(storage, batch_size, generator))
+
+    def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
+        """Return the error for a draw that finds no row: without a filter, all priorities are 0."""
+        if self.filter is not None or not len(storage):
+            return super().build_no_rows_error(storage)
+        return NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
 
     def _draw_by_priority(
         self, storage: ReadView, size: int, generator: np.random.Generator
@@ -225,15 +228,6 @@ class PrioritizedSampler(Sampler):
         """
         with self._lock:
             self._weights.change(storage, places, lambda known: self._weigh(storage, known))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which builds its own tree."""
-        kept = super().__getstate__().items()
-        return {name: value for name, value in kept if name not in ("_lock", "_weights")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state, _lock=threading.Lock(), _weights=WindowTree(state.get("filter")))
 
     # -- state -----------------------------------------------------------------------------------
 

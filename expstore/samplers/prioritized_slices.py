@@ -15,18 +15,16 @@ import torch
 
 from expstore.core.torchrl_keywords import PRIORITIZED_SLICES, check_keywords
 from expstore.core.values import Array, IntArray, Mass, Selection
-from expstore.errors import ArgumentError, NotReadyError
+from expstore.errors import ArgumentError
 from expstore.samplers.filter import Where
-from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
-from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
-    SlicingNames,
+    SlicingMembers,
     Span,
     build_too_short_error,
-    trajectory_fields,
+    choose_trajectories,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 _TRIES = 3
 
 
-class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
+class PrioritizedSliceSampler(SlicingMembers, PrioritizedSampler):
     """Draw slices; row i is the first row of a slice with probability p_i^alpha / sum of p_j^alpha.
 
     The sum is over the rows at which a slice can begin; p is priority + eps. A slice has consecutive steps of
@@ -87,6 +85,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
     """
 
     windowed = True
+    _transient = PrioritizedSampler._transient | {"_starts"}
 
     def __init__(
         self,
@@ -128,9 +127,10 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        name, fields = trajectory_fields(end_key, end_keys, traj_key)
-        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
-        self._trajectories = Trajectories(name, fields, by_row)
+        self._trajectories = choose_trajectories(end_key, end_keys, traj_key, None, torchrl)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._starts = _Starts()
 
     def attach(self, storage: ReadView) -> None:
@@ -151,12 +151,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
             StateError: The batch size is not a multiple of `num_slices` or `slice_len`.
         """
         self.slicing.sizes(batch_size)
-        if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._slices(storage, batch_size, generator))
-        found = self._slices(storage, batch_size, generator)
-        if found is None:
-            raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
-        return found
+        return self._find_rows(storage, lambda: self._slices(storage, batch_size, generator))
 
     def _slices(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection | None:
         slicing = self.slicing
@@ -234,28 +229,10 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         weights: Array = np.where(held, super()._weigh(storage, slots), 0.0)
         return weights
 
-    def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return the number of positions at which a slice can begin; `where` is ignored."""
-        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
-
-    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether a slice can be drawn."""
-        return self.sampleable(storage, batch_size) > 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which finds starts of slices for itself."""
-        return {name: value for name, value in super().__getstate__().items() if name != "_starts"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        super().__setstate__(state)
-        self._starts = _Starts()
-
     def __repr__(self) -> str:
-        given = "" if self.filter is None else f", {self.filter}"
         return (
             f"PrioritizedSliceSampler({self.slicing.size_text}, alpha={self.alpha}, beta={self.beta}, "
-            f"strict_length={self.slicing.strict_length}{given})"
+            f"strict_length={self.slicing.strict_length}{self._filtering})"
         )
 
 

@@ -80,6 +80,8 @@ class PromptGroupSampler(Sampler):
         >>> rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=sampler, batch_size=8)
     """
 
+    _transient = frozenset({"_lock", "_known"})
+
     def __init__(
         self,
         *,
@@ -214,16 +216,6 @@ class PromptGroupSampler(Sampler):
                 )
             rewards = columns[1].reshape(ids.size, -1).astype(np.float64).mean(1)[order]
         return _Groups(weakref.ref(storage), moment, ids[order], rewards, starts)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which finds groups for itself."""
-        own = ("_lock", "_known")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._begin()
 
     def __repr__(self) -> str:
         number = (

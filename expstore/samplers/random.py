@@ -6,7 +6,7 @@ It is the default sampler of every buffer. Without a filter it keeps no state.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class RandomSampler(Sampler):
     """
 
     counterpart = SamplerWithoutReplacement
+    _transient = frozenset({"_lock", "_masses"})
 
     def __init__(self, *, where: str | Where | None = None, weight: str | None = None) -> None:
         super().__init__(where=where, weight=weight)
@@ -72,7 +73,7 @@ class RandomSampler(Sampler):
         """
         window = readable(storage)
         if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._draw_by_mass(storage, batch_size, generator))
+            return self._find_rows(storage, lambda: self._draw_by_mass(storage, batch_size, generator))
         rows = window.rows
         if window.deleted is not NO_IDS:
             return Selection(window.nth(generator.integers(0, rows, batch_size)), mass=Mass(rows, rows))
@@ -107,17 +108,6 @@ class RandomSampler(Sampler):
                 return None
             places, _ = tree.find(generator.random(size) * total)
             return Selection(self._masses.ids_at(storage, places), mass=Mass(total, rows))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in ("_lock", "_masses")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._begin()
 
     def __repr__(self) -> str:
         return f"RandomSampler({'' if self.filter is None else self.filter})"

@@ -67,6 +67,8 @@ class RecencySampler(Sampler):
         >>> sampler.newest = 50_000
     """
 
+    _transient = frozenset({"_lock", "_weights", "_window", "_scale"})
+
     def __init__(
         self,
         half_life: float | None = None,
@@ -124,7 +126,7 @@ class RecencySampler(Sampler):
         """
         window, half_life, newest = readable(storage), self._half_life, self._newest
         if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._draw_by_weight(storage, batch_size, generator))
+            return self._find_rows(storage, lambda: self._draw_by_weight(storage, batch_size, generator))
         rows = window.rows
         taking_part = rows if newest is None else min(rows, newest)
         mass = Mass(_sum_weights(taking_part, half_life), rows)
@@ -225,16 +227,6 @@ class RecencySampler(Sampler):
             return np.ones(places.size)
         weights: Array = np.exp2((storage.geometry.ids_in(places, self._window.last) - unit) / half_life)
         return weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        own = ("_lock", "_weights", "_window", "_scale")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._begin()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""

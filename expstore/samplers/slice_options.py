@@ -1,22 +1,24 @@
 """The settings of slices: their lengths, where they may begin, and how a batch marks their ends.
 
-Used by the slice samplers. It draws no slices and uses no storage.
+Used by the slice samplers. It draws no slices, and reads no rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray, Key, Mark, Mass, Selection, to_key
 from expstore.errors import ArgumentError, NotReadyError, StateError
+from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.row_trajectories import RowTrajectories
 
 if TYPE_CHECKING:
-    from expstore.samplers.keyed_trajectories import Trajectories
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 NestedKey = str | tuple[str, ...]
@@ -247,8 +249,8 @@ class Slicing:
         return marks
 
 
-class SlicingNames:
-    """The settings of slice samplers under TorchRL's names.
+class SlicingMembers:
+    """What slice samplers have in common: settings under TorchRL's names, and the number of starts of slices.
 
     Subclasses set `slicing` and `_trajectories`.
     """
@@ -296,6 +298,19 @@ class SlicingNames:
         """The field that identifies trajectories, as given; None for the store's episodes."""
         return _short(self._trajectories.name)
 
+    @property
+    def reads(self) -> frozenset[Key]:
+        """The fields that the sampler itself reads: those that the user named to define trajectories."""
+        return self._trajectories.keys
+
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
+        """Return the number of positions at which a slice can begin; `where` is ignored."""
+        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
+
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
+        """Return whether a slice can be drawn."""
+        return self.sampleable(storage, batch_size) > 0
+
 
 def _short(key: Key | None) -> NestedKey | None:
     """Return a key as users write it: a key with one part as a string."""
@@ -318,23 +333,26 @@ def build_too_short_error(lengths: IntArray, length: int) -> NotReadyError:
     )
 
 
-def trajectory_fields(
+def choose_trajectories(
     end_key: NestedKey | None,
     end_keys: Sequence[NestedKey] | None,
     traj_key: NestedKey | None,
-    trajectory_key: NestedKey | None = None,
-) -> tuple[Key | None, tuple[Key, ...] | None]:
-    """Return the field that identifies trajectories and the fields that end them, None for each not given.
+    trajectory_key: NestedKey | None,
+    torchrl: Mapping[str, Any],
+) -> Trajectories:
+    """Check the arguments of a slice sampler that define trajectories, and return the trajectories.
 
     Args:
         end_key: A single field that ends trajectories; pass either this or `end_keys`.
         end_keys: The fields that end trajectories.
         traj_key: The field that identifies trajectories.
         trajectory_key: Another name for `traj_key`; pass one of them.
+        torchrl: Other arguments, of which `trajectories` and `ends` are used; see `RowTrajectories.of`.
 
     Raises:
         RuntimeError: Both `end_key` and `end_keys` are given.
-        ArgumentError: `end_keys` is not a list of keys, or both `traj_key` and `trajectory_key` are given.
+        ArgumentError: `end_keys` is not a list of keys, both `traj_key` and `trajectory_key` are given, or
+            trajectories by row are given that are not valid.
     """
     if isinstance(end_keys, str) or (end_keys is not None and not end_keys):
         raise ArgumentError(
@@ -349,7 +367,6 @@ def trajectory_fields(
         raise ArgumentError("traj_key and trajectory_key are the same argument: pass one of them")
     name = trajectory_key if traj_key is None else traj_key
     ends = end_keys if end_key is None else [end_key]
-    return (
-        None if name is None else to_key(name),
-        None if ends is None else tuple(to_key(key) for key in ends),
-    )
+    fields = None if ends is None else tuple(to_key(key) for key in ends)
+    by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
+    return Trajectories(None if name is None else to_key(name), fields, by_row)

@@ -17,16 +17,14 @@ from expstore.errors import ArgumentError
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Where
-from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
-from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
-    SlicingNames,
+    SlicingMembers,
     Span,
     build_too_short_error,
-    trajectory_fields,
+    choose_trajectories,
 )
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
 from expstore.samplers.start_candidates import Candidates
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 Weighting = Literal["trajectory", "start"]
 
 
-class SliceSampler(SlicingNames, Sampler):
+class SliceSampler(SlicingMembers, Sampler):
     """Draw slices of episodes with replacement: consecutive steps, concatenated along one batch dim.
 
     A slice follows its episode wherever the rows are stored: across interleaved workers and lanes, the end of
@@ -105,6 +103,7 @@ class SliceSampler(SlicingNames, Sampler):
 
     counterpart = SliceSamplerWithoutReplacement
     windowed = True
+    _transient = frozenset({"_weights", "_candidates"})
 
     def __init__(
         self,
@@ -138,9 +137,7 @@ class SliceSampler(SlicingNames, Sampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        name, fields = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
-        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
-        self._trajectories = Trajectories(name, fields, by_row)
+        self._trajectories = choose_trajectories(end_key, end_keys, traj_key, trajectory_key, torchrl)
         self.by = by
         self._begin()
 
@@ -167,7 +164,7 @@ class SliceSampler(SlicingNames, Sampler):
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._choose_filtered(storage, batch_size, generator))
+            return self._find_rows(storage, lambda: self._choose_filtered(storage, batch_size, generator))
         length, count = self.slicing.sizes(batch_size)
         ids, lengths, padded, total = self._choose_rows(storage, length, count, generator)
         mass = Mass(total, len(storage), unit=length)
@@ -263,29 +260,11 @@ class SliceSampler(SlicingNames, Sampler):
         """Draw slices again because some of their rows were overwritten while they were read."""
         return self.select(storage, selection.asked, generator)
 
-    def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return the number of positions at which a slice can begin; `where` is ignored."""
-        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
-
-    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether a slice can be drawn."""
-        return self.sampleable(storage, batch_size) > 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which computes weights for itself."""
-        own = ("_weights", "_candidates")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._begin()
-
     def __repr__(self) -> str:
         slicing = self.slicing
-        given = "" if self.filter is None else f", {self.filter}"
         return (
-            f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r}{given})"
+            f"SliceSampler({slicing.size_text}, strict_length={slicing.strict_length}, by={self.by!r}"
+            f"{self._filtering})"
         )
 
 

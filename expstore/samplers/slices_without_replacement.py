@@ -15,14 +15,12 @@ import numpy as np
 from expstore.core.torchrl_keywords import SLICES_WITHOUT_REPLACEMENT, check_keywords
 from expstore.core.values import IntArray, Mass, Selection
 from expstore.samplers.filter import Where
-from expstore.samplers.keyed_trajectories import Trajectories
-from expstore.samplers.row_trajectories import RowTrajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
-    SlicingNames,
+    SlicingMembers,
     build_too_short_error,
-    trajectory_fields,
+    choose_trajectories,
 )
 from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from expstore.storages.run_index import Runs
 
 
-class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
+class SliceSamplerWithoutReplacement(SlicingMembers, SamplerWithoutReplacement):
     """Draw one slice of every trajectory per pass, at a random position, in a new order in each pass.
 
     No trajectory is drawn twice in a batch; at the end of a pass a batch may have fewer slices. A pass covers
@@ -81,6 +79,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
     without_replacement = True
     windowed = True
     _kind = 3
+    _transient = SamplerWithoutReplacement._transient | {"_weights", "_candidates", "_tree"}
 
     def __init__(
         self,
@@ -111,12 +110,10 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        name, fields = trajectory_fields(end_key, end_keys, traj_key, trajectory_key)
-        by_row = RowTrajectories.of(torchrl, by_field=name is not None or fields is not None)
-        self._trajectories = Trajectories(name, fields, by_row)
-        self._begin()
+        self._trajectories = choose_trajectories(end_key, end_keys, traj_key, trajectory_key, torchrl)
 
     def _begin(self) -> None:
+        super()._begin()
         self._weights = RunWeights()
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=True)
@@ -132,7 +129,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         """
         self.slicing.sizes(batch_size)
         if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._next_slices(storage, batch_size, generator))
+            return self._find_rows(storage, lambda: self._next_slices(storage, batch_size, generator))
         found = self._next_slices(storage, batch_size, generator)
         if found is None:
             runs = self._trajectories.of(storage)
@@ -215,27 +212,8 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         with runs.lock, self._lock:
             return selection.progress[3] == self._count(storage, runs, length)
 
-    def sampleable(self, storage: ReadView, batch_size: int) -> int:
-        """Return the number of positions at which a slice can begin; `where` is ignored."""
-        return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
-
-    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
-        """Return whether a slice can be drawn."""
-        return self.sampleable(storage, batch_size) > 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which finds trajectories for itself."""
-        own = ("_weights", "_candidates", "_tree")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        super().__setstate__(state)
-        self._begin()
-
     def __repr__(self) -> str:
-        given = "" if self.filter is None else f", {self.filter}"
         return (
             f"SliceSamplerWithoutReplacement({self.slicing.size_text}, drop_last={self.drop_last}, "
-            f"shuffle={self.shuffle}, strict_length={self.slicing.strict_length}{given})"
+            f"shuffle={self.shuffle}, strict_length={self.slicing.strict_length}{self._filtering})"
         )

@@ -233,6 +233,8 @@ class StalenessAwareSampler(Sampler):
         >>> sampler.consumer_version = 3
     """
 
+    _transient = frozenset({"_told", "_storage", "_known", "_cached", "_masses"})
+
     def __init__(
         self,
         max_staleness: int = -1,
@@ -247,10 +249,10 @@ class StalenessAwareSampler(Sampler):
         self._version_key = to_key(version_key)
         self._weight_fn = staleness_weight_fn
         self._consumer_version = 0
-        self._told = False  # whether a version was set that is not stored in a storage yet
-        self._forget()
+        self._begin()
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
+        self._told = False  # whether a version was set that is not stored in a storage yet
         self._storage: weakref.ref[ReadView] | None = None
         # Replaced by one assignment, because a lock would be held while versions are read, which may wait
         # for a writer.
@@ -327,14 +329,7 @@ class StalenessAwareSampler(Sampler):
             ArgumentError: `staleness_weight_fn` returned something other than weights.
             QueryError: The filter cannot be evaluated.
         """
-        if self.filter is not None:
-            return self._draw_filtered(
-                storage, lambda: self._draw_by_staleness(storage, batch_size, generator)
-            )
-        found = self._draw_by_staleness(storage, batch_size, generator)
-        if found is None:
-            raise self.build_no_rows_error(storage)
-        return found
+        return self._find_rows(storage, lambda: self._draw_by_staleness(storage, batch_size, generator))
 
     def _draw_by_staleness(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
@@ -436,17 +431,6 @@ class StalenessAwareSampler(Sampler):
         return table
 
     # -- state -----------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which reads versions for itself."""
-        kept = ("_max_staleness", "_version_key", "_weight_fn", "_consumer_version")
-        filter = super().__getstate__().get("filter")
-        return {name: self.__dict__[name] for name in kept} | {"_told": False, "filter": filter}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state)
-        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""

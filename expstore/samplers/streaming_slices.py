@@ -70,6 +70,7 @@ class StreamingSliceSampler(SliceSampler):
 
     #: First number of its progress, which identifies the class of sampler.
     _kind = 4
+    _transient = SliceSampler._transient | {"_own", "_storage", "_begins"}
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class StreamingSliceSampler(SliceSampler):
             span=span,
         )
         self._mark = self._handed = 0
-        self._part()
 
-    def _part(self) -> None:
+    def _begin(self) -> None:
+        super()._begin()
         self._own = threading.Lock()
         self._storage: Callable[[], ReadView | None] = lambda: None
         self._begins = _Begins()
@@ -228,16 +229,6 @@ class StreamingSliceSampler(SliceSampler):
         if storage is not None:
             with self._own:
                 self._mark = self._handed = _mark_at(storage, int(state_dict["written"]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        own = ("_own", "_storage", "_begins")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        super().__setstate__(state)
-        self._part()
 
     def __repr__(self) -> str:
         return f"StreamingSliceSampler(slice_len={self.slicing.slice_len})"

@@ -92,12 +92,17 @@ class AdaptedSampler(Sampler):
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sampler=Newest(), batch_size=2)
     """
 
+    _transient = frozenset({"_lock", "_rng"})
+
     def __init__(self, sampler: Any) -> None:
         super().__init__()
         self.sampler = sampler
+        self._ran_out = False
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.RLock()
         self._rng = torch.Generator()
-        self._ran_out = False
 
     @property
     def windowed(self) -> bool:  # type: ignore[override]
@@ -227,15 +232,6 @@ class AdaptedSampler(Sampler):
         if "given" in state_dict:
             with self._lock:
                 self.sampler.load_state_dict(state_dict["given"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        own = ("_lock", "_rng")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state, _lock=threading.RLock(), _rng=torch.Generator())
 
     def __repr__(self) -> str:
         return repr(self.sampler)

@@ -74,6 +74,7 @@ class SamplerWithoutReplacement(Sampler):
     without_replacement = True
     #: First number of its progress, which identifies the class of sampler.
     _kind = 1
+    _transient = frozenset({"_lock", "_listed"})
 
     def __init__(
         self,
@@ -87,10 +88,13 @@ class SamplerWithoutReplacement(Sampler):
         super().__init__(where=where)
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._lock = threading.Lock()
         self._key: tuple[int, int] | None = None  # key of the pass; None if unknown after a restart
         self._start(0, 0, 0)
         self._ran_out = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
         self._listed: tuple[tuple[int, int, int, int], IntArray] | None = None
 
     def _start(self, number: int, position: int, size: int) -> None:
@@ -124,12 +128,7 @@ class SamplerWithoutReplacement(Sampler):
             ArgumentError: `drop_last` is True, and the rows do not fill a batch.
             QueryError: The filter cannot be evaluated.
         """
-        if self.filter is not None:
-            return self._draw_filtered(storage, lambda: self._try(storage, batch_size, generator))
-        found = self._try(storage, batch_size, generator)
-        if found is None:
-            raise self.build_no_rows_error(storage)
-        return found
+        return self._find_rows(storage, lambda: self._try(storage, batch_size, generator))
 
     def mass(self, storage: ReadView, batch_size: int) -> Mass | None:
         """Return how many rows of the pass are left; None with a filter or `drop_last`.
@@ -287,15 +286,6 @@ class SamplerWithoutReplacement(Sampler):
             self._listed = named, np.random.Generator(bits).permutation(size)
         chosen: IntArray = self._listed[1][places]
         return chosen
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy."""
-        kept = super().__getstate__().items()
-        return {name: value for name, value in kept if name not in ("_lock", "_listed")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` returned."""
-        self.__dict__.update(state, _lock=threading.Lock(), _listed=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""
