@@ -1,7 +1,7 @@
 """Cut batches into pieces of one episode each, and read the ends and rewards of rows.
 
 Used by `expstore.episodes.table`, which numbers the pieces, and by code that reads steps from columns. It
-uses one batch alone, without sources; of earlier rows only the next observations, in `is_restart`.
+uses one batch alone, without sources; of earlier rows only the next observations, in `is_new_episode`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def cut_batch(steps: Steps) -> tuple[list[Piece], IntArray | None]:
     return list(pieces), order
 
 
-def is_restart(
+def is_new_episode(
     columns: Sequence[Array],
     pairs: Sequence[tuple[int, int]],
     piece: Piece,

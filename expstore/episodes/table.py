@@ -39,7 +39,7 @@ from expstore.episodes.segmentation import (
     Steps,
     cut_batch,
     cut_lane,
-    is_restart,
+    is_new_episode,
 )
 from expstore.episodes.sessions import End, Heir, NewSource, Resume, Session, SessionKey
 from expstore.episodes.sources import lane_names, lane_of, stream_of
@@ -322,7 +322,7 @@ class EpisodeTable:
         unrewarded = NO_REWARD if steps.rewards is None else 0
         restarts: Collection[int] = ()
         if observations is not None:
-            restarts = self._find_restarts(pieces, numbers, names, observations, compares=steps.linked)
+            restarts = self._find_new_episodes(pieces, numbers, names, observations, compares=steps.linked)
         for place, piece in enumerate(pieces):
             lane, trajectory, starts, row, count, stride, status, ret = piece
             number = numbers[lane]
@@ -352,7 +352,7 @@ class EpisodeTable:
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
-    def _find_restarts(
+    def _find_new_episodes(
         self,
         pieces: Sequence[Piece],
         numbers: Sequence[int],
@@ -361,7 +361,7 @@ class EpisodeTable:
         *,
         compares: bool,
     ) -> set[int]:
-        """Return the places of the pieces that do not continue the open episode, as `is_restart` decides.
+        """Return the places of the pieces that do not continue the open episode, as `is_new_episode` decides.
 
         Args:
             pieces: The batch.
@@ -394,7 +394,7 @@ class EpisodeTable:
         stored = read([episode.last_id for _, _, episode, _ in compared]) if compared else {}
         for place, piece, episode, is_required in compared:
             former = stored.get(episode.last_id)
-            if former is not None and is_restart(columns, pairs, piece, former, required=is_required):
+            if former is not None and is_new_episode(columns, pairs, piece, former, required=is_required):
                 if is_required:
                     raise _build_not_continued_error(names[piece[0]], episode.episode)
                 restarts.add(place)

@@ -127,7 +127,7 @@ class Rows:
 
     Args:
         storage: The storage that holds the rows.
-        window: The rows that were readable when this object was created.
+        stored: The rows that were stored when this object was created.
         fragments: Fragments of the selected episodes at that time. Shape `(5, n)`.
         whole: Whether all episodes are selected.
         fields: The selected columns by position: first the user's fields, then the store's own.
@@ -135,7 +135,7 @@ class Rows:
     """
 
     storage: ReadView
-    window: Window
+    stored: Window
     fragments: IntArray
     whole: bool
     fields: Mapping[int, Field]
@@ -163,13 +163,13 @@ class Rows:
         wanted = None if episodes is None else _find_episodes(storage, episodes)
         storage.follow()
         with storage.locks.episodes:
-            window = storage.query_window
+            stored = storage.query_window
             captured = storage.episodes.fragments.capture()
         fragments = captured.columns() if wanted is None else captured.of(wanted)
-        fragments = _clip(fragments, window.low, window.last)
+        fragments = _clip(fragments, stored.low, stored.last)
         if wanted is not None and not fragments.size:
             raise NotFoundError("no rows of these episodes are left in the store")
-        return cls(storage, window, fragments, wanted is None, chosen, schema)
+        return cls(storage, stored, fragments, wanted is None, chosen, schema)
 
     @property
     def places(self) -> list[int]:
@@ -189,7 +189,7 @@ class Rows:
     @cached_property
     def count(self) -> int:
         """Number of rows."""
-        return self.window.rows if self.whole else int(self.fragments[2].sum())
+        return self.stored.rows if self.whole else int(self.fragments[2].sum())
 
     @cached_property
     def episode_ids(self) -> IntArray:
@@ -221,10 +221,10 @@ class Rows:
         """Yield the ids of all rows, ascending, at most `size` at a time. Shapes `(n,)`."""
         if self.whole:
             for start in range(0, self.count, size):
-                yield self.window.nth(np.arange(start, min(start + size, self.count)))
+                yield self.stored.nth(np.arange(start, min(start + size, self.count)))
             return
-        for low in range(self.window.low, self.window.last, _BLOCK):
-            ids = np.sort(all_ids(_clip(self.fragments, low, min(low + _BLOCK, self.window.last))))
+        for low in range(self.stored.low, self.stored.last, _BLOCK):
+            ids = np.sort(all_ids(_clip(self.fragments, low, min(low + _BLOCK, self.stored.last))))
             for start in range(0, ids.size, size):
                 yield ids[start : start + size]
 

@@ -93,7 +93,7 @@ def _metadata_trouble(
         # The length grows with the shards; after a power cut some of these may be missing.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
         synced = 0 if inspection.past is None else inspection.past.synced
-        last = min(inspection.window.last, synced)  # the journal may contain all later rows
+        last = min(inspection.stored.last, synced)  # the journal may contain all later rows
         # In a version, packed arrays are as long as the flat ones, whose shards are shorter.
         unit = group.row_fields[0] if disk.exists(inspection.path / VERSION) else column
         least = max(1, unit.least_shards(last)) * unit.rows
@@ -212,7 +212,7 @@ def _note_packed(
 
 def _find_needed_blocks(inspection: Inspection) -> set[int]:
     """Return the blocks of the rows that must be in the columns; the journal has the bytes of other rows."""
-    past, low, runs = inspection.past, inspection.window.low, inspection.find_settled_runs()
+    past, low, runs = inspection.past, inspection.stored.low, inspection.find_settled_runs()
     for publish in () if past is None else past.find_unsynced():
         first = max(publish.first_id + publish.skipped, low + 1)
         if not publish.payload and first <= publish.last_id:
@@ -226,7 +226,7 @@ def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array
     try:
         if size >= 0:
             return read_entries(inspection.disk.read_whole(path), columns, path)
-        if inspection.window.size == 0 or _find_needed_blocks(inspection) <= unsettled:
+        if inspection.stored.size == 0 or _find_needed_blocks(inspection) <= unsettled:
             return no_entries(columns)
         text = "is missing: the columns cannot be checked until the store was opened and closed"
     except CorruptionError as exc:

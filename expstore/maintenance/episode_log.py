@@ -55,7 +55,7 @@ def _find_lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[Log
     if past is None:
         return []
     table = EpisodeTable()
-    new = rebuild_episodes(past, table, inspection.window.low, lambda first_id, rows: None)
+    new = rebuild_episodes(past, table, inspection.stored.low, lambda first_id, rows: None)
     known = {entry.episode for entry in (*kept, *new, *table.open_entries())}
     sources = {entry.source for entry in (*kept, *new) if not entry.episode}
     base = past.base["episodes"]

@@ -61,7 +61,7 @@ class Inspection:
         group: The store's columns, opened for reading; None if it has no fields yet.
         sampled: The column that counts how often rows were sampled; None if the store has none.
         past: The content of the journal; None if there is no readable journal.
-        window: The readable rows.
+        stored: The stored rows.
         found: The findings so far.
         packed: The content of the files of packed columns, by the column's position.
         damaged: The blocks that do not have their checksums, by the column's position.
@@ -73,7 +73,7 @@ class Inspection:
     group: ReadColumns | None = None
     sampled: FlatColumn | None = None
     past: Past | None = None
-    window: Window = field(default_factory=lambda: Window(0, 0))
+    stored: Window = field(default_factory=lambda: Window(0, 0))
     found: list[Finding] = field(default_factory=list)
     packed: dict[int, PackedFiles] = field(default_factory=dict)
     damaged: dict[int, set[int]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Inspection:
 
     def find_settled_runs(self) -> list[tuple[int, int]]:
         """Return the readable rows that a checkpoint covers, as runs: (first id, number of rows)."""
-        window, past = self.window, self.past
+        window, past = self.stored, self.past
         last = window.last if past is None else min(window.last, past.synced)
         return [
             (first, min(count, last + 1 - first)) for first, count in window.runs() if count and first <= last
@@ -117,7 +117,7 @@ class Inspection:
 
     def ids_in(self, first_slot: int, count: int) -> IntArray:
         """Return the ids of the readable rows in a run of slots, ascending."""
-        window, places = self.window, np.arange(first_slot, first_slot + count, dtype=np.int64)
+        window, places = self.stored, np.arange(first_slot, first_slot + count, dtype=np.int64)
         if self.slots is None:
             ids = places + 1
         else:

@@ -269,7 +269,7 @@ def _mend_segments(
 def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
     """Repair the files of a packed column."""
     if inspection.past is not None:
-        files.mend(disk, min(inspection.window.last, inspection.past.synced))
+        files.mend(disk, min(inspection.stored.last, inspection.past.synced))
 
 
 def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:

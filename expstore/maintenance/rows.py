@@ -123,15 +123,15 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
     found = read_fragments(inspection)
     if found is None:
         return  # a shard is missing, which was recorded before
-    last = min(past.synced, inspection.window.last)
+    last = min(past.synced, inspection.stored.last)
     table = EpisodeTable()
-    new = rebuild_episodes(past, table, inspection.window.low, lambda first_id, rows: None)
+    new = rebuild_episodes(past, table, inspection.stored.low, lambda first_id, rows: None)
     latest = {entry.episode: entry for entry in [*entries, *new, *table.open_entries()]}
     wrong = []
     for episode, end in ends_of(found).items():
         entry = latest.get(episode)
         # An episode whose last rows were deleted ends after its last readable row.
-        hidden = entry is not None and not inspection.window.holds(np.array([entry.last_id]))[0]
+        hidden = entry is not None and not inspection.stored.holds(np.array([entry.last_id]))[0]
         if entry is None or (entry.last_id <= last and not hidden and (entry.last_id, entry.length) != end):
             wrong.append(episode)
     if wrong:

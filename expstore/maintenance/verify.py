@@ -240,7 +240,7 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
         inspection.note(Finding(kind="journal", path=JOURNAL, message=exc.message, fatal=True))
         inspection.past = None
         return set()
-    inspection.window = past.window(manifest.capacity)
+    inspection.stored = past.find_stored(manifest.capacity)
     if past.cut:
         text = f"{past.cut} batches after the last sync are incomplete: opening the store will drop them"
         inspection.note(Finding(kind="torn", path=JOURNAL, message=text))

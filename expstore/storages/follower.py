@@ -351,7 +351,7 @@ class FollowerStorage(ReadView):
             self._adopt(dataclasses.replace(self._state, episodes=found.table, log=log, write_count=0))
             if past is not None:
                 last = past.state.last
-                self._state.recover(past.state, past.window(self.capacity))
+                self._state.recover(past.state, past.find_stored(self.capacity))
                 self.counters.recovered = describe_past(past, 0)
         else:
             self.counters.recovered = None
@@ -464,7 +464,7 @@ class FollowerStorage(ReadView):
         if self._closed or not self._current().live:
             return self._state.stored
         view = self._watch.look()
-        return self._state.stored if view is None else self._window_of(view, view.last)
+        return self._state.stored if view is None else self._find_stored(view, view.last)
 
     @property
     def window(self) -> Window:
@@ -478,9 +478,9 @@ class FollowerStorage(ReadView):
         view, tail = self._watch.look(), self._tail
         if not self._source.live or view is None or tail is None:
             return self._state.stored
-        return self._window_of(view, min(view.last, tail.state.last))
+        return self._find_stored(view, min(view.last, tail.state.last))
 
-    def _window_of(self, view: StateView, last: int) -> Window:
+    def _find_stored(self, view: StateView, last: int) -> Window:
         if last > max(self._known, view.retired):  # exclude ids that were never written
             self._look_further(last)
         low = view.retired

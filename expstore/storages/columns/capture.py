@@ -26,7 +26,7 @@ class Target:
         folder: The folder of the snapshot.
         former: The folder of the previous snapshot; None: there is no snapshot whose files may be shared.
         make_folder: Creates a folder in the snapshot.
-        window: The rows of the snapshot.
+        stored: The rows of the snapshot.
         slots: Number of slots of a ring; None: the store is unbounded.
         reach: In a ring, how many rows before the oldest one are also unchanged.
     """
@@ -35,7 +35,7 @@ class Target:
     folder: Path
     former: Path | None
     make_folder: Callable[[Path], None]
-    window: Window
+    stored: Window
     slots: int | None
     reach: int
 

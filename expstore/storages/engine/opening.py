@@ -320,7 +320,7 @@ class Opening:
         manifest, capacity = self._manifest, self._manifest.geometry.capacity
         verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
         check_dims(manifest.geometry, past)
-        low, last = past.state.window_low(capacity), past.state.last
+        low, last = past.state.find_low(capacity), past.state.last
         if columns is not None:
             for first, count in Window(low, last, past.deleted).runs():
                 columns.require_rows(first, count)
@@ -330,7 +330,7 @@ class Opening:
             return None if columns is None else self._read_numbers(past, columns, first_id, count)
 
         entries = rebuild_episodes(past, rows.episodes, low, numbers)
-        rows.recover(past.state, past.window(capacity))
+        rows.recover(past.state, past.find_stored(capacity))
         return entries
 
     def _is_whole(self, publish: Publish, columns: WritableColumns | None, synced: int) -> bool:

@@ -141,7 +141,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
     if columns is not None and not (same_boot or past.clean):
         for publish in past.find_unsynced():
             _lay_priorities(publish, found, storage.geometry.runs(*publish.written))
-    low = past.state.window_low(storage.capacity)
+    low = past.state.find_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         if columns is None:

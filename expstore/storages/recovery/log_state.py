@@ -124,13 +124,13 @@ class LogState:
         if record.kind in _OF_ROWS:
             self.content = (self.generation, record.sequence)
 
-    def window_low(self, capacity: int | None) -> int:
-        """Return the newest id that can no longer be read."""
+    def find_low(self, capacity: int | None) -> int:
+        """Return the newest id that is no longer stored."""
         return self.retired if capacity is None else max(self.retired, self.last - capacity)
 
-    def window(self, capacity: int | None, deleted: IdSet) -> Window:
-        """Return the rows that can be read, except the deleted rows `deleted`."""
-        low = min(self.window_low(capacity), self.last)
+    def find_stored(self, capacity: int | None, deleted: IdSet) -> Window:
+        """Return the stored rows, without the deleted rows `deleted`."""
+        low = min(self.find_low(capacity), self.last)
         # Deleted ids after the last one are not included: they will be reused for readable rows.
         return Window(low, self.last, deleted.between(low, self.last))
 

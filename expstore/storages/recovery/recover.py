@@ -57,9 +57,9 @@ class Past:
     cut: int = 0
     publishes: list[Publish] = field(default_factory=list)
 
-    def window(self, capacity: int | None) -> Window:
-        """Return the readable rows."""
-        return self.state.window(capacity, self.deleted)
+    def find_stored(self, capacity: int | None) -> Window:
+        """Return the stored rows."""
+        return self.state.find_stored(capacity, self.deleted)
 
     def find_unsynced(self) -> Iterator[Publish]:
         """Yield the commit records of rows that no checkpoint covers.

@@ -55,7 +55,7 @@ class LiveTail:
         self.state = past.state
         #: The episodes of the rows that they commit.
         self.table = EpisodeTable(generation=self.state.generation)
-        entries = rebuild_episodes(past, self.table, self.state.window_low(storage.capacity), rows)
+        entries = rebuild_episodes(past, self.table, self.state.find_low(storage.capacity), rows)
         #: Log entries that no checkpoint covers yet, with the records that they belong to.
         self._entries = [(self.state.sequence, entry) for entry in entries]
         self._log_length = past.log_length

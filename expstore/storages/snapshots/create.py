@@ -266,7 +266,7 @@ class _Copy:
             folder=self.build.folder,
             former=None if self.former is None else self.former.folder,
             make_folder=self.build.make_folder,
-            window=state.stored,
+            stored=state.stored,
             slots=state.manifest.slots,
             reach=state.manifest.reach,
         )

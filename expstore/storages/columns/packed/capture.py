@@ -223,7 +223,7 @@ class PackedCapture(Capture):
 
     def begin(self, target: Target) -> list[tuple[Path, int]]:
         """Link the store's finished shards into a snapshot; nothing is written."""
-        slots, window = target.slots, target.window
+        slots, window = target.slots, target.stored
         pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
         # Rows of another column may be stored with rows that are no longer readable, or were deleted.
         back = tuning.PACKED_LOOKBACK_ROWS[1] if slots is None else target.reach

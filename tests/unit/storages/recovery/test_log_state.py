@@ -75,7 +75,7 @@ def check(rb: TensorDictReplayBuffer) -> None:
     )
     assert (state.content, state.index_floor) == (storage.state.content, storage.state.index_floor)
     assert state.sequence == storage.state.journal.sequence
-    assert state.window(storage.capacity, storage.window.deleted) == storage.window
+    assert state.find_stored(storage.capacity, storage.window.deleted) == storage.window
     assert table.to_base() == storage.episodes.to_base()
 
 
@@ -106,7 +106,7 @@ def test_rows_that_have_left_between_others(store_path: Path) -> None:
             rb.extend(batch)
         rb.storage.retention.delete(np.array([2]))
         state, _ = fold(rb)
-        assert state.window(None, rb.storage.window.deleted) == rb.storage.window
+        assert state.find_stored(None, rb.storage.window.deleted) == rb.storage.window
         assert rb.storage.window.rows == 30
         assert (state.content, state.index_floor) == (rb.storage.state.content, rb.storage.state.content)
 
