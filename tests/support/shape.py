@@ -46,7 +46,7 @@ LIMITS = {
 #: The highest value of each figure that does not meet its limit yet; the limit is the goal. A ceiling may
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
-    "functions that a sample runs": 41,
+    "functions that a sample runs": 40,
     "files that a sample runs through": 22,
     "functions that an extend runs": 78,
     "files that an extend runs through": 31,
