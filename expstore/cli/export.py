@@ -64,7 +64,6 @@ AsNpz = Annotated[bool, typer.Option("--npz", help="A NumPy .npz file with the n
 AsParquet = Annotated[
     bool, typer.Option("--parquet", help="A folder: rows/*.parquet, sorted by episode, and episodes.parquet.")
 ]
-AsZarr = Annotated[bool, typer.Option("--zarr", help="A Zarr v3 group with one array per field.")]
 Fields = Annotated[
     str | None,
     typer.Option(
@@ -115,7 +114,6 @@ def export(
     as_minari: AsMinari = False,
     as_npz: AsNpz = False,
     as_parquet: AsParquet = False,
-    as_zarr: AsZarr = False,
     fields: Fields = None,
     episodes: EpisodeRange = None,
     where: Where = None,
@@ -130,7 +128,6 @@ def export(
         "minari": as_minari,
         "npz": as_npz,
         "parquet": as_parquet,
-        "zarr": as_zarr,
     }
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) != 1:

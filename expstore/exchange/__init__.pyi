@@ -11,4 +11,3 @@ from expstore.exchange.sb3_buffers import import_sb3 as import_sb3
 from expstore.exchange.table_import import import_arrow as import_arrow
 from expstore.exchange.table_import import import_csv as import_csv
 from expstore.exchange.table_import import import_parquet as import_parquet
-from expstore.exchange.zarr_group import export_zarr as export_zarr

@@ -26,7 +26,6 @@ _TITLES = {
     "minari": "Minari",
     "npz": "NPZ",
     "parquet": "Parquet",
-    "zarr": "Zarr",
 }
 
 

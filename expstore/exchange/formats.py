@@ -15,7 +15,7 @@ from expstore.exchange.base import Exported, Imported, open_to_read
 from expstore.storages.format.manifest import MANIFEST
 
 #: The formats that can be exported, and those that can be imported.
-EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
+EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
 IMPORTS = ("arrow", "csv", "hdf5", "npz", "parquet", "sb3")
 #: Formats of one array per field, which some data sets have too.
 ARRAYS = ("hdf5", "npz")

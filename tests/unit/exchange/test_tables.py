@@ -615,7 +615,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--episodes", "9-1"], "names no episodes"),
         (["--episodes", "1", "--where", "true"], "--episodes and --where exclude each other"),
         (["--where", "lenght > 1"], "lenght"),
-        (["--zarr"], "choose one format"),
+        (["--npz"], "choose one format"),
     ):
         assert run([*asked[:2], str(tmp_path / "x"), asked[3], *wrong]) == 2
         assert words in capsys.readouterr().err
