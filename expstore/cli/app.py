@@ -366,7 +366,7 @@ def _collect(
     import numpy as np
 
     from expstore.collectors import Collector
-    from expstore.exchange.progress_bar import show_progress
+    from expstore.exchange.base import show_progress
 
     if seed is not None and rb.write_count:
         # With the same seed the same episodes would be collected again.

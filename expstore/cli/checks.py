@@ -16,7 +16,7 @@ from expstore.cli.completion import complete_store
 from expstore.cli.exit_codes import DAMAGED, FAILED
 from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.base import show_progress
 
 Store = Annotated[
     Path,

@@ -15,7 +15,7 @@ import typer
 
 from expstore.cli.output import print_json
 from expstore.cli.paths import Store
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.base import show_progress
 
 if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer

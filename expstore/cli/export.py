@@ -16,9 +16,8 @@ from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json
 from expstore.cli.paths import to_local
 from expstore.core.tables import size_text
-from expstore.exchange.base import no_progress
-from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, describe_losses
-from expstore.exchange.progress_bar import show_import, show_progress
+from expstore.exchange.base import no_progress, show_import, show_progress
+from expstore.exchange.formats import LOSSES, LOST_BY_ALL, describe_losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

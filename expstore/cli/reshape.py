@@ -17,7 +17,7 @@ from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json
 from expstore.cli.paths import Store, to_local
 from expstore.errors import StateError
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.base import show_progress
 
 if TYPE_CHECKING:
     from expstore.maintenance.resize import Resized

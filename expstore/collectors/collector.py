@@ -25,7 +25,7 @@ from expstore.collectors.workers import Workers
 from expstore.core.arguments import check_whole
 from expstore.episodes.annotations import pack_info
 from expstore.errors import ArgumentError, StateError
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.base import show_progress
 
 #: Shows how many steps were stored, and the mean return of recent episodes; None: none has ended.
 _Show = Callable[[int, float | None], None]

@@ -20,8 +20,8 @@ from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
-from expstore.exchange.field_names import SYNONYMS
 from expstore.exchange.flat_files import ABOUT
+from expstore.exchange.foreign_rows import SYNONYMS
 from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5
 
 _SLAB_BYTES = 16 << 20

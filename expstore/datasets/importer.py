@@ -29,7 +29,7 @@ from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.exchange.base import Imported, Progress, no_progress, open_to_read
-from expstore.exchange.import_summary import STATUSES, summarize_import
+from expstore.exchange.fill import STATUSES, summarize_import
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 #: Approximate size in bytes of a batch that is written.

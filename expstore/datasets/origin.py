@@ -21,7 +21,7 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import ArgumentError, LockedError, NotFoundError, StateError, StorageError
-from expstore.exchange.progress_bar import ShowProgress, show_import, show_nothing
+from expstore.exchange.base import ShowProgress, show_import, show_nothing
 from expstore.storages.format.manifest import MANIFEST
 
 #: `True`: fetch the data set if it is missing; `"force"`: fetch it again.

@@ -21,7 +21,7 @@ from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
-from expstore.exchange.npz_members import check_archive, read_header
+from expstore.exchange.npz import check_archive, read_header
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _ARRAY_FILES = (".npz", ".hdf5", ".h5")

@@ -23,7 +23,7 @@ from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.hdf5 import members, reading_hdf5
-from expstore.exchange.npz_members import read_npz
+from expstore.exchange.npz import read_npz
 
 _SUFFIXES = (".npz", ".hdf5", ".h5")
 _PIECE_BYTES = 16 << 20

@@ -1,4 +1,3 @@
-from expstore.exchange.arrow_export import export_arrow as export_arrow
 from expstore.exchange.base import Exported as Exported
 from expstore.exchange.base import Imported as Imported
 from expstore.exchange.hdf5 import export_hdf5 as export_hdf5
@@ -6,8 +5,9 @@ from expstore.exchange.hdf5 import import_hdf5 as import_hdf5
 from expstore.exchange.minari_export import export_minari as export_minari
 from expstore.exchange.npz import export_npz as export_npz
 from expstore.exchange.npz import import_npz as import_npz
-from expstore.exchange.parquet_export import export_parquet as export_parquet
 from expstore.exchange.sb3_buffers import import_sb3 as import_sb3
 from expstore.exchange.table_import import import_arrow as import_arrow
 from expstore.exchange.table_import import import_csv as import_csv
 from expstore.exchange.table_import import import_parquet as import_parquet
+from expstore.exchange.tables import export_arrow as export_arrow
+from expstore.exchange.tables import export_parquet as export_parquet

@@ -1,17 +1,21 @@
-"""Shared parts of all exports and imports: their results, progress, and file objects for other libraries.
+"""Shared parts of exports and imports: results, progress, checks of sizes, files for other libraries.
 
-Used by the modules of the formats. This module knows no format.
+Used by the modules of the formats, by data sets, and by the command line, whose progress bars are here. This
+module knows no format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from expstore.core import tuning
 from expstore.disk.atomic_build import LOCK
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk, File, ReadingDisk
-from expstore.errors import MissingExtraError, NotFoundError
+from expstore.errors import MissingExtraError, NotFoundError, StorageError
 
 #: Called with the amount done so far and the total amount.
 Progress = Callable[[int, int], None]
@@ -232,3 +236,111 @@ def open_to_read(path: Path) -> DiskFile:
 def names_of(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Return keys as dotted names."""
     return tuple(".".join(key) for key in keys)
+
+
+# -- progress bars ------------------------------------------------------------------------------------
+
+Unit = Literal["bytes", "rows"]
+
+#: Shows progress under a title, in a unit; yields a function to call with the amount done and the total.
+ShowProgress = Callable[[str, Unit], AbstractContextManager[Progress]]
+
+
+@contextlib.contextmanager
+def show_nothing(what: str, unit: Unit = "bytes") -> Iterator[Progress]:
+    """Show nothing."""
+    yield no_progress
+
+
+@contextlib.contextmanager
+def show_progress(
+    what: str, unit: Unit = "bytes", *, note: Callable[[], str] | None = None
+) -> Iterator[Progress]:
+    """Show a bar on the terminal, or nothing if standard error is not a terminal.
+
+    Args:
+        what: The title.
+        unit: The unit of the amounts.
+        note: Returns a text that is shown at the end of the line; None: nothing is.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:,.0f} {unit}/s")
+
+    class Note(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if note is None else note())
+
+    # Not `console.is_terminal`: with FORCE_COLOR it is true for a pipe.
+    console, is_terminal = Console(stderr=True), sys.stderr.isatty()
+    much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    rate = (Rate(),) if unit == "rows" else ()
+    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn(), Note())
+    with Bar(*columns, console=console, disable=not is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)  # 0: unknown
+
+
+@contextlib.contextmanager
+def show_import(show: ShowProgress, what: str = "") -> Iterator[tuple[Progress, Progress]]:
+    """Show two bars, one after the other: of bytes while files are hashed, of rows while they are imported.
+
+    Args:
+        show: Shows one bar.
+        what: Name of the data set, for the titles.
+
+    Yields:
+        A function that is called with bytes done and in total, and one that is called with rows. The first
+        call with rows ends the bar of bytes.
+    """
+    with contextlib.ExitStack() as bar:
+        checking = bar.enter_context(show(f"checking {what}".rstrip(), "bytes"))
+        rows: list[Progress] = []
+
+        def progress(done: int, total: int) -> None:
+            if not rows:
+                bar.close()
+                rows.append(bar.enter_context(show(f"importing {what}".rstrip(), "rows")))
+            rows[0](done, total)
+
+        yield checking, progress
+
+
+# -- sizes that files claim ---------------------------------------------------------------------------
+
+#: The most bytes that one byte of a file becomes: deflate reaches 1032, with headers a little less.
+LARGEST_RATIO = 1100
+#: Up to this size nothing is compared: arrays of nothing but one value take no space in some formats.
+_ALWAYS = 16 << 20
+
+
+def check_size(what: str, detail: str, *, claimed: int, stored: int) -> None:
+    """Refuse an array that claims more bytes than its stored bytes can become.
+
+    Args:
+        what: The array, for the message.
+        detail: What it claims, for the message.
+        claimed: Number of bytes of its values.
+        stored: Number of bytes that it has in the file, compressed or not.
+
+    Raises:
+        StorageError: It claims over 16 MiB and over 1100 times its stored bytes.
+    """
+    if claimed > _ALWAYS and claimed > LARGEST_RATIO * stored:
+        raise StorageError(
+            f"{what} claims {claimed:,} bytes ({detail}), but has {stored:,} bytes in the file",
+            hint="the file is damaged, or made to fill the memory; if it is right, write it again in full",
+        )

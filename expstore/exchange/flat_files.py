@@ -19,12 +19,18 @@ from expstore.disk.files import Disk
 from expstore.episodes.sources import lane_names
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, Tell, piece_rows
-from expstore.exchange.export import Tally
-from expstore.exchange.field_names import SCALARS, check_keys, their_path
 from expstore.exchange.fill import new_store, settings_of
-from expstore.exchange.foreign_rows import Column, ForeignRows, from_stored, plan_rows, to_field
-from expstore.exchange.row_pieces import Piece
-from expstore.exchange.rows import Rows
+from expstore.exchange.foreign_rows import (
+    SCALARS,
+    Column,
+    ForeignRows,
+    check_keys,
+    from_stored,
+    plan_rows,
+    their_path,
+    to_field,
+)
+from expstore.exchange.rows import Piece, Rows, Tally
 from expstore.schema.schema import Field, Schema
 
 #: Name under which an export stores a description of its fields.

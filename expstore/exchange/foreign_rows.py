@@ -1,14 +1,16 @@
 """Rows of files that other programs wrote: which column becomes which field, and where episodes begin.
 
-Used by the imports of all flat formats (NPZ, HDF5, Parquet, Arrow, CSV). `plan_rows` decides by names, dtypes
-and shapes alone; `ForeignRows` then converts the rows, piece by piece. This module opens no files.
+Used by the imports of all flat formats (NPZ, HDF5, Parquet, Arrow, CSV). `SYNONYMS` has the names that
+programs give to the parts of a transition. `plan_rows` decides by names, dtypes and shapes alone;
+`ForeignRows` then converts the rows, piece by piece. `find_lanes` recognises files that hold a ring buffer:
+only some rows are filled, and the oldest is not the first. This module opens no files.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +22,182 @@ from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN, RowFacts, to_trajectory_ids
 from expstore.errors import SchemaError
-from expstore.exchange.field_names import EPISODE, FLAGS, SCALARS, TIMES, name_fields
 from expstore.exchange.fill import Facts, Filler
 from expstore.schema.arrow_types import describe
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import ARROW, DTYPES, Field, Schema
 
+# -- names --------------------------------------------------------------------------------------------
+
+#: The field with the ids of episodes. A store takes it for the trajectory ids of its rows.
+EPISODE: Key = ("episode",)
+#: Each field, or group of fields, and its names in files, in lower case. Exports write the first name, which
+#: is D4RL's if D4RL has the field. Other names are those of Gym, Spinning Up, Stable-Baselines3, Tianshou,
+#: CleanRL, RLlib and TorchRL.
+SYNONYMS: Mapping[Key, tuple[str, ...]] = {
+    ("observation",): ("observations", "observation", "obs"),
+    ("action",): ("actions", "action", "act", "acts"),
+    ("next", "reward"): ("rewards", "reward", "rew", "rews"),
+    ("next", "terminated"): ("terminals", "terminal", "terminated", "terminateds", "terminations"),
+    ("next", "truncated"): ("timeouts", "timeout", "truncated", "truncateds", "truncations"),
+    ("next", "observation"): (
+        *("next_observations", "next_observation", "next_obs", "new_observations", "new_observation"),
+        *("new_obs", "obs_next", "observations_next", "observation_next", "obs2"),
+    ),
+    ("info",): ("infos", "info"),
+    # d3rlpy 1.x marks every end by episode_terminals, and some by terminals, too.
+    ("next", "done"): ("dones", "done", "episode_terminals"),
+    EPISODE: ("episode", "episodes", "episode_id", "episode_ids", "eps_id"),
+}
+#: Names that stand for a field only in files that have no other name for it: a robot's file may have
+#: observations and, as another field, the state. `episode_index` is LeRobot's.
+_FALLBACKS: Mapping[Key, tuple[str, ...]] = {
+    ("observation",): ("state", "states"),
+    ("next", "observation"): ("next_state", "next_states"),
+    EPISODE: ("episode_index",),
+}
+#: Columns, in lower case, that count the steps: an episode begins where they are 0, or less than before.
+TIMES = ("t", "step", "step_count")
+#: Fields with one value per row: shape `(1,)` in a store, `()` in a file. All but the first are flags.
+SCALARS: tuple[Key, ...] = (
+    ("next", "reward"),
+    ("next", "terminated"),
+    ("next", "truncated"),
+    ("next", "done"),
+)
+FLAGS = SCALARS[1:]
+#: Spinning Up's arrays are called obs_buf, act_buf, ...
+_BUFFER = "_buf"
+
+
+def split_name(path: Key) -> Key:
+    """Return a path with dots in its names as groups: other programs write the column next.reward.
+
+    >>> from expstore.exchange.foreign_rows import split_name
+    >>> split_name(("next.reward",)), split_name(("v1.",))
+    (('next', 'reward'), ('v1.',))
+    """
+    parts = tuple(part for name in path for part in name.split("."))
+    return parts if all(parts) else path
+
+
+def _invert(names: Mapping[Key, tuple[str, ...]]) -> dict[str, Key]:
+    return {theirs: ours for ours, synonyms in names.items() for theirs in synonyms}
+
+
+_FIELDS, _FALLBACK_FIELDS = _invert(SYNONYMS), _invert(_FALLBACKS)
+
+
+def their_path(key: Key) -> Key:
+    """Return the path of a field in files: groups, then the name.
+
+    >>> from expstore.exchange.foreign_rows import their_path
+    >>> their_path(("next", "observation", "pixels")), their_path(("next", "reward"))
+    (('next_observations', 'pixels'), ('rewards',))
+    """
+    named = (ours for ours in SYNONYMS if ours != EPISODE and key[: len(ours)] == ours)
+    best = max(named, key=len, default=None)
+    return key if best is None else (SYNONYMS[best][0], *key[len(best) :])
+
+
+def name_fields(paths: Sequence[Key], given: Mapping[str, str]) -> dict[Key, Key | None]:
+    """Return the field of each path in a file; None for a path that the user leaves out.
+
+    Names of the table are understood at the top of the file and in a group `next`, in any case. A name at the
+    top keeps its meaning of TorchRL's layout, a value of the state before the step, if `next` has the value
+    after it: with `next.done` in the file, `done` is the field `done`.
+
+    Args:
+        paths: The paths: groups, then the name.
+        given: The user's mapping from names, or groups, to fields, as in `{"rew": "next.reward"}`; "": left
+            out. The rest of the paths follows the table.
+
+    Raises:
+        SchemaError: The mapping contains a name that is not in the file, or two paths stand for one field.
+
+    >>> from expstore.exchange.foreign_rows import name_fields
+    >>> name_fields([("obs",), ("Done",), ("speed",)], {})
+    {('obs',): ('observation',), ('Done',): ('next', 'done'), ('speed',): ('speed',)}
+    """
+    given = _find_names(given, paths)
+    found: dict[Key, Key | None] = {}
+    for path in paths:
+        mapped, ours = _find_mapping(path, given)
+        found[path] = ours if mapped else _by_table(path, _FIELDS)
+    fields = set(found.values())
+    after = {key for path, key in found.items() if path[0] == "next"}
+    for path, key in found.items():
+        if path[0] == "next" or key is None or _find_mapping(path, given)[0]:
+            continue
+        if key in after or (key in FLAGS and after.intersection(FLAGS)):
+            found[path] = path  # TorchRL's layout: the value before the step
+        elif key == path and (other := _by_table(path, _FALLBACK_FIELDS)) != path:
+            top = other[:2] if other[0] == "next" else other[:1]
+            if not any(one is not None and one[: len(top)] == top for one in fields):
+                found[path] = other
+    check_keys(key for key in found.values() if key is not None)
+    return found
+
+
+def _find_mapping(path: Key, given: Mapping[str, str]) -> tuple[bool, Key | None]:
+    """Return whether the user mapped a path, and its field."""
+    for length in range(len(path), 0, -1):
+        name = "/".join(path[:length])
+        if name in given:
+            ours = given[name]
+            return True, (*ours.split("."), *path[length:]) if ours else None
+    return False, None
+
+
+def _by_table(path: Key, table: Mapping[str, Key]) -> Key:
+    """Return the field of a path according to a table of names; the path itself if no name fits."""
+    place = 1 if path[0] == "next" and len(path) > 1 else 0
+    name = path[place].lower()
+    ours = table.get(name) or table.get(name.removesuffix(_BUFFER))
+    if ours is None or (ours == EPISODE and (place or len(path) > 1)):
+        return path
+    if place and ours[0] != "next":
+        ours = ("next", *ours)
+    return (*ours, *path[place + 1 :])
+
+
+def _find_names(given: Mapping[str, str], paths: Iterable[Key]) -> dict[str, str]:
+    """Return the user's mapping with groups separated by /; users may write dots.
+
+    Raises:
+        SchemaError: A name is not in the file.
+    """
+    known = {"/".join(path[:length]) for path in paths for length in range(1, len(path) + 1)}
+    found = {}
+    for theirs, ours in given.items():
+        name = next((one for one in (theirs, theirs.replace(".", "/")) if one in known), None)
+        if name is None:
+            raise SchemaError(f"there is no {theirs!r} to map", hint="there are " + ", ".join(sorted(known)))
+        found[name] = ours
+    return found
+
+
+def check_keys(keys: Iterable[Key]) -> None:
+    """Raise SchemaError if two names in the file stand for the same field."""
+    seen: set[Key] = set()
+    for key in keys:
+        if key in seen:
+            raise SchemaError(
+                f"two of the file's names stand for {key_name(key)!r}",
+                hint="map one to another field, or leave it out: --map NAME=",
+            )
+        seen.add(key)
+
+
+# -- fields and episodes ------------------------------------------------------------------------------
+
 _EXPORTED_EPISODE: Key = ("_episode",)
 _TRAJECTORY: Key = ("collector", "traj_ids")
 _MASK: Key = ("collector", "mask")
 #: Fields that a batch has besides the rows' own: a stored field of this name would be replaced in batches.
 _OF_BATCHES: tuple[Key, ...] = (("id",), ("index",))
-_FIELDS = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biufc" and name != "bfloat16"}
+_NUMERIC = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biufc" and name != "bfloat16"}
 #: How many rows are read at a time to find the first end of an episode.
 _SEAM_ROWS = 4096
 #: From this number of values on, observations of integers are hardly equal by chance.
@@ -254,12 +419,12 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None = None) -
         return Field(key, ARROW, (), column.arrow)
     elif key == EPISODE and _is_integer(column):
         shape, kind = (), "int64" if column.dtype.kind == "f" else kind
-    if kind not in _FIELDS:
+    if kind not in _NUMERIC:
         raise SchemaError(
             f"{column.name!r} holds values of type {column.dtype}, which a field cannot have",
             hint=f"leave it out with --map {column.name}=",
         )
-    return Field(key, _FIELDS[kind], shape)
+    return Field(key, _NUMERIC[kind], shape)
 
 
 def from_stored(entry: Field, values: Any, count: int, name: str = "") -> Any:
@@ -623,3 +788,125 @@ def _find_pairs(schema: Schema, places: Mapping[Key, int]) -> list[tuple[int, in
         if not now.variable and not then.variable and now.shape == then.shape:
             found.append((place, after))
     return found
+
+
+# -- ring buffers -------------------------------------------------------------------------------------
+#
+# Files of NPZ and HDF5 hold them in these forms:
+#
+# - Spinning Up, `ReplayBuffer` (spinup/algos/pytorch/sac/sac.py): single values `ptr`, `size`, `max_size`;
+# - Stable-Baselines3, `ReplayBuffer`: `pos` and `full`, and arrays of shape `(rows, environments, ...)`;
+# - Tianshou, `ReplayBuffer.save_hdf5` (2.0): arrays in the group `_meta`, with the attributes `_size` and
+#   `_insertion_idx` (1.x: `_index`) of the file; a `VectorReplayBuffer` has one ring after the other, whose
+#   first rows, lengths and last written rows are `_offset`, `_lengths` and `last_index`.
+
+#: Ranges of filled rows (first, one after the last) in the order of time, for each environment.
+Lanes = list[list[tuple[int, int]]]
+#: Names of the next row to write, and of the number of filled rows.
+_POSITIONS = ("ptr", "pos", "_insertion_idx", "_index")
+_SIZES = ("size", "_size")
+
+
+def find_lanes(scalars: Mapping[str, float], rows: int) -> Lanes:
+    """Return the filled rows of a ring buffer.
+
+    Args:
+        scalars: The single values in the file by name.
+        rows: Number of rows of the arrays.
+
+    Returns:
+        [] if the file holds no ring buffer.
+
+    Raises:
+        SchemaError: The values do not fit the arrays.
+    """
+    position = next((int(scalars[name]) for name in _POSITIONS if name in scalars), None)
+    size = next((int(scalars[name]) for name in _SIZES if name in scalars), None)
+    if size is None and "full" in scalars and position is not None:
+        size = rows if scalars["full"] else position
+    if size is None or (position is None and size >= rows):
+        return []
+    return [_fit(0, rows, size if position is None else position, size)]
+
+
+def tianshou_lanes(facts: Mapping[str, Any], rows: int) -> Lanes:
+    """Return the filled rows of a buffer of Tianshou.
+
+    Args:
+        facts: The attributes and arrays of the file outside of `_meta`, by name.
+        rows: Number of rows of the arrays.
+
+    Raises:
+        SchemaError: The values do not fit the arrays.
+    """
+    if "_offset" not in facts:
+        return find_lanes(
+            {name: float(facts[name]) for name in (*_POSITIONS, *_SIZES) if name in facts}, rows
+        )
+    offsets, sizes, newest = (
+        [int(value) for value in facts[name]] for name in ("_offset", "_lengths", "last_index")
+    )
+    ends = [*offsets[1:], rows]
+    return [
+        _fit(offset, end, last + 1 - offset, size)
+        for offset, end, size, last in zip(offsets, ends, sizes, newest, strict=True)
+        if size
+    ]
+
+
+def describe_lanes(lanes: Lanes, scalars: Iterable[str]) -> list[str]:
+    """Return notes: that a ring buffer is read from its oldest row, or which single values are left out."""
+    if not lanes:
+        return [f"{name!r} is one value for all rows, and left out" for name in scalars]
+    rows = sum(stop - start for lane in lanes for start, stop in lane)
+    found = [f"the file is a ring buffer: its {rows:,} filled rows are read, the oldest first"]
+    rest = [name for name in scalars if name not in (*_POSITIONS, *_SIZES, "full", "max_size", "maxsize")]
+    return [*found, *describe_lanes([], rest)]
+
+
+def _fit(offset: int, end: int, position: int, size: int) -> list[tuple[int, int]]:
+    """Return the filled rows of the ring in rows `offset` to `end` - 1, the oldest first."""
+    room = end - offset
+    if not (0 < size <= room and 0 <= position <= room and size in (room, position)):
+        raise SchemaError(
+            f"the file has a ring buffer of {room} rows with {size} filled, but its next row is {position}",
+            hint="save the filled rows alone, the oldest first",
+        )
+    position %= room
+    ranges = [(position, room), (0, position)] if size == room else [(0, size)]
+    return [(offset + start, offset + stop) for start, stop in ranges if start < stop]
+
+
+def has_environments(scalars: Mapping[str, float], columns: Sequence[Column]) -> bool:
+    """Return whether arrays have the shape `(rows, environments, ...)`, as those of Stable-Baselines3 do."""
+    shapes = [column.shape for column in columns]
+    first = shapes[0][:1] if shapes else ()
+    return {"pos", "full"} <= set(scalars) and first != () and all(shape[:1] == first for shape in shapes)
+
+
+class SplitEnvironments:
+    """Read the rows of environments one after the other, from arrays that have them side by side.
+
+    Args:
+        reader: Reads the arrays: a `FlatReader`.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        count = reader.columns[0].shape[0]
+        self._rows = reader.lengths[0]
+        self._whole = {column.path: column for column in reader.columns}
+        self.columns = [Column(one.path, one.dtype, one.shape[1:]) for one in reader.columns]
+        self.lengths = [length * count for length in reader.lengths]
+        (lane,) = reader.lanes or [[(0, self._rows)]]
+        self.lanes: Lanes = [
+            [(start + number * self._rows, stop + number * self._rows) for start, stop in lane]
+            for number in range(count)
+        ]
+        self.about, self.notes = reader.about, reader.notes
+
+    def read(self, wanted: Sequence[Column], first: int, count: int) -> list[Array]:
+        """Return rows of one environment. Shapes `(count, *row shape)`."""
+        number, row = divmod(first, self._rows)
+        found = self._reader.read([self._whole[column.path] for column in wanted], row, count)
+        return [values[:, number] for values in found]

@@ -1,6 +1,6 @@
-"""The formats by name: their export and import functions, and how to recognize the format of a path.
+"""The formats by name: their functions, what they cannot store, and how to recognize the format of a path.
 
-Used by the command line. A format's module is loaded when it is needed.
+Used by exports, and by the command line. A format's module is loaded when it is needed.
 """
 
 from __future__ import annotations
@@ -98,3 +98,22 @@ def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
     if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
         hint = f"make a Parquet file of it: duckdb -c \"COPY (FROM '{path.name}') TO 'rows.parquet'\""
     raise SchemaError(f"{path} looks like none of the formats that can be imported", hint=hint)
+
+
+# -- what they cannot store ---------------------------------------------------------------------------
+
+#: What no format stores, and what each format does not store in addition.
+LOST_BY_ALL = "row ids, how often rows were sampled, the number of the next draw, layouts, versions"
+_OF_FLAT_FORMATS = "the order of rows of different episodes; fields of variable length, which it refuses"
+LOSSES = {
+    "arrow": "",
+    "hdf5": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
+    "minari": f"priorities, times, sources, trajectory ids, specs except spaces; {_OF_FLAT_FORMATS}",
+    "npz": f"priorities, times, sources, trajectory ids, facts about episodes, specs; {_OF_FLAT_FORMATS}",
+    "parquet": "",
+}
+
+
+def describe_losses(form: str) -> str:
+    """Return a description of what a format cannot store."""
+    return "; ".join(filter(None, [LOST_BY_ALL, LOSSES[form]]))

@@ -1,13 +1,15 @@
-"""Select the rows of an export, and read them with the facts about their episodes.
+"""The steps of all exports: select rows, read them piece by piece, build the target, report the result.
 
-Used by the formats. It reads one piece at a time, leaves out rows that are overwritten meanwhile, and never
-changes a store.
+Used by the modules of the formats, which write the rows; this module knows no format. It leaves out rows that
+are overwritten meanwhile, and never changes a store. A piece has a bounded size, even if the length of rows
+is not known beforehand: of variable-length rows a few are read, their length is measured, and then as many
+are read as fit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,18 +18,24 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.values import IntArray, Window, key_name
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
+from expstore.exchange.base import Exported, Progress, names_of, sync_tree
+from expstore.exchange.formats import describe_losses
 from expstore.schema.row_fields import ROW_FIELDS, priority_place
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.format.manifest import check_target
 from expstore.storages.read_view import ReadView, read_present
 from expstore.storages.snapshots.catalog import find_version, store_meant
+from expstore.storages.snapshots.restore import join_parts
 from expstore.storages.stats import meta_of
 
 #: The source of an export: a buffer, its storage, or the path of a store.
@@ -348,3 +356,244 @@ def _clip(fragments: IntArray, low: int, high: int) -> IntArray:
     kept[2] = stop - head
     kept[3] += head * fragments[4]
     return kept[:, kept[2] > 0]
+
+
+# -- pieces -------------------------------------------------------------------------------------------
+
+#: Number of variable-length rows that are read first; later pieces grow to `tuning.EXCHANGE_VARIABLE_ROWS`.
+FIRST_ROWS = 16
+#: Number of rows that are read to estimate the mean row length, and how many are read at a time.
+_SAMPLED, _TOGETHER = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that were read.
+
+    Args:
+        asked: Number of rows requested; some may have been removed from the store meanwhile.
+        ids: Ids of the rows that were read. Shape `(n,)`.
+        columns: One per field. Shapes `(n, *row shape)`; Arrow arrays for variable-length fields.
+    """
+
+    asked: int
+    ids: IntArray
+    columns: list[Any]
+
+
+def mean_bytes(rows: Rows) -> int:
+    """Estimate the average number of bytes of a row."""
+    fields = list(rows.fields.items())
+    loose = [place for place, entry in fields if entry.variable]
+    if not loose or not rows.count:
+        return rows.row_bytes
+    ends = np.cumsum(rows.fragments[2])
+    number = np.unique(np.linspace(0, ends[-1] - 1, _SAMPLED).astype(np.int64))
+    place = np.searchsorted(ends, number, side="right")
+    ids = (
+        rows.fragments[3, place]
+        + (number - ends[place] + rows.fragments[2, place]) * rows.fragments[4, place]
+    )
+    found = size = 0
+    for start in range(0, ids.size, _TOGETHER):
+        here, columns = rows.read(ids[start : start + _TOGETHER], loose)
+        found += here.size
+        size += sum(column.nbytes for column in columns)
+    return rows.row_bytes + -(-size // max(1, found))
+
+
+def read_pieces(rows: Rows, wanted: Iterable[IntArray], most: int | None = None) -> Iterator[Piece]:
+    """Read rows in the given order.
+
+    Args:
+        rows: The selected rows.
+        wanted: Arrays of ids; each is small enough that its fixed-size fields fit in memory. Shapes `(n,)`.
+        most: Approximate maximum size of a piece in bytes; a single row may exceed it. None:
+            `tuning.EXCHANGE_BYTES`.
+    """
+    pace = (
+        _Pace(rows, most or tuning.EXCHANGE_BYTES)
+        if any(entry.variable for entry in rows.fields.values())
+        else None
+    )
+    for ids in wanted:
+        if pace is None:
+            yield Piece(ids.size, *rows.read(ids))
+        else:
+            yield from pace.read(ids)
+
+
+class _Pace:
+    """Choose how many rows to read next, from the size of the previous rows."""
+
+    def __init__(self, rows: Rows, most: int) -> None:
+        self._rows, self._most = rows, most
+        self._next, self._each = FIRST_ROWS, 1
+
+    def read(self, ids: IntArray) -> Iterator[Piece]:
+        """Yield rows in pieces that fit in memory."""
+        held: list[Piece] = []
+        size = at = 0
+        while at < ids.size:
+            piece = self._read_some(ids[at : at + self._next])
+            at += piece.asked
+            held.append(piece)
+            size += sum(column.nbytes for column in piece.columns)
+            if 2 * size >= self._most:
+                yield _join(held)
+                held, size = [], 0
+        if held:
+            yield _join(held)
+
+    def _read_some(self, ids: IntArray) -> Piece:
+        """Read rows, or only the first of them if all together exceed the limits of an Arrow array."""
+        while True:
+            try:
+                piece = Piece(ids.size, *self._rows.read(ids))
+                break
+            except SchemaError:
+                if ids.size == 1:
+                    raise
+                ids = ids[: ids.size // 2]
+        each = sum(column.nbytes for column in piece.columns) // max(1, piece.ids.size)
+        self._each = max(1, each, self._each // 2)  # more long rows may follow a long one
+        self._next = max(1, min(self._most // (4 * self._each), 2 * ids.size, tuning.EXCHANGE_VARIABLE_ROWS))
+        return piece
+
+
+def _join(pieces: list[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    columns = zip(*(piece.columns for piece in pieces), strict=True)
+    return Piece(
+        sum(piece.asked for piece in pieces),
+        np.concatenate([piece.ids for piece in pieces]),
+        [join_parts(parts) for parts in columns],
+    )
+
+
+# -- one export ---------------------------------------------------------------------------------------
+
+#: Names of the formats in messages.
+_TITLES = {
+    "arrow": "Arrow",
+    "hdf5": "HDF5",
+    "minari": "Minari",
+    "npz": "NPZ",
+    "parquet": "Parquet",
+}
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export in progress: its rows and its target.
+
+    Threads, processes: one. Crashes: an unfinished target keeps its temporary name; the next export to the
+    same target removes it.
+
+    Args:
+        name: Name of the format.
+        rows: The rows to export.
+        target: The file or folder to create.
+        disk: Access to the file system.
+    """
+
+    name: str
+    rows: Rows
+    target: Path
+    disk: Disk
+
+    @contextmanager
+    def build_target(self, *, single: bool = False, sync: bool = True) -> Iterator[Path]:
+        """Build the target under a temporary name; it is renamed at the end of the block.
+
+        Args:
+            single: Whether the target is a file: the file of its name inside the yielded folder.
+            sync: Sync the files in the folder at the end; False: the caller does so.
+
+        Yields:
+            The temporary folder.
+
+        Raises:
+            StateError: The target exists, or would be inside a store.
+            NotFoundError: The target's parent folder does not exist.
+            LockedError: Another process creates the target at the same time.
+        """
+        check_target(self.disk, self.target)
+        with build_atomically(self.disk, self.target, single=single) as temporary:
+            yield temporary
+            if sync:
+                sync_tree(self.disk, temporary)
+
+    def summarize(self, written: int, *, episodes: int | None = None) -> Exported:
+        """Return the result of the export.
+
+        Args:
+            written: Number of rows written.
+            episodes: Number of episodes written; None: all selected episodes.
+        """
+        rows = self.rows
+        return Exported(
+            path=self.target,
+            rows=written,
+            left_out=rows.count - written,
+            fields=names_of([entry.key for entry in rows.user_fields]),
+            disk_bytes=self.disk.measure_space(self.target),
+            episodes=rows.episode_ids.size if episodes is None else episodes,
+            lost=describe_losses(self.name),
+        )
+
+
+@contextmanager
+def open_export(
+    name: str,
+    source: Exchanged,
+    target: str | Path,
+    *,
+    fields: Sequence[str] | None,
+    episodes: Episodes,
+    version: int | str | None,
+    disk: Disk | None,
+    any_length: bool = False,
+) -> Iterator[Export]:
+    """Select the rows of an export, and keep their storage open.
+
+    Args:
+        name: Name of the format.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: The file or folder to create.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`; None:
+            all.
+        version: Number or tag of a snapshot, if `source` is a path.
+        disk: Access to the file system; None: the default.
+        any_length: Whether the format supports variable-length rows.
+
+    Raises:
+        SchemaError: A field does not exist, or the format cannot store it.
+        ExpStoreError: An error of `rows.open_source` or `Rows.choose`.
+    """
+    path = local_path(target)
+    with open_source(source, version) as storage:
+        rows = Rows.choose(storage, fields=fields, episodes=episodes)
+        rows.refuse_objects(_TITLES[name], any_length=any_length)
+        yield Export(name, rows, path, disk or Disk())
+
+
+class Tally:
+    """Count the rows that are written and report the progress.
+
+    Args:
+        rows: All rows of the export.
+        progress: Called with the bytes done and the bytes in total.
+    """
+
+    def __init__(self, rows: Rows, progress: Progress) -> None:
+        self.written = self._asked = 0
+        self.row_bytes, self._count, self._progress = mean_bytes(rows), rows.count, progress
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece that was written, and report the progress."""
+        self.written += piece.ids.size
+        self._asked += piece.asked
+        self._progress(self._asked * self.row_bytes, self._count * self.row_bytes)

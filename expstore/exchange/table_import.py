@@ -36,12 +36,10 @@ from expstore.exchange.base import (
     open_to_read,
     piece_rows,
 )
-from expstore.exchange.field_names import split_name
 from expstore.exchange.fill import Facts, Filler, new_store, settings_of
-from expstore.exchange.foreign_rows import Column, ForeignRows, RowPlan, plan_rows
+from expstore.exchange.foreign_rows import Column, ForeignRows, RowPlan, plan_rows, split_name
 from expstore.exchange.table_files import ArrowPart, CsvPart, ParquetPart, Part, reading_arrow
-from expstore.exchange.table_layout import Layout, Table, needs_survey, read_layout
-from expstore.exchange.table_survey import Survey
+from expstore.exchange.table_layout import Layout, Survey, Table, needs_survey, read_layout
 from expstore.schema.arrow_types import describe
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Field, Schema

@@ -413,7 +413,7 @@ def load_file(path: Path) -> ClusterFile | None:
 
 def split_shard(path: Path, rows: int) -> list[tuple[int, int]]:
     """Return ranges of episodes of about this many rows."""
-    from expstore.exchange.arrow_table import find_episode_ranges
+    from expstore.exchange.tables import find_episode_ranges
 
     return find_episode_ranges(path, rows)
 
@@ -432,7 +432,7 @@ def read_shard(
     """
     import numpy as np
 
-    from expstore.exchange.arrow_table import read_table
+    from expstore.exchange.tables import read_table
 
     table = read_table(path, episodes, where=where, fields=fields)
     return table.append_column("_shard", [np.full(table.num_rows, number, np.int64)]), table.num_rows

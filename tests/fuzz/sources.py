@@ -28,7 +28,7 @@ from expstore.core import tuning
 from expstore.datasets import import_dataset, importer
 from expstore.datasets.formats import make_reader
 from expstore.errors import ExpStoreError
-from expstore.exchange import hdf5, npz, npz_members, table_files, table_import, table_layout
+from expstore.exchange import hdf5, npz, table_files, table_import, table_layout
 from expstore.exchange.formats import format_of
 from expstore.maintenance.verify import verify
 from expstore.storages import follower
@@ -346,7 +346,7 @@ def _read_flat_hdf5(path: Path) -> None:
 
 def _read_flat_npz(path: Path) -> None:
     with ExitStack() as stack:
-        with npz_members.reading_npz(path):
+        with npz.reading_npz(path):
             reader = npz._Reader(path, stack)
         _read_flat(reader)
 

@@ -54,7 +54,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     },
     "pydantic": {"api"},
     "ray": {"on_ray"},
-    "rich": {"cli", "exchange.progress_bar"},
+    "rich": {"cli", "exchange.base"},
     "starlette": {"api"},
     "torchrl": {"specs", "torchrl", "transforms.torchrl_twin"},
     "typer": {"cli"},

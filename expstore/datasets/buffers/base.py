@@ -25,7 +25,7 @@ from expstore.datasets.origin import Download, Origin, data_folder, prepare_data
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.base import show_progress
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices import SliceSampler
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement

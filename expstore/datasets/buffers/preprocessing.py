@@ -23,7 +23,7 @@ from expstore.data.sample_metadata import SAMPLE_METADATA, encode_metadata
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError, StateError
-from expstore.exchange.progress_bar import show_nothing, show_progress
+from expstore.exchange.base import show_nothing, show_progress
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 

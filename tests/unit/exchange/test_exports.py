@@ -20,7 +20,7 @@ from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SchemaError, StateError, StorageError
 from expstore.exchange import export_npz, export_parquet, npz, rows
-from expstore.exchange.field_names import SCALARS, their_path
+from expstore.exchange.foreign_rows import SCALARS, their_path
 from tests.support.commands import Cli
 from tests.support.typed_rows import typed_buffer, typed_rows
 

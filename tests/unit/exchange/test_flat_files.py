@@ -23,7 +23,7 @@ from expstore import exchange
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import export_hdf5, export_npz, field_names, import_hdf5, import_npz
+from expstore.exchange import export_hdf5, export_npz, foreign_rows, import_hdf5, import_npz
 from expstore.exchange import rows as exchange_rows
 from expstore.exchange.base import import_library
 from expstore.exchange.formats import EXPORTS
@@ -481,8 +481,8 @@ def test_names_lead_there_and_back() -> None:
         ("x", "y"),
         ("next", "z"),
     ]:
-        path = field_names.their_path(key)
-        assert field_names.name_fields([path], {}) == {path: key}
+        path = foreign_rows.their_path(key)
+        assert foreign_rows.name_fields([path], {}) == {path: key}
 
 
 @pytest.mark.parametrize(

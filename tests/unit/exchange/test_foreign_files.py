@@ -27,8 +27,7 @@ from expstore.exchange import (
     import_npz,
     import_parquet,
 )
-from expstore.exchange.field_names import SYNONYMS, name_fields
-from expstore.exchange.foreign_rows import rows_differ
+from expstore.exchange.foreign_rows import SYNONYMS, name_fields, rows_differ
 from tests.support.paths import ROOT
 
 FILES = ROOT / "tests/fixtures/foreign"

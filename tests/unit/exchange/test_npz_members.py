@@ -16,7 +16,7 @@ from expstore.datasets.formats import make_reader
 from expstore.datasets.recognition import arrays_format
 from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange import import_npz
-from expstore.exchange.npz_members import read_npz
+from expstore.exchange.npz import read_npz
 
 
 def _array(shape: tuple[int, ...], values: bytes) -> bytes:

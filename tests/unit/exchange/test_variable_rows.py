@@ -28,9 +28,9 @@ from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.episodes.segmentation import Steps
 from expstore.errors import SchemaError
-from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet, row_pieces
-from expstore.exchange.rows import Rows
-from expstore.exchange.variable_rows import file_type, from_file, to_file
+from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
+from expstore.exchange.rows import Rows, mean_bytes, read_pieces
+from expstore.exchange.tables import file_type, from_file, to_file
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_text, to_type, type_text
 from expstore.schema.schema import ARROW, DTYPES, Field, Schema
 from expstore.schema.variable_tensors import join
@@ -317,7 +317,7 @@ def test_rows_of_any_length_are_read_in_pieces_that_fit(tmp_path: Path) -> None:
     rb = expstore.ReplayBuffer(storage=storage)
     rows = Rows.choose(storage)
     most = 1 << 20
-    pieces = list(row_pieces.read_pieces(rows, rows.by_id(65_536), most))
+    pieces = list(read_pieces(rows, rows.by_id(65_536), most))
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(1, len(lengths) + 1))
     assert pa.concat_arrays([piece.columns[0] for piece in pieces]) == column
     sizes = [int(piece.columns[0].nbytes) for piece in pieces]
@@ -325,7 +325,7 @@ def test_rows_of_any_length_are_read_in_pieces_that_fit(tmp_path: Path) -> None:
     assert max(long[1:]) <= 2 * most  # the first of them came unannounced
     assert 4 < len(pieces) < 60
     whole = sum(lengths) / len(lengths)
-    assert 0.3 * whole < row_pieces.mean_bytes(rows) < 30 * whole
+    assert 0.3 * whole < mean_bytes(rows) < 30 * whole
     done = export_parquet(rb, tmp_path / "out")
     assert done.rows == len(lengths)
     rb.close()
@@ -350,7 +350,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
                 raise SchemaError("these rows hold too many values")
             return rows.read(ids, places)
 
-    pieces = list(row_pieces.read_pieces(Narrow(), rows.by_id(65_536)))  # type: ignore[arg-type]
+    pieces = list(read_pieces(Narrow(), rows.by_id(65_536)))  # type: ignore[arg-type]
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(1, 51))
     assert sum(piece.asked for piece in pieces) == 50
     assert max(asked) > 3
@@ -360,7 +360,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
             raise SchemaError("these rows hold too many values")
 
     with pytest.raises(SchemaError, match="too many values"):
-        list(row_pieces.read_pieces(Never(), rows.by_id(65_536)))  # type: ignore[arg-type]
+        list(read_pieces(Never(), rows.by_id(65_536)))  # type: ignore[arg-type]
     rb.close()
 
 

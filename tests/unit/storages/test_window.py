@@ -19,7 +19,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import MemoryStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer, samplers
 from expstore.errors import ArgumentError, NotFoundError, NotReadyError, StateError
-from expstore.exchange.parquet_export import export_parquet
+from expstore.exchange.tables import export_parquet
 from expstore.maintenance.resize import resize
 from expstore.storages.columns.priorities import PAGE_ROWS
 from expstore.storages.format.manifest import MANIFEST
