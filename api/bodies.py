@@ -6,7 +6,6 @@ Used by the routes. It knows media types, but no stores.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from expstore.api.errors import Refusal
+from expstore.core.values import to_finite
 from expstore.wire.codec import plain_columns
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -132,7 +132,7 @@ def rows_to_json(batch: Any, facts: Mapping[str, Any] | None = None) -> dict[str
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return to_finite(value)
     if isinstance(value, list) or type(value) is tuple:  # pairs of a map
         return [_finite(item) for item in value]
     if isinstance(value, dict):

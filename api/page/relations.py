@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Key
 from expstore.schema.schema import Schema
-from expstore.sql.views import ROW_COLUMNS, call_tops
+from expstore.sql.views import ROW_COLUMNS, call_tops, quote
 
 _Columns = tuple[tuple[str, str, str], ...]
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -144,7 +144,7 @@ def describe_relations(rb: TensorDictReplayBuffer) -> Relations:
 
 def _find_types(rb: TensorDictReplayBuffer, schema: Schema) -> list[str]:
     """Return DuckDB's names of the types of the fields."""
-    names = [".".join(map(_quote, path)) for path in _paths(schema, ROW_COLUMNS)]
+    names = [".".join(map(quote, path)) for path in _paths(schema, ROW_COLUMNS)]
     selected = ", ".join(f"{name} AS c{place}" for place, name in enumerate(names))
     rows = rb.sql(f"SELECT column_type FROM (DESCRIBE SELECT {selected} FROM transitions)").fetchall()
     return [kind for (kind,) in rows]
@@ -171,14 +171,10 @@ def _describe(
 
     def write(part: str) -> str:
         is_plain = _PLAIN.fullmatch(part) and part.lower() not in reserved
-        return part if is_plain else _quote(part)
+        return part if is_plain else quote(part)
 
     facts: list[dict[str, Any]] = [
         {"name": ".".join(path), "sql": ".".join(map(write, path)), "type": kind, "description": text}
         for path, kind, text in entries
     ]
     return RelationFacts(name=name, description=description, columns=[ColumnFacts(**one) for one in facts])
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -6,7 +6,6 @@ the condition of `Filters`, and such a query must run in the sandbox.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.page.episode_pages import Filters, fact_expression, fact_path
 from expstore.api.page.histograms import choose_ids, times_of
+from expstore.core.values import to_finite
 from expstore.storages.read_view import ReadView
 
 #: Number of groups, the last of which has all other values if there are more.
@@ -128,7 +128,7 @@ def series_of(y: str, x: str, table: Any) -> Series:
                 name=name, other=truncated and place == GROUPS, x=[], mean=[], min=[], max=[], count=[]
             )
         for column, value in zip((group.x, group.mean, group.min, group.max), values, strict=True):
-            column.append(_to_finite(value))
+            column.append(None if value is None else to_finite(value))
         group.count.append(count)
     return Series(y=y, x=x, groups=list(groups.values()), truncated=truncated)
 
@@ -153,7 +153,3 @@ def throughput_of(storage: ReadView, points: int) -> Series:
     group = Group(name=None, other=False, x=middles, mean=rates, min=rates, max=rates,
                   count=np.rint(rows).astype(np.int64).tolist())  # fmt: skip
     return Series(y="throughput", x="time", groups=[group], truncated=False)
-
-
-def _to_finite(value: Any) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

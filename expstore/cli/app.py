@@ -27,7 +27,7 @@ from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.groups import CHANGE, LOOK, MOVE, SERVE, VERSIONS, add_command, make_group
 from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
 from expstore.cli.interrupt import Interrupts, end_at_once, handle_interrupts
-from expstore.cli.output import print_csv, print_json, print_rows, print_table, rows_of, show_notes
+from expstore.cli.output import Json, print_csv, print_json, print_rows, print_table, rows_of, show_notes
 from expstore.cli.paths import to_local
 from expstore.disk.local_path import local_path
 from expstore.errors import (
@@ -58,7 +58,6 @@ app = make_group(
     "usage, 3 the store is locked, 4 the store is damaged, 130 interrupted.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Stores = Annotated[
     list[Path],
     typer.Argument(

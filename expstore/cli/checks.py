@@ -14,7 +14,7 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.exit_codes import DAMAGED, FAILED
-from expstore.cli.output import print_json
+from expstore.cli.output import Json, print_json
 from expstore.cli.paths import to_local
 from expstore.exchange.base import show_progress
 
@@ -24,7 +24,6 @@ Store = Annotated[
         callback=to_local, autocompletion=complete_store, metavar="PATH", help="The store's folder."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def verify(path: Store, as_json: Json = False) -> int:

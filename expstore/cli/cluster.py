@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.groups import add_command, make_group, show_help
-from expstore.cli.output import print_json, print_table
+from expstore.cli.output import Json, print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import TokenHosts, read_token, read_tokens
 from expstore.errors import StorageError
@@ -42,7 +42,6 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(callback=to_local, metavar="FILE", help="File with the token of the servers."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def init(

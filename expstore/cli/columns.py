@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expstore.cli.output import print_json
+from expstore.cli.output import Json, print_json
 from expstore.cli.paths import Store
 from expstore.exchange.base import show_progress
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from expstore.core.values import Key
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The field, such as next.reward.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def add_column(

@@ -15,7 +15,7 @@ import typer
 
 from expstore.cli.groups import add_command, make_group, show_help
 from expstore.cli.info import facts_of, show_facts
-from expstore.cli.output import print_json, print_table
+from expstore.cli.output import Json, print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.core.tables import size_text
 
@@ -33,7 +33,6 @@ datasets = make_group(
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of a data set, such as d4rl:hopper-medium-v2.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Root = Annotated[
     Path | None,
     typer.Option(

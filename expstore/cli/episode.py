@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expstore.cli.output import print_json, print_table
+from expstore.cli.output import Json, print_json, print_table
 from expstore.cli.paths import to_local
 from expstore.core.tables import cell_text, elide, printable
 from expstore.errors import NotFoundError
@@ -37,7 +37,7 @@ def episode(
         Path | None,
         typer.Option(callback=to_local, metavar="FILE", help="Write a picture of the episode to a PNG file."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Show an episode: its facts, its first and last rows; or write a picture of it."""
     from expstore.disk.files import Disk

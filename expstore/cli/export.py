@@ -13,7 +13,7 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
-from expstore.cli.output import print_json
+from expstore.cli.output import Json, print_json
 from expstore.cli.paths import to_local
 from expstore.core.tables import size_text
 from expstore.exchange.base import no_progress, show_import, show_progress
@@ -102,7 +102,6 @@ AsStorage = Annotated[
         "fixed size. By default chosen from the columns.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def export(
@@ -214,7 +213,7 @@ def import_(
             help="In atari-dqn: import only these checkpoints, such as 0-9,20.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Create a store from files of other programs, or from an export."""
     from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.completion import complete_store
-from expstore.cli.output import iso_text, print_json, print_versions
+from expstore.cli.output import Json, iso_text, print_json, print_versions
 from expstore.cli.paths import to_local
 from expstore.core.tables import size_text
 
@@ -39,7 +39,6 @@ PRUNE_NOTES = (
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where the versions are, such as s3://bucket/prefix.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def push(

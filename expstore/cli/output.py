@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from expstore.core.tables import printable, size_text
+from expstore.core.values import to_finite
 from expstore.errors import QueryError
 
 if TYPE_CHECKING:
     from expstore.sql.result import Result
 
+#: The option of commands that print JSON.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; NaN and infinities are null.")]
 CELL = 60
 LIST_ITEMS = 3
 BATCH_ROWS = 10_000
@@ -43,7 +45,7 @@ def rows_of(result: Result) -> Iterator[tuple[Any, ...]]:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON value; NaN and infinities become text."""
+    """Print one JSON value; NaN and infinities become null."""
     typer.echo(json.dumps(_plain(value), indent=1))
 
 
@@ -70,13 +72,11 @@ def print_csv(result: Result) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON; NaN and infinities become text, since null is SQL's NULL."""
+    """Convert a value for JSON; NaN and infinities become null, as in answers of a server."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return to_finite(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

@@ -14,15 +14,13 @@ import typer
 
 from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
-from expstore.cli.output import print_json
+from expstore.cli.output import Json, print_json
 from expstore.cli.paths import Store, to_local
 from expstore.errors import StateError
 from expstore.exchange.base import show_progress
 
 if TYPE_CHECKING:
     from expstore.maintenance.resize import Resized
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def resize(

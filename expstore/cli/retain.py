@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from expstore.cli.output import print_json
+from expstore.cli.output import Json, print_json
 from expstore.cli.paths import Store
 from expstore.core.tables import size_text
 
@@ -29,7 +29,7 @@ def retain(
         typer.Option("--where", metavar="SQL", help="Keep only episodes with at least one row that matches."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Delete whole episodes of a store once, and free their space; no other process may write to it."""
     from expstore.buffers.policy_runner import make_runner

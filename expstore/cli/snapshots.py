@@ -15,7 +15,7 @@ import typer
 from expstore.cli import object_storage
 from expstore.cli.completion import complete_store, complete_version
 from expstore.cli.groups import add_command, make_group, show_help
-from expstore.cli.output import iso_text, print_json, print_versions
+from expstore.cli.output import Json, iso_text, print_json, print_versions
 from expstore.cli.paths import Store, to_local
 from expstore.cli.tokens import read_token
 from expstore.core.tables import size_text
@@ -37,7 +37,6 @@ Place = Annotated[
         callback=to_local, autocompletion=complete_store, metavar="PATH", help="The folder of snapshots."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def create(

@@ -56,7 +56,7 @@ from expstore.remote.worker import run_together
 from expstore.schema.schema import Schema
 from expstore.sql.parts import join_parts, query_parts
 from expstore.sql.result import Result
-from expstore.sql.views import select_episodes
+from expstore.sql.views import quote, select_episodes
 
 _Result = TypeVar("_Result")
 #: Sequences of draws: of batches of the buffer's size, and of other sizes.
@@ -602,7 +602,7 @@ class ShardedEpisodes(LocalEpisodes):
         """
         each = select_episodes(where, order_by, limit)
         found = self._owner.sql_each(each, params, limit=limit or None)
-        names = ", ".join(f'"{name}"' for name in found.columns)
+        names = ", ".join(map(quote, found.columns))
         merged = select_episodes(None, order_by, limit).replace("FROM episodes", "FROM parts AS episodes", 1)
         return query_parts(merged.replace("SELECT *", f"SELECT {names}", 1), found)
 

@@ -5,6 +5,7 @@ Used by all other packages; only simple arithmetic on ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -78,6 +79,11 @@ class Ranking:
 
     def __str__(self) -> str:
         return f"{self.reduction} of {key_name(self.key)}"
+
+
+def to_finite(value: float) -> float | None:
+    """Return a number for JSON, which has neither NaN nor infinities: they are None."""
+    return value if math.isfinite(value) else None
 
 
 def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int, int]]:

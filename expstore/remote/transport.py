@@ -541,7 +541,7 @@ def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
 
 
 def encode_json(body: Any) -> bytes:
-    """Return a body as JSON.
+    """Return a body as JSON; NaN and infinities, which SQL parameters may be, as Python's json writes them.
 
     Raises:
         ArgumentError: A value cannot be represented.

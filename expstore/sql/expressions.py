@@ -29,7 +29,7 @@ from expstore.errors import ArgumentError, ExpStoreError, QueryError
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
 from expstore.sql.index import CONFIG
-from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops
+from expstore.sql.views import ROW_COLUMNS, Column, Relations, call_tops, quote
 
 #: Columns of the relation `episodes` that an expression may use.
 FACTS = (
@@ -226,7 +226,7 @@ class Conditions:
     def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
         """Raise QueryError if arrays are added: DuckDB concatenates them, ignoring `memory_limit`."""
         for path, subscripts in self._operands:
-            operand = ".".join(_quote(part) for part in path) + "[1]" * subscripts
+            operand = ".".join(quote(part) for part in path) + "[1]" * subscripts
             if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):
                 raise QueryError(
                     f"{self} computes with {key_name(path)}, which has several values per row",
@@ -496,17 +496,12 @@ def table_of_facts(names: Sequence[str], entries: Sequence[LogEntry], more: Any)
 
 def _with_episodes(facts: Sequence[str]) -> str:
     members = ", ".join(
-        f'"{name}" := __facts.info::JSON' if name == "info" else f'"{name}" := __facts."{name}"'
-        for name in facts
+        f"{quote(name)} := __facts.{quote(name)}{'::JSON' if name == 'info' else ''}" for name in facts
     )
     return (
         f"(SELECT t.*, struct_pack({members}) AS episode FROM transitions AS t "
         "LEFT JOIN __facts ON __facts.episode_id = t._episode) AS transitions"
     )
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _operands(tree: dict[str, Any]) -> Iterator[tuple[Path, int]]:

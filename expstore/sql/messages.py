@@ -15,6 +15,7 @@ import duckdb
 
 from expstore.core.nearest import list_nearest_first, nearest
 from expstore.errors import QueryError
+from expstore.sql.views import quote
 
 _MISSING_COLUMN = (
     re.compile(r'Referenced column "(?P<name>.+?)" not found'),
@@ -68,8 +69,8 @@ def explain_refusal(
     lists = [f"{table} has {', '.join(list_nearest_first(name, names))}" for table, names in known.items()]
     hint = (f"did you mean {near}? " if near else "") + "; ".join(lists)
     if name == missing["name"] and any(name in names for names in known.values()):  # quoted, so one name
-        quoted = ".".join(f'"{part}"' for part in name.split("."))
-        hint, name = f"write {name} without quotation marks, or {quoted}", f'"{name}"'
+        quoted = ".".join(map(quote, name.split(".")))
+        hint, name = f"write {name} without quotation marks, or {quoted}", quote(name)
     return QueryError(
         f"{' and '.join(known)} {'has' if len(known) == 1 else 'have'} no column {name}", hint=hint
     )

@@ -228,9 +228,9 @@ class Catalog:
             StateError: The store is closed.
         """
         from expstore.sql.expressions import table_of_facts
-        from expstore.sql.views import Relations
+        from expstore.sql.views import Relations, quote
 
-        select = "SELECT " + ", ".join(f'"{name}"' for name in names) + " FROM episodes WHERE "
+        select = "SELECT " + ", ".join(map(quote, names)) + " FROM episodes WHERE "
         if episodes is None:
             return self.catch_up().query(select + "live_rows > 0", None, Relations()).arrow()
         select += "episode_id IN (SELECT unnest(?::BIGINT[]))"

@@ -345,18 +345,24 @@ def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapp
             branch = branch.setdefault(part, {})
         branch[item.column.key[-1]] = item.expression()
     visible = [index if name == "_index" else name for name in names]
-    return ", ".join([*visible, *(f"{_struct(value)} AS {_quote(tops[top])}" for top, value in tree.items())])
+    return ", ".join([*visible, *(f"{_struct(value)} AS {quote(tops[top])}" for top, value in tree.items())])
 
 
 def _struct(value: str | dict[str, Any]) -> str:
     # DuckDB reads all members of a struct, even if a query names only one.
     if isinstance(value, str):
         return value
-    members = ", ".join(f"{_quote(name)} := {_struct(member)}" for name, member in value.items())
+    members = ", ".join(f"{quote(name)} := {_struct(member)}" for name, member in value.items())
     return f"struct_pack({members})"
 
 
-def _quote(name: str) -> str:
+def quote(name: str) -> str:
+    """Return a name as an identifier in SQL.
+
+    >>> from expstore.sql.views import quote
+    >>> print(quote('the "b" field'))
+    "the ""b"" field"
+    """
     return '"' + name.replace('"', '""') + '"'
 
 

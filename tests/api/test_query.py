@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pyarrow as pa
 import pytest
 
+import expstore
 from expstore.api import Settings
 from expstore.sql.sandbox import pool
 from tests.support.arrow_bodies import ACCEPT_ARROW, ARROW, post_rows, rows_of
@@ -52,6 +54,16 @@ def test_episodes_are_listed(client: httpx.Client) -> None:
     whole = client.get(f"{RUN}/episodes", headers={"Accept": ARROW["Content-Type"]})
     assert pa.ipc.open_stream(whole.content).read_all()["length"].to_pylist() == [10, 10, 5, 10, 10]
     assert client.get(f"{RUN}/episodes", params={"status": "odd"}).status_code == 422
+
+
+def test_nan_and_infinities_are_null_in_answers_and_numbers_in_parameters(client: httpx.Client) -> None:
+    """As `--json` of the command line has them; a connection gets Arrow, and sends what it is given."""
+    post_rows(client, 1)
+    query = "SELECT 'nan'::DOUBLE AS x, [1.5, '-inf'::DOUBLE] AS y, {'a': 'inf'::FLOAT} AS z, NULL AS n"
+    assert ask(client, query) == [[None, [1.5, None], {"a": None}, None]]
+    with expstore.connect(f"{client.base_url}/run") as rb:
+        ((x, y, z),) = rb.sql("SELECT isnan(?::DOUBLE), ?::DOUBLE, ?::DOUBLE", [np.nan, np.inf, -np.inf])
+    assert (x, y, z) == (True, np.inf, -np.inf)
 
 
 def test_values_of_all_types_are_answered_as_json(client: httpx.Client) -> None:

@@ -542,7 +542,7 @@ def test_json_rows(cli: Cli, store: Path) -> None:
         "SELECT 1 AS a, 2 AS a, NULL AS n, 'NaN'::DOUBLE AS x, '-inf'::DOUBLE AS y, DATE '2026-01-02' AS d"
     )
     assert cli("sql", store, query, "--json").json == [
-        {"a": 1, "a_": 2, "n": None, "x": "NaN", "y": "-Infinity", "d": "2026-01-02"}
+        {"a": 1, "a_": 2, "n": None, "x": None, "y": None, "d": "2026-01-02"}
     ]
     assert cli("sql", store, "SELECT 1 WHERE false", "--json").json == []
     (row,) = cli("sql", store, "SELECT observation, next FROM transitions LIMIT 1", "--json").json
