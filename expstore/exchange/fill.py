@@ -1,6 +1,6 @@
 """Fill a new store with imported rows; the store exists only once it is complete.
 
-Used by all imports. Episodes are given with the rows, or follow from flags as in `extend`. The store has a
+Used by all imports of files: each is a `RowSource`, whose rows `fill_store` writes. The store has a
 temporary name until it is closed; an interrupted import leaves nothing behind. The summary says which fields
 have which role, how episodes ended, and what seems wrong; imports of data sets have the same one.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import Assignment, Segment
 from expstore.errors import ExpStoreError
-from expstore.exchange.base import Imported, names_of
+from expstore.exchange.base import Imported, Progress, Tell, names_of
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
@@ -66,6 +67,127 @@ class Facts:
     named: bool = False
     trajectory: int | None = None
     info: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedRows:
+    """Rows with the episodes they belong to, as the source numbers them.
+
+    Args:
+        columns: One array per field; Arrow arrays for variable-length fields. Shapes `(n, *row shape)`.
+        episodes: The episode of each row. Shape `(n,)`, int64.
+        steps: The step of each row. Shape `(n,)`, int64.
+        done: Number of rows that were read from the source so far.
+        facts: Returns the facts about an episode; None: nothing is known.
+        last: Whether each row is the last of its episode: its flags then tell how the episode ends. None: the
+            facts do. Shape `(n,)`, bool.
+        times: When each row was written, in microseconds since 1970; None: now. Shape `(n,)`.
+        priorities: Shape `(n,)`; None: the priority of new rows.
+    """
+
+    columns: Sequence[Any]
+    episodes: IntArray
+    steps: IntArray
+    done: int = 0
+    facts: Callable[[int], Facts] | None = None
+    last: Array | None = None
+    times: IntArray | None = None
+    priorities: Array | None = None
+
+    def cut(self, part: slice) -> NumberedRows:
+        """Return some of the rows."""
+        return dataclasses.replace(
+            self,
+            columns=[_cut(column, part) for column in self.columns],
+            episodes=self.episodes[part],
+            steps=self.steps[part],
+            last=None if self.last is None else self.last[part],
+            times=None if self.times is None else self.times[part],
+            priorities=None if self.priorities is None else self.priorities[part],
+        )
+
+
+class RowSource(ABC):
+    """The rows of files, to be imported by `fill_store`.
+
+    Rows of different episodes may be interleaved. A data set whose episodes follow one another is a
+    `datasets.Reader` instead, whose import continues after an interruption.
+    """
+
+    #: The fields.
+    schema: Schema
+    #: Number of rows; 0 if unknown.
+    total: int = 0
+    #: Descriptions of what is left out or changed.
+    notes: Sequence[str] = ()
+    #: Columns that became fields of another name; see `summarize_import`.
+    names: Mapping[str, str] = {}
+    #: Capacity of the store from which the rows were exported; None: none, or unknown.
+    capacity: int | None = None
+    #: Its settings, as `settings_of` returns them.
+    settings: Mapping[str, Any] = {}
+    #: Specs of the fields, as the JSON text that stores keep; "" if unknown.
+    specs: str = ""
+    #: Kind of the new store: "zarr", or "arrow", which also stores variable-length rows.
+    storage: str = "zarr"
+    #: A number above every episode id: episodes keep their ids; None: they get new ids.
+    above: int | None = None
+
+    @abstractmethod
+    def pieces(self) -> Iterator[NumberedRows]:
+        """Yield the rows, a few MB at a time."""
+
+    def parsing(self) -> AbstractContextManager[None]:
+        """Convert what is raised while rows are read and written because the files are damaged."""
+        return contextlib.nullcontext()
+
+    def warnings(self) -> Sequence[str]:
+        """Return what seems wrong in the rows that were read."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an import goes, and whom it tells.
+
+    Args:
+        path: The store's folder, which must not exist yet.
+        capacity: Maximum number of readable rows; None: that of the source.
+        progress: Called with the rows done and the rows in total.
+        tell: Called with descriptions of what is left out or changed, before any row is written.
+        disk: Access to the file system.
+    """
+
+    path: Path
+    capacity: int | None
+    progress: Progress
+    tell: Tell
+    disk: Disk
+
+
+def fill_store(source: RowSource, target: Target) -> Imported:
+    """Create a store with all rows of a source.
+
+    Raises:
+        StateError: The target exists, or would be inside a store.
+        NotFoundError: The target's parent folder does not exist.
+        LockedError: Another process creates the target at the same time.
+        ExpStoreError: An error of the source, or of the new store. Nothing is left behind.
+    """
+    target.tell(source.notes)
+    room = source.capacity if target.capacity is None else target.capacity
+    with new_store(target.disk, target.path, room, source.settings, storage=source.storage) as filler:
+        with source.parsing():
+            filler.prepare(source.schema, specs=source.specs, above=source.above)
+        pieces = source.pieces()
+        while True:
+            with source.parsing():
+                piece = next(pieces, None)
+                if piece is None:
+                    break
+                filler.put(piece)
+            target.progress(piece.done, max(piece.done, source.total))
+        return filler.result(target.path, source)
 
 
 @dataclass(slots=True)
@@ -114,85 +236,40 @@ class Filler:
             self._storage.settings.describe_fields(specs)
         self._above = above
 
-    @property
-    def schema(self) -> Schema:
-        """The fields of the store."""
-        return self._storage.require_schema()
-
-    def put(
-        self,
-        columns: Sequence[Any],
-        episodes: IntArray,
-        steps: IntArray,
-        *,
-        facts: Callable[[int], Facts] | None = None,
-        last: Array | None = None,
-        times: IntArray | None = None,
-        priorities: Array | None = None,
-    ) -> None:
-        """Append rows with known episodes and steps.
-
-        Args:
-            columns: As in `add`.
-            episodes: The episode of each row, numbered as in the source. Shape `(n,)`, int64.
-            steps: The step of each row. Shape `(n,)`, int64.
-            facts: Returns the facts about an episode; None: nothing is known.
-            last: Whether each row is the last of its episode: its flags then tell how the episode ends. None:
-                the facts do. Shape `(n,)`, bool.
-            times: When each row was written, in microseconds since 1970; None: now. Shape `(n,)`.
-            priorities: Shape `(n,)`; None: the priority of new rows.
-        """
-        if not episodes.size:
+    def put(self, rows: NumberedRows) -> None:
+        """Append rows. Rows with the same time were written in one batch; they are written in one again."""
+        if not rows.episodes.size:
             return
-        # Rows with the same time were written in one batch; they are written in one batch again.
-        cuts = [] if times is None else (np.flatnonzero(np.diff(times)) + 1).tolist()
-        for start, stop in zip([0, *cuts], [*cuts, episodes.size], strict=True):
-            part = slice(start, stop)
-            time = now_us() if times is None else int(times[start])
-            given = None if priorities is None else priorities[part]
-            piece = [_part(column, part) for column in columns]
-            ends = None if last is None else last[part]
-            self._put(piece, episodes[part], steps[part], facts, ends, time, given)
+        cuts = [] if rows.times is None else (np.flatnonzero(np.diff(rows.times)) + 1).tolist()
+        for start, stop in zip([0, *cuts], [*cuts, rows.episodes.size], strict=True):
+            time = now_us() if rows.times is None else int(rows.times[start])
+            self._put(rows.cut(slice(start, stop)), time)
 
-    def _put(
-        self,
-        columns: Sequence[Array],
-        episodes: IntArray,
-        steps: IntArray,
-        facts: Callable[[int], Facts] | None,
-        ends: Array | None,
-        time: int,
-        priorities: Array | None,
-    ) -> None:
+    def _put(self, given: NumberedRows, time: int) -> None:
         storage = self._storage
         with storage.locks.extend, storage.lock:
-            assignment, noted = self._assign(columns, episodes, steps, facts, ends)
+            assignment, noted = self._assign(given)
             assignment.numbers[3] = time
-            rows = Rows(storage.last + 1, episodes.size, columns, assignment, time)
+            rows = Rows(storage.last + 1, given.episodes.size, given.columns, assignment, time)
             storage.write(rows)
             for number, info in noted:
                 entry = self._catalog.find_episode(number)
                 storage.annotate(dataclasses.replace(entry, text=info))
+            priorities = given.priorities
             if priorities is not None and (priorities != np.float32(storage.priorities.largest)).any():
                 storage.set_priorities(rows.ids, priorities)
-        self.rows += episodes.size
+        self.rows += given.episodes.size
 
-    def _assign(
-        self,
-        columns: Sequence[Array],
-        episodes: IntArray,
-        steps: IntArray,
-        facts: Callable[[int], Facts] | None,
-        ends: Array | None,
-    ) -> tuple[Assignment, list[tuple[int, str]]]:
+    def _assign(self, given: NumberedRows) -> tuple[Assignment, list[tuple[int, str]]]:
         """Split a batch into segments; return them, and the infos of episodes that begin."""
+        episodes, steps, ends = given.episodes, given.steps, given.last
         first_id = self._storage.last + 1
         made = Assignment([], np.empty((4, episodes.size), np.int64))
         made.numbers[0] = np.arange(first_id, first_id + episodes.size)
-        terminated, truncated, rewards = self._read_facts(columns)
+        terminated, truncated, rewards = self._read_facts(given.columns)
         noted: list[tuple[int, str]] = []
         for name, step, count, first, stride in find_fragments(episodes, steps, made.numbers[0]).T.tolist():
-            known = _NOTHING if facts is None else facts(name)
+            known = _NOTHING if given.facts is None else given.facts(name)
             source = self._source(known, made.sources)
             going, begins = self._find(name, step, (source, known.trajectory))
             if begins and known.info:
@@ -247,35 +324,21 @@ class Filler:
     def _read_facts(self, columns: Sequence[Array]) -> tuple[Array | None, Array | None, Array | None]:
         """Return which rows terminate an episode, which truncate it, and their rewards. Shapes `(n,)`."""
         if self._flags is None:
-            self._flags = RowFacts(self.schema, self._storage.keys)
+            self._flags = RowFacts(self._storage.require_schema(), self._storage.keys)
         return self._flags.read(columns)
 
-    def result(
-        self,
-        path: Path,
-        notes: Sequence[str] = (),
-        *,
-        names: Mapping[str, str] | None = None,
-        warnings: Sequence[str] = (),
-    ) -> Imported:
-        """Return the result of the import.
-
-        Args:
-            path: Path of the store.
-            notes: Descriptions of data that was imported in another way than one may expect.
-            names: Columns of the file that became fields of another name.
-            warnings: What in the rows seems wrong.
-        """
+    def result(self, path: Path, source: RowSource) -> Imported:
+        """Return the result of the import of a source to a path."""
         return summarize_import(
             path,
             rows=self.rows,
             kept=self._storage.stored.rows,
             statuses=self._catalog.query(STATUSES, None).fetchall(),
-            schema=self.schema,
+            schema=self._storage.require_schema(),
             keys=self._storage.keys,
-            notes=notes,
-            names=names or {},
-            warnings=warnings,
+            notes=source.notes,
+            names=source.names,
+            warnings=source.warnings(),
         )
 
     def _source(self, known: Facts, new: list[NewSource]) -> int:
@@ -291,7 +354,7 @@ class Filler:
         return number
 
 
-def _part(column: Any, rows: slice) -> Any:
+def _cut(column: Any, rows: slice) -> Any:
     """Return a contiguous part of a column."""
     found = column[rows]
     return np.ascontiguousarray(found) if isinstance(found, np.ndarray) else found

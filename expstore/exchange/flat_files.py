@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +15,10 @@ import numpy as np
 from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.parsing import INVALID, reading
 from expstore.core.values import Array, IntArray
-from expstore.disk.files import Disk
 from expstore.episodes.sources import lane_names
 from expstore.errors import SchemaError
-from expstore.exchange.base import Imported, Progress, Tell, piece_rows
-from expstore.exchange.fill import new_store, settings_of
+from expstore.exchange.base import Imported, Progress, piece_rows
+from expstore.exchange.fill import NumberedRows, RowSource, Target, fill_store, settings_of
 from expstore.exchange.foreign_rows import (
     SCALARS,
     Column,
@@ -175,53 +174,63 @@ class _Ends:
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def fill_flat(
-    reader: FlatReader,
-    target: Path,
-    *,
-    given: Mapping[str, str],
-    capacity: int | None,
-    progress: Progress,
-    tell: Tell,
-    disk: Disk,
-) -> Imported:
+def import_flat(reader: FlatReader, given: Mapping[str, str], target: Target) -> Imported:
     """Create a store from a flat file.
+
+    Args:
+        reader: Reads the file.
+        given: The user's mapping from names, or groups, to fields; the file is then read as that of another
+            program.
+        target: Where the import goes.
 
     Raises:
         SchemaError: An array in the file cannot be a field.
     """
     about = {} if given else _parse_about(reader.about)
-    if about:
-        return _fill_exported(reader, about, target, capacity, progress, tell, disk)
-    with reading("the arrays of the file"):
-        plan = plan_rows(reader.columns, given)
-    rows = _check_lengths([(reader.columns[place], reader.lengths[place]) for place in plan.positions])
-    notes = [*reader.notes, *plan.notes]
-    tell(notes)
-    with new_store(disk, target, capacity) as filler:
-        writer = ForeignRows(plan, filler)
-        size, done = piece_rows(plan.schema.row_bytes), 0
+    return fill_store(_ExportedRows(reader, about) if about else _ForeignFile(reader, given), target)
 
-        def read(first: int, count: int) -> dict[int, Array]:
-            values = reader.read([reader.columns[place] for place in plan.positions], first, count)
-            return dict(zip(plan.positions, values, strict=True))
 
-        lanes = reader.lanes
+class _ForeignFile(RowSource):
+    """The rows of a file that another program wrote."""
+
+    def __init__(self, reader: FlatReader, given: Mapping[str, str]) -> None:
+        self._reader = reader
+        with self.parsing():
+            self._plan = plan = plan_rows(reader.columns, given)
+        wanted = [(reader.columns[place], reader.lengths[place]) for place in plan.positions]
+        self._count = _check_lengths(wanted)
+        self.total = sum(stop - start for lane in reader.lanes for start, stop in lane) or self._count
+        self.schema, self.names, self.notes = plan.schema, plan.names, [*reader.notes, *plan.notes]
+        self._rows = ForeignRows(plan)
+
+    def parsing(self) -> AbstractContextManager[None]:
+        """Convert errors of NumPy to StorageError."""
+        return reading("the arrays of the file")
+
+    def warnings(self) -> Sequence[str]:
+        """Return what seems wrong in the rows that were read."""
+        return self._rows.warnings()
+
+    def pieces(self) -> Iterator[NumberedRows]:
+        """Yield the rows of one environment after the other."""
+        lanes, size, done = self._reader.lanes, piece_rows(self.schema.row_bytes), 0
         if not lanes:
-            begin = writer.find_seam(read, rows)
-            lanes = [[(begin, rows), (0, begin)]] if begin else [[(0, rows)]]
-        total = sum(stop - start for lane in lanes for start, stop in lane)
+            begin = self._rows.find_seam(self._read, self._count)
+            lanes = [[(begin, self._count), (0, begin)]] if begin else [[(0, self._count)]]
         sources = lane_names("env", "", len(lanes)) if len(lanes) > 1 else [None]
         for source, lane in zip(sources, lanes, strict=True):
-            writer.begin_lane(source)
+            self._rows.begin_lane(source)
             for start, stop in lane:
                 for first in range(start, stop, size):
                     count = min(size, stop - first)
-                    with reading("the arrays of the file"):
-                        writer.write(read(first, count), count)
                     done += count
-                    progress(done, total)
-        return filler.result(target, notes, names=plan.names, warnings=writer.warnings())
+                    yield self._rows.number(self._read(first, count), count, done)
+
+    def _read(self, first: int, count: int) -> dict[int, Array]:
+        """Return the wanted columns of some rows, by position."""
+        positions = self._plan.positions
+        values = self._reader.read([self._reader.columns[place] for place in positions], first, count)
+        return dict(zip(positions, values, strict=True))
 
 
 def _check_lengths(lengths: Sequence[tuple[Column, int]]) -> int:
@@ -236,48 +245,42 @@ def _check_lengths(lengths: Sequence[tuple[Column, int]]) -> int:
     return count
 
 
-def _fill_exported(
-    reader: FlatReader,
-    about: Mapping[str, Any],
-    target: Path,
-    capacity: int | None,
-    progress: Progress,
-    tell: Tell,
-    disk: Disk,
-) -> Imported:
-    """Create a store from a file that expstore exported."""
-    with reading("the file: what it says of its fields does not fit"):
-        known = {their_path(tuple(f["key"])): f for f in about["fields"]}
-        columns = [column for column in reader.columns if column.path in known]
-        episode = next((column for column in reader.columns if column.path == _EPISODE), None)
-        if not columns or episode is None:
-            raise SchemaError(
-                f"the file describes an export of expstore, but has no {'fields' if episode else '_episode'}",
-                hint="export the store again, or map a name, which reads the file as that of another program",
-            )
-        fields = [to_field(tuple(known[one.path]["key"]), one, known[one.path]) for one in columns]
-        check_keys([entry.key for entry in fields])
-        lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
-        wanted = [*columns, episode]
-        rows = _check_lengths([(column, lengths[column.path]) for column in wanted])
-        schema = Schema(fields, about.get("form", ""))
-        settings = settings_of(about, schema)
-    tell(reader.notes)
-    room = about.get("capacity") if capacity is None else capacity
-    with new_store(disk, target, room, settings) as filler:
-        filler.prepare(schema)
-        numbers = _Numbers()
-        size = piece_rows(schema.row_bytes)
-        for first in range(0, rows, size):
-            count = min(size, rows - first)
-            values = reader.read(wanted, first, count)
+class _ExportedRows(RowSource):
+    """The rows of a file that expstore exported, whose episodes follow one another."""
+
+    def __init__(self, reader: FlatReader, about: Mapping[str, Any]) -> None:
+        self._reader = reader
+        with reading("the file: what it says of its fields does not fit"):
+            known = {their_path(tuple(f["key"])): f for f in about["fields"]}
+            columns = [column for column in reader.columns if column.path in known]
+            episode = next((column for column in reader.columns if column.path == _EPISODE), None)
+            if not columns or episode is None:
+                raise SchemaError(
+                    f"the file describes an export of expstore, but has no "
+                    f"{'fields' if episode else '_episode'}",
+                    hint="export the store again, or map a name, which reads the file as that of another "
+                    "program",
+                )
+            fields = [to_field(tuple(known[one.path]["key"]), one, known[one.path]) for one in columns]
+            check_keys([entry.key for entry in fields])
+            lengths = dict(zip([column.path for column in reader.columns], reader.lengths, strict=True))
+            self._wanted = [*columns, episode]
+            self.total = _check_lengths([(column, lengths[column.path]) for column in self._wanted])
+            self.schema = Schema(fields, about.get("form", ""))
+            self.settings = settings_of(about, self.schema)
+        self.notes, self.capacity = reader.notes, about.get("capacity")
+
+    def pieces(self) -> Iterator[NumberedRows]:
+        """Yield the rows. The last one of a piece is kept back until the next piece shows what follows."""
+        numbers, size = _Numbers(), piece_rows(self.schema.row_bytes)
+        for first in range(0, self.total, size):
+            count = min(size, self.total - first)
+            values = self._reader.read(self._wanted, first, count)
             with reading("the arrays of the file"):
-                shaped = [from_stored(f, v, count) for f, v in zip(fields, values[:-1], strict=True)]
+                pairs = zip(self.schema.fields, values[:-1], strict=True)
+                columns = [from_stored(entry, stored, count) for entry, stored in pairs]
                 named = values[-1].reshape(-1).astype(np.int64)
-            shaped, episodes, steps, last = numbers.cut(shaped, named, more=first + count < rows)
-            filler.put(shaped, episodes, steps, last=last)
-            progress(first + count, rows)
-        return filler.result(target, reader.notes)
+            yield numbers.cut(columns, named, first + count, self.total)
 
 
 def _parse_about(text: str) -> dict[str, Any]:
@@ -306,15 +309,14 @@ class _Numbers:
         self._kept: tuple[list[Array], IntArray] | None = None
         self._episode = self._step = 0
 
-    def cut(
-        self, columns: list[Array], named: IntArray, *, more: bool
-    ) -> tuple[list[Array], IntArray, IntArray, Array]:
-        """Return the rows that are complete, their episodes and steps, and whether each ends its episode.
+    def cut(self, columns: list[Array], named: IntArray, done: int, total: int) -> NumberedRows:
+        """Return the rows that are complete.
 
         Args:
             columns: Further rows. Shapes `(n, *row shape)`.
             named: The numbers of their episodes in the exported store. Shape `(n,)`.
-            more: Whether further rows follow.
+            done: Number of rows so far, with these.
+            total: Number of all rows.
         """
         if self._kept is not None:
             rows, names = self._kept
@@ -327,7 +329,8 @@ class _Numbers:
         steps[episodes == self._episode] += self._step
         last = np.append(begins[1:], True)
         self._episode, self._step = int(episodes[-1]), int(steps[-1])
-        if not more:
-            return columns, episodes, steps, last
+        found = NumberedRows(columns=columns, episodes=episodes, steps=steps, done=done, last=last)
+        if done == total:
+            return found
         self._kept = [column[-1:].copy() for column in columns], named[-1:]
-        return [column[:-1] for column in columns], episodes[:-1], steps[:-1], last[:-1]
+        return found.cut(slice(None, -1))

@@ -22,7 +22,7 @@ from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN, RowFacts, to_trajectory_ids
 from expstore.errors import SchemaError
-from expstore.exchange.fill import Facts, Filler
+from expstore.exchange.fill import Facts, NumberedRows
 from expstore.schema.arrow_types import describe
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.row_selection import pick
@@ -480,7 +480,7 @@ class _Last:
 
 
 class ForeignRows:
-    """Convert rows of another program, and write them with the episodes they belong to.
+    """Convert rows of another program, and find the episodes they belong to.
 
     An episode begins at another id of the column with ids; after an end flag; where the step counter is 0 or
     less than before; where a flag says so (`is_init`); and, without ids, where the next observation of a row
@@ -490,13 +490,10 @@ class ForeignRows:
 
     Args:
         plan: What the columns become.
-        filler: Writes the rows.
     """
 
-    def __init__(self, plan: RowPlan, filler: Filler) -> None:
-        self._plan, self._filler = plan, filler
-        schema = plan.schema
-        filler.prepare(schema)
+    def __init__(self, plan: RowPlan) -> None:
+        self._plan, schema = plan, plan.schema
         places = {entry.key: place for place, entry in enumerate(schema.fields)}
         self._roles = find_keys(schema)
         self._flags = RowFacts(schema, self._roles)
@@ -516,7 +513,7 @@ class ForeignRows:
         self._after: list[Array] | None = None
         self._previous = 0
         self._source: str | None = None
-        self._apart = self._returns = self._skips = self._left_out = self._zeros = 0
+        self._rows = self._apart = self._returns = self._skips = self._left_out = self._zeros = 0
         self._warnings: list[str] = []
 
     @staticmethod
@@ -569,12 +566,13 @@ class ForeignRows:
                 return begin % rows
         return 0
 
-    def write(self, columns: Mapping[int, Any], count: int) -> None:
-        """Append rows.
+    def number(self, columns: Mapping[int, Any], count: int, done: int) -> NumberedRows:
+        """Return the next rows with their episodes, without those that are no transitions.
 
         Args:
             columns: The values of the wanted columns, by position. Shapes `(count, *row shape)`.
             count: Number of rows.
+            done: Number of rows that were read so far, with these.
         """
         plan = self._plan
         fields = plan.read(columns, count)
@@ -585,11 +583,15 @@ class ForeignRows:
             fields = [pick(column, keep) for column in fields]
             ids, count = None if ids is None else ids[keep], int(np.count_nonzero(keep))
         if not count:
-            return
+            nothing = np.zeros(0, np.int64)
+            return NumberedRows(columns=fields, episodes=nothing, steps=nothing, done=done)
+        self._rows += count
         ends = self._read_ends(fields)
         self._count_zeros(fields)
         episodes, steps = self._number(fields, ids, ends)
-        self._filler.put(fields, episodes, steps, facts=self._facts, last=ends)
+        return NumberedRows(
+            columns=fields, episodes=episodes, steps=steps, done=done, facts=self._facts, last=ends
+        )
 
     def warnings(self) -> list[str]:
         """Return what in the rows seems wrong or was left out."""
@@ -603,9 +605,9 @@ class ForeignRows:
             found.append(
                 f"{self._left_out:,} rows are no transitions (trajectory id -1, or mask 0) and left out"
             )
-        if self._apart > max(1, self._filler.rows // 2):
+        if self._apart > max(1, self._rows // 2):
             found.append(
-                f"in {self._apart:,} of {self._filler.rows:,} rows the next observation is not the "
+                f"in {self._apart:,} of {self._rows:,} rows the next observation is not the "
                 "observation of the following row: the rows are shuffled or n-step transitions, and each "
                 "became an episode"
             )

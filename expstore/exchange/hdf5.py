@@ -36,7 +36,8 @@ from expstore.exchange.base import (
     no_progress,
     open_to_read,
 )
-from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
+from expstore.exchange.fill import Target
+from expstore.exchange.flat_files import ABOUT, import_flat, plan_columns, write_flat
 from expstore.exchange.foreign_rows import Column, Lanes, describe_lanes, find_lanes, tianshou_lanes
 from expstore.exchange.rows import Episodes, Exchanged, open_export
 
@@ -182,14 +183,10 @@ def import_hdf5(
     with _open_hdf5(path) as file:
         with _parsing(path):
             reader = _Reader(file, path)
-        return fill_flat(
+        return import_flat(
             reader,
-            target,
-            given=names or {},
-            capacity=capacity,
-            progress=progress,
-            tell=tell,
-            disk=disk or Disk(),
+            names or {},
+            Target(target, capacity, progress, tell, disk or Disk()),
         )
 
 

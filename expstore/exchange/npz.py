@@ -33,7 +33,8 @@ from expstore.exchange.base import (
     no_progress,
     open_to_read,
 )
-from expstore.exchange.flat_files import ABOUT, fill_flat, plan_columns, write_flat
+from expstore.exchange.fill import Target
+from expstore.exchange.flat_files import ABOUT, import_flat, plan_columns, write_flat
 from expstore.exchange.foreign_rows import (
     Column,
     Lanes,
@@ -203,14 +204,10 @@ def import_npz(
         with reading_npz(path):
             reader = _Reader(path, stack)
         split = not reader.about and has_environments(reader.scalars, reader.columns)
-        return fill_flat(
+        return import_flat(
             SplitEnvironments(reader) if split else reader,
-            target,
-            given=names or {},
-            capacity=capacity,
-            progress=progress,
-            tell=tell,
-            disk=disk or Disk(),
+            names or {},
+            Target(target, capacity, progress, tell, disk or Disk()),
         )
 
 

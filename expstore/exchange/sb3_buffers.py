@@ -30,7 +30,7 @@ from expstore.exchange.base import (
     open_to_read,
     piece_rows,
 )
-from expstore.exchange.fill import Facts, new_store
+from expstore.exchange.fill import Facts, NumberedRows, RowSource, Target, fill_store
 from expstore.exchange.foreign_rows import Column, from_stored, rows_differ, to_field
 from expstore.exchange.numpy_unpickler import PickledObject, load_object
 from expstore.schema.schema import Field, Schema
@@ -144,25 +144,8 @@ def import_sb3_object(
     Raises:
         SchemaError, StateError, StorageError, LockedError: As in `import_sb3`.
     """
-    target = local_path(target)
-    saved = _SavedBuffer(name, attributes)
-    tell(saved.notes)
-    schema = Schema(saved.fields)
-    with new_store(disk or Disk(), target, saved.capacity if capacity is None else capacity) as filler:
-        filler.prepare(schema)
-        sources = lane_names(_SOURCE, "", saved.lanes)
-        total, size = saved.order.size * saved.lanes, piece_rows(schema.row_bytes)
-        begins = saved.find_begins(max(1, size // saved.lanes))
-        episodes, steps, last = _number_episodes(begins)
-
-        def facts(episode: int) -> Facts:
-            return Facts(-1, OPEN, source=sources[episode % saved.lanes], named=True)
-
-        for start, columns in saved.pieces(max(1, size // saved.lanes)):
-            part = slice(start, start + len(columns[0]))
-            filler.put(columns, episodes[part], steps[part], facts=facts, last=last[part])
-            progress(part.stop, total)
-        return filler.result(target, saved.notes)
+    to = Target(local_path(target), capacity, progress, tell, disk or Disk())
+    return fill_store(_SavedBuffer(name, attributes), to)
 
 
 def _count_bytes(attributes: Mapping[str, Any]) -> int:
@@ -182,7 +165,7 @@ class _Values:
     array: Array
 
 
-class _SavedBuffer:
+class _SavedBuffer(RowSource):
     """The rows of a buffer, oldest first, with one lane per environment.
 
     Args:
@@ -231,7 +214,8 @@ class _SavedBuffer:
             raise SchemaError(f"{name} has next_observations that differ in shape from its observations")
         flags = [Field(("next", flag), "bool", (1,)) for flag in ("terminated", "truncated", "done")]
         values = [*self._observations, self._actions, *self._following, self._rewards]
-        self.fields = [*(value.field for value in values), *flags]
+        self.schema = Schema([*(value.field for value in values), *flags])
+        self.total = self.order.size * self.lanes
         self.notes = self._find_notes()
 
     def _order(self) -> IntArray:
@@ -324,27 +308,44 @@ class _SavedBuffer:
                 begins[start : start + size] |= differ.reshape(-1, self.lanes)
         return begins
 
-    def pieces(self, size: int) -> Iterator[tuple[int, list[Array]]]:
-        """Yield the columns of `size` steps at a time, and the number of the first row.
+    def pieces(self) -> Iterator[NumberedRows]:
+        """Yield the rows. A row is a step of one lane; the rows of a step follow one another."""
+        size = max(1, piece_rows(self.schema.row_bytes) // self.lanes)
+        sources = lane_names(_SOURCE, "", self.lanes)
+        episodes, steps, last = _number_episodes(self.find_begins(size))
 
-        A row is a step of one lane; the rows of a step follow one another. Shapes `(n, *row shape)`.
-        """
+        def facts(episode: int) -> Facts:
+            return Facts(-1, OPEN, source=sources[episode % self.lanes], named=True)
+
         for start in range(0, self.order.size, size):
-            steps = self.order[start : start + size]
-            count = steps.size * self.lanes
-            ended, timeouts = (flags[steps].reshape(-1, 1) for flags in (self._ended, self._timeouts))
-            columns = [_take(value, steps) for value in (*self._observations, self._actions)]
-            for value in self._following:
-                following = _take(value, (steps + 1) % self._steps if self._is_shared else steps)
-                if self._is_shared:
-                    is_lost = ended[:, 0].copy()
-                    if start + size >= self.order.size:
-                        is_lost[-self.lanes :] = False  # no later step has overwritten it
-                    following[is_lost] = 0
-                columns.append(following)
-            columns.append(_take(self._rewards, steps))
-            columns += [ended & ~timeouts, ended & timeouts, ended]
-            yield start * self.lanes, [np.ascontiguousarray(c.reshape(count, *c.shape[1:])) for c in columns]
+            columns = self._columns(start, size)
+            part = slice(start * self.lanes, start * self.lanes + len(columns[0]))
+            yield NumberedRows(
+                columns=columns,
+                episodes=episodes[part],
+                steps=steps[part],
+                done=part.stop,
+                facts=facts,
+                last=last[part],
+            )
+
+    def _columns(self, start: int, size: int) -> list[Array]:
+        """Return the values of `size` steps. Shapes `(n, *row shape)`."""
+        steps = self.order[start : start + size]
+        count = steps.size * self.lanes
+        ended, timeouts = (flags[steps].reshape(-1, 1) for flags in (self._ended, self._timeouts))
+        columns = [_take(value, steps) for value in (*self._observations, self._actions)]
+        for value in self._following:
+            following = _take(value, (steps + 1) % self._steps if self._is_shared else steps)
+            if self._is_shared:
+                is_lost = ended[:, 0].copy()
+                if start + size >= self.order.size:
+                    is_lost[-self.lanes :] = False  # no later step has overwritten it
+                following[is_lost] = 0
+            columns.append(following)
+        columns.append(_take(self._rewards, steps))
+        columns += [ended & ~timeouts, ended & timeouts, ended]
+        return [np.ascontiguousarray(column.reshape(count, *column.shape[1:])) for column in columns]
 
 
 def _take(value: _Values, steps: IntArray) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from expstore.exchange.base import (
     open_to_read,
     piece_rows,
 )
-from expstore.exchange.fill import Facts, Filler, new_store, settings_of
+from expstore.exchange.fill import Facts, NumberedRows, RowSource, Target, fill_store, settings_of
 from expstore.exchange.foreign_rows import Column, ForeignRows, RowPlan, plan_rows, split_name
 from expstore.exchange.table_files import ArrowPart, CsvPart, ParquetPart, Part, reading_arrow
 from expstore.exchange.table_layout import Layout, Survey, Table, needs_survey, read_layout
@@ -106,7 +107,8 @@ def import_parquet(
     source, target = local_path(source), local_path(target)
     parts = [ParquetPart(path) for path in _parquet_files(source)]
     facts = _read_facts(source / "episodes.parquet", pq.read_table)
-    return _fill(parts, facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    to = Target(target, capacity, progress, tell, disk or Disk())
+    return fill_store(_TableRows(parts, facts, names or {}, storage), to)
 
 
 def import_arrow(
@@ -151,7 +153,8 @@ def import_arrow(
     path = source / "rows.arrow" if _is_folder(source) else source
     part = ArrowPart(path)
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-    return _fill([part], facts, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    to = Target(target, capacity, progress, tell, disk or Disk())
+    return fill_store(_TableRows([part], facts, names or {}, storage), to)
 
 
 def import_csv(
@@ -199,7 +202,8 @@ def import_csv(
     """
     source, target = local_path(source), local_path(target)
     parts = [CsvPart(source)]
-    return _fill(parts, None, target, names or {}, capacity, storage, progress, tell, disk or Disk())
+    to = Target(target, capacity, progress, tell, disk or Disk())
+    return fill_store(_TableRows(parts, None, names or {}, storage), to)
 
 
 def _is_folder(path: Path) -> bool:
@@ -387,45 +391,70 @@ def _read_in_order(
             yield table.columns(batch), table.own(batch)
 
 
-def _fill(
-    parts: Sequence[Part],
-    facts: _EpisodeFacts | None,
-    target: Path,
-    given: Mapping[str, str],
-    capacity: int | None,
-    storage: Kind | None,
-    progress: Progress,
-    tell: Tell,
-    disk: Disk,
-) -> Imported:
-    if storage not in (None, "zarr", "arrow"):
-        raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
-    with reading_arrow(parts[0].path):
-        plan = _plan(parts, given, storage)
-        layout, about = plan.layout, plan.layout.about
-        total = sum(part.rows for part in parts) or int(about.get("rows", 0))
-        settings = settings_of(about, plan.schema)
-    room = about.get("capacity") if capacity is None else capacity
-    tell(plan.notes)
-    with new_store(disk, target, room, settings, storage=plan.storage) as filler:
-        numbered = {"_episode", "_step"} <= set(layout.own)
-        if plan.foreign is not None and not numbered:
-            foreign = ForeignRows(plan.foreign, filler)
-            written = _write_foreign(parts, layout, foreign)
-        else:
-            foreign = None
-            above = facts.above if facts and numbered else None
-            with reading_arrow(parts[0].path):
-                filler.prepare(plan.schema, specs=about.get("specs") or "", above=above)
-            written = _write_numbered(parts, plan, facts, filler)
-        for done in written:
-            progress(done, max(done, total))
-        return filler.result(
-            target,
-            plan.notes,
-            names=plan.foreign.names if plan.foreign else {},
-            warnings=foreign.warnings() if foreign else [],
-        )
+class _TableRows(RowSource):
+    """The rows of tables.
+
+    Args:
+        parts: The files.
+        facts: Facts about the episodes; None: no file describes them.
+        given: The user's mapping from names, or groups, to fields; "": left out.
+        storage: Kind of the new store; None: as the columns need it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        facts: _EpisodeFacts | None,
+        given: Mapping[str, str],
+        storage: Kind | None,
+    ) -> None:
+        if storage not in (None, "zarr", "arrow"):
+            raise ArgumentError(f"storage {storage!r} is unknown; there are 'zarr', 'arrow'")
+        self._parts, self._facts = parts, facts
+        with self.parsing():
+            self._plan = plan = _plan(parts, given, storage)
+            about = plan.layout.about
+            self.total = sum(part.rows for part in parts) or int(about.get("rows", 0))
+            self.settings = settings_of(about, plan.schema)
+        self.schema, self.notes, self.storage = plan.schema, plan.notes, plan.storage
+        self.names = plan.foreign.names if plan.foreign else {}
+        self.capacity = about.get("capacity")
+        numbered = {"_episode", "_step"} <= set(plan.layout.own)
+        self._foreign = ForeignRows(plan.foreign) if plan.foreign is not None and not numbered else None
+        if self._foreign is None:
+            self.specs = about.get("specs") or ""
+            self.above = facts.above if facts and numbered else None
+
+    def parsing(self) -> AbstractContextManager[None]:
+        """Convert Arrow's errors to StorageError."""
+        return reading_arrow(self._parts[0].path)
+
+    def warnings(self) -> Sequence[str]:
+        """Return what seems wrong in the rows that were read."""
+        return self._foreign.warnings() if self._foreign else []
+
+    def pieces(self) -> Iterator[NumberedRows]:
+        """Yield the rows: by id, or in the order of the files if they have no ids."""
+        plan, done = self._plan, 0
+        ends = _Ends(self._parts, plan.layout) if self._foreign is None and self._facts is None else None
+        for values, own in _read(self._parts, plan.layout):
+            count = len(values[0])
+            done += count
+            if self._foreign is not None:
+                yield self._foreign.number(dict(enumerate(values)), count, done)
+                continue
+            episodes, steps = own["_episode"], own["_step"]
+            _check_order(episodes, steps)
+            yield NumberedRows(
+                columns=plan.foreign.read(dict(enumerate(values)), count) if plan.foreign else values,
+                episodes=episodes,
+                steps=steps,
+                done=done,
+                facts=self._facts or _make_facts,
+                last=None if ends is None else ends.of(episodes, steps),
+                times=own.get("_time"),
+                priorities=own.get("_priority"),
+            )
 
 
 @dataclass(frozen=True)
@@ -466,39 +495,6 @@ def _plan(parts: Sequence[Part], given: Mapping[str, str], storage: Kind | None)
     elif schema.variable:
         storage = "arrow"
     return _Plan(layout, schema, storage or "zarr", notes, foreign)
-
-
-def _write_foreign(parts: Sequence[Part], layout: Layout, foreign: ForeignRows) -> Iterator[int]:
-    """Write rows whose episodes are to be found; yield after each batch how many are written."""
-    done = 0
-    with reading_arrow(parts[0].path):
-        for values, _ in _read(parts, layout):
-            foreign.write(dict(enumerate(values)), len(values[0]))
-            done += len(values[0])
-            yield done
-
-
-def _write_numbered(
-    parts: Sequence[Part], plan: _Plan, facts: _EpisodeFacts | None, filler: Filler
-) -> Iterator[int]:
-    """Write rows that have numbers of episodes and steps; yield after each batch how many are written."""
-    done = 0
-    with reading_arrow(parts[0].path):
-        ends = _Ends(parts, plan.layout) if facts is None else None
-        for values, own in _read(parts, plan.layout):
-            count = len(values[0])
-            _check_order(own["_episode"], own["_step"])
-            filler.put(
-                values if plan.foreign is None else plan.foreign.read(dict(enumerate(values)), count),
-                own["_episode"],
-                own["_step"],
-                facts=facts or _make_facts,
-                last=None if ends is None else ends.of(own["_episode"], own["_step"]),
-                times=own.get("_time"),
-                priorities=own.get("_priority"),
-            )
-            done += count
-            yield done
 
 
 def _read(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[list[Any], dict[str, Array]]]:
