@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore import exchange
 from expstore.cli.completion import complete_store
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import Json, print_json
@@ -134,7 +135,6 @@ def export(
         raise typer.BadParameter("--episodes and --where exclude each other: pass one of them")
     if dataset_id is not None and chosen != ["minari"]:
         raise typer.BadParameter("--dataset-id requires --minari")
-    from expstore.exchange.formats import exporter
     from expstore.exchange.rows import parse_episodes
 
     names = None if fields is None else [name.strip() for name in fields.split(",")]
@@ -142,7 +142,7 @@ def export(
     more = {} if dataset_id is None else {"dataset_id": dataset_id}
     _note([f"the export will not contain {describe_losses(chosen[0])}"])
     with show_progress("exporting") as show, stoppable(show) as progress:
-        done = exporter(chosen[0])(
+        done = getattr(exchange, f"export_{chosen[0]}")(
             store, target, fields=names, episodes=which, version=version, progress=progress, **more
         )
     if as_json:
@@ -218,7 +218,7 @@ def import_(
     """Create a store from files of other programs, or from an export."""
     from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
     from expstore.datasets.recognition import arrays_format, episodes_format
-    from expstore.exchange.formats import ARRAYS, IMPORTS, TABLES, format_of, importer
+    from expstore.exchange.formats import ARRAYS, IMPORTS, TABLES, format_of
 
     store = Path(f"{source.stem}.exp") if store is None else store
     choices = sorted({*IMPORTS, *DATASETS})
@@ -259,7 +259,7 @@ def import_(
             )
         if storage is not None:
             more["storage"] = _kind(storage, format, TABLES)
-        make = importer(format)
+        make = getattr(exchange, f"import_{format}")
         with show_progress("importing", "rows") as show, stoppable(show) as progress:
             done = make(source, store, capacity=capacity, progress=progress, tell=_note, **more)
     if as_json:

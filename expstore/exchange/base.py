@@ -30,6 +30,9 @@ Progress = Callable[[int, int], None]
 #: Called with descriptions of what is left out or changed, before any row is written.
 Tell = Callable[[Sequence[str]], None]
 
+#: Version of the facts that an export stores with its rows; an import refuses newer ones.
+FORMAT = 1
+
 _PACKAGES = {
     "PIL.Image": "images",
     "array_record.python.array_record_module": "rlds",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
@@ -34,10 +36,10 @@ from expstore.episodes.segmentation import (
 from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import Assignment, Segment
-from expstore.errors import ExpStoreError
-from expstore.exchange.base import Imported, Progress, Tell, names_of
+from expstore.errors import ExpStoreError, SchemaError
+from expstore.exchange.base import FORMAT, Imported, Progress, Tell, names_of
 from expstore.schema.field_roles import Keys
-from expstore.schema.schema import Schema
+from expstore.schema.schema import Field, Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.engine.open_settings import Settings
@@ -403,6 +405,39 @@ def _close_quietly(storage: Store) -> None:
     """Close a storage that is about to be removed; ignore errors and a storage that is closed."""
     with contextlib.suppress(ExpStoreError):
         storage.close()
+
+
+def parse_about(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the facts that an export has stored with its rows; {} for a file of another program.
+
+    Args:
+        text: The facts as JSON; "" if there are none.
+        where: Where they are, for messages.
+
+    Raises:
+        SchemaError: They cannot be read, or are in a newer format.
+    """
+    if not text:
+        return {}
+    try:
+        found = dict(json.loads(text))
+        is_newer = int(found["format"]) > FORMAT
+        for facts in () if is_newer else found["fields"]:
+            Schema([parse_field(facts)])
+    except INVALID as exc:
+        raise SchemaError(f"the description of the fields in the {where} cannot be read: {exc}") from exc
+    if is_newer:
+        raise SchemaError(
+            f"the rows are in format {found['format']}, this version reads format {FORMAT}",
+            hint="upgrade expstore and import them again",
+        )
+    return found
+
+
+def parse_field(facts: Mapping[str, Any]) -> Field:
+    """Return a field that an export has described."""
+    shape = tuple(map(int, facts["shape"]))
+    return Field(tuple(map(str, facts["key"])), str(facts["dtype"]), shape, str(facts.get("arrow", "")))
 
 
 def settings_of(about: Mapping[str, Any], schema: Schema) -> dict[str, Any]:

@@ -12,30 +12,30 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.parsing import INVALID, reading
+from expstore.core.parsing import reading
 from expstore.core.values import Array, IntArray
 from expstore.episodes.sources import lane_names
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, piece_rows
-from expstore.exchange.fill import NumberedRows, RowSource, Target, fill_store, settings_of
+from expstore.exchange.fill import NumberedRows, RowSource, Target, fill_store, parse_about, settings_of
 from expstore.exchange.foreign_rows import (
-    SCALARS,
     Column,
     ForeignRows,
     check_keys,
+    check_paths,
     from_stored,
     plan_rows,
     their_path,
+    to_column,
     to_field,
+    to_stored,
 )
 from expstore.exchange.rows import Piece, Rows, Tally
-from expstore.schema.schema import Field, Schema
+from expstore.schema.schema import Schema
 
 #: Name under which an export stores a description of its fields.
 ABOUT = "expstore"
 _EPISODE = ("_episode",)
-_FORMAT = 1
 
 
 class FlatWriter(Protocol):
@@ -75,28 +75,14 @@ def plan_columns(rows: Rows) -> list[Column]:
     Raises:
         SchemaError: Two fields would have the same name.
     """
-    found = [_column(entry) for entry in rows.user_fields]
+    found = [to_column(entry) for entry in rows.user_fields]
     paths = [column.path for column in found]
     for name in ("terminals", "timeouts"):
         if (name,) not in paths:
             found.append(Column((name,), np.dtype(bool), ()))
     found.append(Column(_EPISODE, np.dtype("<i8"), ()))
-    seen: set[str] = set()
-    for column in found:
-        name = "/".join(column.path)
-        parents = {"/".join(column.path[:n]) for n in range(1, len(column.path))}
-        if name in seen or parents & {"/".join(p.path) for p in found} or name == ABOUT:
-            raise SchemaError(
-                f"two fields would both be named {name!r} in the file", hint="choose the fields to export"
-            )
-        seen.add(name)
+    check_paths((column.path for column in found), taken=ABOUT)
     return found
-
-
-def _column(entry: Field) -> Column:
-    kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
-    shape = () if entry.key in SCALARS and entry.shape == (1,) else entry.shape
-    return Column(their_path(entry.key), kind, shape)
 
 
 def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progress: Progress) -> int:
@@ -115,9 +101,7 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
             shaped = [v.reshape(-1, *c.shape) for v, c in zip([*given, names], columns, strict=True)]
             writer.add(shaped)
         tally.add(Piece(ids.size, found, values))
-    kept = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in fields]
-    about = {name: value for name, value in rows.about().items() if name != "specs"}
-    writer.finish(json.dumps({"format": _FORMAT, "fields": kept, **about}))
+    writer.finish(json.dumps({name: value for name, value in rows.about().items() if name != "specs"}))
     return tally.written
 
 
@@ -135,13 +119,6 @@ def _iterate_by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
         count += ids.size
     if count:
         yield np.concatenate(held)
-
-
-def to_stored(entry: Field, column: Array) -> Array:
-    """Convert values to the stored dtype: NumPy has no bfloat16."""
-    if entry.dtype == "bfloat16":
-        return widen_bfloat16(column)
-    return column
 
 
 class _Ends:
@@ -186,7 +163,7 @@ def import_flat(reader: FlatReader, given: Mapping[str, str], target: Target) ->
     Raises:
         SchemaError: An array in the file cannot be a field.
     """
-    about = {} if given else _parse_about(reader.about)
+    about = {} if given else parse_about(reader.about, "file")
     return fill_store(_ExportedRows(reader, about) if about else _ForeignFile(reader, given), target)
 
 
@@ -281,22 +258,6 @@ class _ExportedRows(RowSource):
                 columns = [from_stored(entry, stored, count) for entry, stored in pairs]
                 named = values[-1].reshape(-1).astype(np.int64)
             yield numbers.cut(columns, named, first + count, self.total)
-
-
-def _parse_about(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    try:
-        found = dict(json.loads(text))
-        if int(found["format"]) > _FORMAT:
-            raise SchemaError(f"the file is in format {found['format']}, this version reads format {_FORMAT}")
-        for entry in found["fields"]:
-            Field(tuple(map(str, entry["key"])), str(entry["dtype"]), tuple(map(int, entry["shape"])))
-    except INVALID as exc:
-        if isinstance(exc, SchemaError):
-            raise
-        raise SchemaError(f"the description of the fields in the file cannot be read: {exc}") from exc
-    return found
 
 
 class _Numbers:

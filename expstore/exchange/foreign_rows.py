@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from expstore.core.bfloat16 import narrow_to_bfloat16
+from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN, RowFacts, to_trajectory_ids
 from expstore.errors import SchemaError
-from expstore.exchange.fill import Facts, NumberedRows
+from expstore.exchange.fill import Facts, NumberedRows, parse_field
 from expstore.schema.arrow_types import describe
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.row_selection import pick
@@ -69,6 +69,21 @@ SCALARS: tuple[Key, ...] = (
 FLAGS = SCALARS[1:]
 #: Spinning Up's arrays are called obs_buf, act_buf, ...
 _BUFFER = "_buf"
+
+
+def check_paths(paths: Iterable[Key], *, taken: str = "") -> None:
+    """Raise SchemaError if two fields would have the same name in a file, or one the name of a group.
+
+    Args:
+        paths: Groups and name of each field.
+        taken: A name that is taken.
+    """
+    names = ["/".join(path) for path in paths]
+    for name in names:
+        if name == taken or names.count(name) > 1 or any(other.startswith(name + "/") for other in names):
+            raise SchemaError(
+                f"two fields would both be named {name!r} in the file", hint="choose the fields to export"
+            )
 
 
 def split_name(path: Key) -> Key:
@@ -395,10 +410,9 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None = None) -
     """
     kind = str(column.dtype.newbyteorder("<")) if column.dtype.kind in "biufc" else ""
     if known is not None:
-        entry = Field(key, str(known["dtype"]), tuple(map(int, known["shape"])))
-        stored = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
-        shape = () if key in SCALARS and entry.shape == (1,) else entry.shape
-        if (stored, shape) == (column.dtype.newbyteorder("<"), column.shape):
+        entry = parse_field(known)
+        stored = to_column(entry)
+        if (stored.dtype, stored.shape) == (column.dtype.newbyteorder("<"), column.shape):
             return entry
     shape = column.shape
     if key in SCALARS:
@@ -425,6 +439,22 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None = None) -
             hint=f"leave it out with --map {column.name}=",
         )
     return Field(key, _NUMERIC[kind], shape)
+
+
+def to_column(entry: Field) -> Column:
+    """Return the column that a flat file has for a field."""
+    shape = () if entry.key in SCALARS and entry.shape == (1,) else entry.shape
+    return Column(their_path(entry.key), dtype_in_files(entry), shape)
+
+
+def dtype_in_files(entry: Field) -> np.dtype[Any]:
+    """Return the dtype that a field has in files: NumPy has no bfloat16."""
+    return np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
+
+
+def to_stored(entry: Field, column: Array) -> Array:
+    """Convert values of a field to the dtype that it has in files."""
+    return widen_bfloat16(column) if entry.dtype == "bfloat16" else column
 
 
 def from_stored(entry: Field, values: Any, count: int, name: str = "") -> Any:

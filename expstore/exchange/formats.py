@@ -5,13 +5,12 @@ Used by exports, and by the command line. A format's module is loaded when it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from expstore import exchange
 from expstore.disk.files import ReadingDisk
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.exchange.base import Exported, Imported, open_to_read
+from expstore.exchange.base import open_to_read
 from expstore.storages.format.manifest import MANIFEST
 
 #: The formats that can be exported, and those that can be imported.
@@ -44,18 +43,6 @@ _HEADS = {
     b"PK\x03\x04": "npz",
     **{bytes((0x80, protocol)): "sb3" for protocol in range(2, 6)},  # pickles
 }
-
-
-def exporter(name: str) -> Callable[..., Exported]:
-    """Return the export function of a format."""
-    found: Callable[..., Exported] = getattr(exchange, f"export_{name}")
-    return found
-
-
-def importer(name: str) -> Callable[..., Imported]:
-    """Return the import function of a format."""
-    found: Callable[..., Imported] = getattr(exchange, f"import_{name}")
-    return found
 
 
 def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:

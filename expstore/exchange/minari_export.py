@@ -26,8 +26,7 @@ from expstore.exchange.base import (
     no_progress,
     piece_rows,
 )
-from expstore.exchange.flat_files import to_stored
-from expstore.exchange.foreign_rows import rows_differ
+from expstore.exchange.foreign_rows import check_paths, dtype_in_files, rows_differ, to_stored
 from expstore.exchange.rows import Episodes, Exchanged, Rows, open_export
 from expstore.schema.schema import Field
 from expstore.storages.read_view import ReadView
@@ -179,12 +178,7 @@ class _Plan:
                     hint="choose the fields to export: without it, the ends of the episodes are exported",
                 )
         leaves = [leaf for key, place in places.items() if (leaf := _leaf(key, place, places, fields))]
-        paths = [leaf.path for leaf in leaves]
-        for path in paths:
-            if paths.count(path) > 1 or any(other.startswith(path + "/") for other in paths):
-                raise SchemaError(
-                    f"two fields would both be named {path!r} in the file", hint="choose the fields to export"
-                )
+        check_paths(tuple(leaf.path.split("/")) for leaf in leaves)
         ends = [name for key, name in _ENDS.items() if key not in places]
         return cls(fields, leaves, ends)
 
@@ -304,7 +298,7 @@ class _Writer:
 
 def find_stored_type(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the dtype and shape with which a field is written."""
-    kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
+    kind = dtype_in_files(entry)
     if path == "rewards":
         return np.dtype("<f8"), ()
     if path in _ENDS.values():
@@ -349,7 +343,6 @@ def _metadata(
         }
         space = kept.get(f"{group}_space") or json.dumps(nest_spaces(leaves))
         about[f"{group}_space"] = space
-    fields = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in plan.fields]
     paths = {leaf.path: leaf.place for leaf in plan.leaves}
     return about | {
         "total_episodes": writer.episodes,
@@ -361,10 +354,7 @@ def _metadata(
         "dataset_size": round(size / 1e6, 1),
         "expstore": {
             **{name: value for name, value in rows.about().items() if name not in ("meta", "specs")},
-            "format": 1,
-            "fields": fields,
             "paths": paths,
-            "capacity": rows.storage.capacity,
         },
     }
 
@@ -409,7 +399,7 @@ def _text(space: Any) -> dict[str, Any] | None:
 
 
 def _of_dtype(entry: Field) -> dict[str, Any]:
-    kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
+    kind = dtype_in_files(entry)
     if kind.kind == "b" and entry.shape:
         return {"type": "MultiBinary", "n": list(entry.shape)}
     low: float

@@ -25,7 +25,7 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
 from expstore.errors import ArgumentError, NotFoundError, SchemaError, StateError
-from expstore.exchange.base import Exported, Progress, names_of, sync_tree
+from expstore.exchange.base import FORMAT, Exported, Progress, names_of, sync_tree
 from expstore.exchange.formats import describe_losses
 from expstore.schema.row_fields import ROW_FIELDS, priority_place
 from expstore.schema.row_selection import no_rows
@@ -278,7 +278,14 @@ class Rows:
         manifest = storage.manifest
         specs = storage.settings.specs()
         named = len(self.user_fields) == len(self.schema.fields)
+        fields = [
+            {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
+            | ({"arrow": f.arrow} if f.variable else {})
+            for f in self.user_fields
+        ]
         return {
+            "format": FORMAT,
+            "fields": fields,
             "rows": self.count,
             "form": self.schema.form if named else "",
             "capacity": storage.capacity,

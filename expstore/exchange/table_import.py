@@ -149,9 +149,7 @@ def import_arrow(
         200
     """
     source, target = local_path(source), local_path(target)
-    check_links(source)
-    path = source / "rows.arrow" if _is_folder(source) else source
-    part = ArrowPart(path)
+    part = ArrowPart(_arrow_file(source))
     facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
     to = Target(target, capacity, progress, tell, disk or Disk())
     return fill_store(_TableRows([part], facts, names or {}, storage), to)
@@ -206,9 +204,10 @@ def import_csv(
     return fill_store(_TableRows(parts, None, names or {}, storage), to)
 
 
-def _is_folder(path: Path) -> bool:
+def _arrow_file(source: Path) -> Path:
     disk = ReadingDisk()
-    return disk.is_dir(path)
+    check_links(source)
+    return source / "rows.arrow" if disk.is_dir(source) else source
 
 
 def _parquet_files(source: Path) -> list[Path]:

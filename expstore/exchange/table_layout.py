@@ -6,7 +6,6 @@ from a survey of the rows, which keeps two numbers per level of a list. This mod
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from expstore.core.bfloat16 import narrow_to_bfloat16
-from expstore.core.parsing import INVALID
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
+from expstore.exchange.fill import parse_about, parse_field
 from expstore.exchange.tables import (
     ABOUT,
-    FORMAT,
     OWN,
     VALUES,
     arrow_type,
@@ -175,7 +173,7 @@ def needs_survey(schema: Any) -> list[str]:
     known = _read_known_fields(_read_about(schema))
 
     def unsure(key: Key, kind: Any, nullable: bool) -> bool:
-        if key in known and (known[key]["dtype"] == ARROW or _is_as_said(key, kind, known[key])):
+        if key in known and (known[key]["dtype"] == ARROW or _is_as_said(kind, known[key])):
             return False
         if pa.types.is_struct(kind):
             return nullable or any(unsure((*key, part.name), part.type, part.nullable) for part in kind)
@@ -261,22 +259,7 @@ def _whole(schema: Any, known: Mapping[Key, Mapping[str, Any]], survey: Survey) 
 
 
 def _read_about(schema: Any) -> dict[str, Any]:
-    text = (schema.metadata or {}).get(ABOUT)
-    if text is None:
-        return {}
-    try:
-        found = dict(json.loads(text))
-        newer = int(found["format"]) > FORMAT
-        for entry in () if newer else found["fields"]:
-            Schema([_as_said(tuple(map(str, entry["key"])), entry)])
-    except INVALID as exc:
-        raise SchemaError(f"the description of the fields in the metadata cannot be read: {exc}") from exc
-    if newer:
-        raise SchemaError(
-            f"the rows are in format {found['format']}, this version reads format {FORMAT}",
-            hint="upgrade expstore and import them again",
-        )
-    return found
+    return parse_about((schema.metadata or {}).get(ABOUT, b""), "metadata")
 
 
 def _leaves(schema: Any, batch: Any, whole: Container[Key]) -> Iterator[tuple[Key, Any, Any]]:
@@ -300,14 +283,9 @@ def _is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _as_said(key: Key, known: Mapping[str, Any]) -> Field:
-    """Return the field that the metadata describes."""
-    shape = tuple(map(int, known["shape"]))
-    return Field(key, str(known["dtype"]), shape, str(known.get("arrow", "")))
-
-
-def _is_as_said(key: Key, kind: Any, known: Mapping[str, Any]) -> bool:
-    entry = _as_said(key, known)
+def _is_as_said(kind: Any, known: Mapping[str, Any]) -> bool:
+    """Return whether a column has the type that the metadata describes."""
+    entry = parse_field(known)
     if entry.variable:
         return suits(entry, kind)
     return entry.dtype in VALUES and bool(_plain(kind) == arrow_type(entry))
@@ -319,8 +297,8 @@ def _field(key: Key, kind: Any, known: Mapping[str, Any] | None, seen: Seen) -> 
     Returns:
         The field, and the reason if it is variable-length although its type suggests a fixed size.
     """
-    if known is not None and _is_as_said(key, kind, known):
-        return _as_said(key, known), ""
+    if known is not None and _is_as_said(kind, known):
+        return parse_field(known), ""
     shape: list[int | None] = []
     inner = _plain(kind)
     while _is_list(inner):

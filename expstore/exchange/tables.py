@@ -173,8 +173,6 @@ OWN: dict[str, Any] = {
 }
 #: Metadata key under which the fields are described.
 ABOUT = b"expstore"
-#: Version of this description; files with a newer version are rejected.
-FORMAT = 1
 #: Arrow types of single values; a complex64 is two of them.
 VALUES: dict[str, Any] = {
     name: pa.from_numpy_dtype(dtype) for name, dtype in DTYPES.items() if dtype.kind in "biuf"
@@ -236,17 +234,11 @@ def rows_schema(fields: Sequence[Field], about: Mapping[str, Any]) -> Any:
 
     Args:
         fields: The fields.
-        about: Further facts to store in the metadata; the values must be representable as JSON.
+        about: The facts about them; see `Rows.about`.
     """
     own = [pa.field(name, kind, nullable=False) for name, kind in OWN.items()]
-    kept = [
-        {"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)}
-        | ({"arrow": f.arrow} if f.variable else {})
-        for f in fields
-    ]
-    facts = json.dumps({"format": FORMAT, "fields": kept, **about})
     tree = _Tree([entry.key for entry in fields])
-    return pa.schema([*own, *_nest_fields(tree.names, fields)], metadata={ABOUT: facts.encode()})
+    return pa.schema([*own, *_nest_fields(tree.names, fields)], metadata={ABOUT: json.dumps(about).encode()})
 
 
 def _to_array(entry: Field, column: Any) -> Any:
