@@ -65,8 +65,8 @@ def add_command(
         notes: Paragraphs below the help.
         examples: Two lines for a shell, which the help shows.
     """
-    shown = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples)
-    epilog = "\n\n".join(filter(None, [notes, shown]))
+    listed = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in examples)
+    epilog = "\n\n".join(filter(None, [notes, listed]))
     group.command(name, epilog=epilog, rich_help_panel=heading)(act)
 
 

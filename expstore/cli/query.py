@@ -16,8 +16,8 @@ from typing import Any
 
 import typer
 
-from expstore.disk.files import Disk
-from expstore.errors import QueryError
+from expstore.disk.files import Disk, ReadingDisk
+from expstore.errors import QueryError, StorageError
 from expstore.sql.result import Result
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
@@ -75,8 +75,8 @@ def read_query(paths: Sequence[Path], file: Path) -> tuple[Sequence[Path], str]:
     if second := next((str(path) for path in paths if _is_sql(str(path))), None):
         raise typer.BadParameter(f"there are two queries, {second!r} and {file}: pass one of them")
     try:
-        query = sys.stdin.read() if str(file) == "-" else file.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
+        query = sys.stdin.read() if str(file) == "-" else ReadingDisk().read_whole(file).decode()
+    except (StorageError, UnicodeDecodeError) as exc:
         raise typer.BadParameter(f"{file} cannot be read: {exc}", param_hint="--file") from exc
     if not query.strip():
         raise typer.BadParameter(f"{file} is empty", param_hint="--file")

@@ -23,7 +23,7 @@ import typer
 from expstore.cli.completion import complete_store
 from expstore.cli.paths import to_local
 from expstore.cli.tokens import TokenHosts, read_token, read_tokens
-from expstore.errors import StateError
+from expstore.errors import StateError, StorageError
 
 if TYPE_CHECKING:
     from expstore.api.server import Listening
@@ -153,12 +153,13 @@ def _read_limits(path: Path | None) -> dict[str, Any]:
             0.
     """
     from expstore.api.settings import Settings
+    from expstore.disk.files import ReadingDisk
 
     if path is None:
         return {}
     try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as exc:
+        found = tomllib.loads(ReadingDisk().read_whole(path).decode())
+    except (StorageError, ValueError) as exc:
         raise typer.BadParameter(f"{path} cannot be read: {exc}", param_hint="--limits") from exc
     for name, value in found.items():
         if name not in LIMITS:

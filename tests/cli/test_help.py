@@ -35,8 +35,8 @@ def test_every_help_has_two_examples_of_its_command(cli: Cli, name: str) -> None
     examples = examples_of(COMMANDS[name])
     assert len(examples) == 2
     assert all(words[: len(name.split())] == name.split() for words in examples)
-    shown = cli(*name.split(), "--help").out
-    assert shown.count(f"\n    expstore {name}") == 2, "each is a line"
+    listed = cli(*name.split(), "--help").out
+    assert listed.count(f"\n    expstore {name}") == 2, "each is a line"
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {*LOCAL, *ELSEWHERE}))

@@ -51,7 +51,7 @@ def test_a_file_with_something_else_is_refused(cli: Cli, tmp_path: Path, text: s
 
 
 @pytest.mark.slow
-def test_the_limits_of_the_environment_hold(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_the_environment_are_used(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = store.parent / "limits.toml"
     limits.write_text("max_rows = 5\nrate = 1000.0\n")
     monkeypatch.setenv("EXPSTORE_LIMITS", str(limits))

@@ -41,5 +41,5 @@ COMMANDS = dict(find_commands(typer.main.get_command(app)))
 
 def examples_of(command: Any) -> list[list[str]]:
     """Return the examples in the help of a command, as words without the program."""
-    _, _, shown = command.epilog.partition("Examples:\n")
-    return [shlex.split(line)[1:] for line in shown.splitlines()]
+    _, _, listed = command.epilog.partition("Examples:\n")
+    return [shlex.split(line)[1:] for line in listed.splitlines()]
