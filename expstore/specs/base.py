@@ -6,7 +6,7 @@ Specs describe values wherever they are stored; this module never reads a store.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -17,21 +17,7 @@ from expstore.core.torchrl_members import find_member
 from expstore.errors import ArgumentError
 from expstore.specs.boxes import Box
 from expstore.specs.integers import as_tensor
-from expstore.specs.shapes import (
-    Move,
-    as_size,
-    indexing,
-    plan_expand,
-    plan_flatten,
-    plan_index_select,
-    plan_reshape,
-    plan_squeeze,
-    plan_unbind,
-    plan_unflatten,
-    plan_unsqueeze,
-    safe,
-    sizes_of,
-)
+from expstore.specs.shapes import PLANS, Move, as_size, safe, sizes_of
 from expstore.specs.torchrl_classes import register_with_torchrl
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
@@ -82,6 +68,9 @@ class TensorSpec(ABC):
         >>> spec.is_in(spec.rand())
         True
     """
+
+    #: The properties in a spec's description.
+    _facts: ClassVar[tuple[str, ...]] = ("shape", "space", "device", "dtype", "domain")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Create a spec that TorchRL's environments accept."""
@@ -194,7 +183,6 @@ class TensorSpec(ABC):
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         """Return the value of the spec that replaces a value outside of it."""
 
-    @abstractmethod
     def rand(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
@@ -204,6 +192,7 @@ class TensorSpec(ABC):
             shape: Dims to put in front of the spec's shape.
             generator: Random generator; torch's default generator if None.
         """
+        return self._combine(shape, lambda spec: spec.rand(shape, generator=generator))
 
     def sample(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
@@ -211,21 +200,30 @@ class TensorSpec(ABC):
         """Draw a value; the same as `rand`, with its arguments."""
         return self.rand(shape, generator=generator)
 
-    @abstractmethod
     def zero(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return zeros, even if the space does not contain them; `shape` is put in front."""
+        return self._combine(shape, lambda spec: spec.zero(shape))
 
     def zeros(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return zeros; the same as `zero`."""
         return self.zero(shape)
 
-    @abstractmethod
     def one(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return ones, even if the space does not contain them; `shape` is put in front."""
+        return self._combine(shape, lambda spec: spec.one(shape))
 
     def ones(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return ones; the same as `one`."""
         return self.one(shape)
+
+    @abstractmethod
+    def _combine(self, shape: Sequence[int] | int | None, make: Callable[[Any], Any]) -> Any:
+        """Return a value that consists of a value of each spec in this one.
+
+        Args:
+            shape: Dims that `make` puts in front of the shape of a spec.
+            make: Function that returns a value of a spec.
+        """
 
     @abstractmethod
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
@@ -239,7 +237,6 @@ class TensorSpec(ABC):
             RuntimeError: The value has another number of elements.
         """
 
-    @abstractmethod
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
         """Return a value in the form that an environment expects; the reverse of `encode`.
 
@@ -247,8 +244,14 @@ class TensorSpec(ABC):
             val: The value.
             safe: Whether to raise AssertionError if the value is not in the spec.
         """
+        if safe:
+            self.assert_is_in(val)
+        return self._to_numpy(val)
 
-    @abstractmethod
+    def _to_numpy(self, val: Any) -> Any:
+        """Return a value in the form that an environment expects."""
+        return val.detach().cpu().numpy()
+
     def index(self, index: Any, tensor_to_index: Any) -> Any:
         """Index the last dim of a tensor with a value of this spec.
 
@@ -259,6 +262,7 @@ class TensorSpec(ABC):
         Raises:
             NotImplementedError: Values of this kind of spec are not indices.
         """
+        raise self._refuse("index")
 
     @abstractmethod
     def type_check(self, value: Any, key: Any = None) -> None:
@@ -269,13 +273,20 @@ class TensorSpec(ABC):
             key: For composites: check only the entry of this key.
         """
 
-    @abstractmethod
     def cardinality(self) -> Any:
-        """Return the number of values."""
+        """Return the number of values; raise NotImplementedError if they cannot be counted."""
+        raise self._refuse("`cardinality`")
 
-    @abstractmethod
     def enumerate(self, use_mask: bool = False) -> Any:
-        """Return all values, stacked along a new first dim; with `use_mask`, without the hidden ones."""
+        """Return all values, stacked along a new first dim; with `use_mask`, without the hidden ones.
+
+        Raises:
+            NotImplementedError: The values cannot be listed.
+        """
+        raise self._refuse("enumerate")
+
+    def _refuse(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{name} is not implemented for {type(self).__name__} specs")
 
     # -- other specs
 
@@ -295,48 +306,71 @@ class TensorSpec(ABC):
     def clone(self) -> Self:
         """Return a copy."""
 
+    # Methods that change the shape; `PLANS` says what each of them does.
+
     @abstractmethod
+    def _change(self, name: str, *args: Any) -> Any:
+        """Return the spec with another shape.
+
+        Args:
+            name: The method that changes the shape, a key of `PLANS`.
+            args: Its arguments.
+        """
+
     def expand(self, *shape: Any) -> Self:
         """Return the spec expanded to a larger shape: new dims in front, and dims of size 1 expanded.
 
         Raises:
             ValueError: A dim whose size is not 1 would change.
         """
+        made: Self = self._change("expand", sizes_of(shape))
+        return made
 
-    @abstractmethod
     def squeeze(self, dim: int | None = None) -> Any:
         """Return the spec without a dim of size 1; by default without all, but shape `(1,)` is kept."""
+        return self._change("squeeze", dim)
 
-    @abstractmethod
     def unsqueeze(self, dim: int) -> Any:
         """Return the spec with an additional dim of size 1."""
+        return self._change("unsqueeze", dim)
 
-    @abstractmethod
     def reshape(self, *shape: Any) -> Any:
-        """Return the spec with another shape that has the same number of elements."""
+        """Return the spec with another shape of the same number of elements; -1 is computed."""
+        return self._change("reshape", sizes_of(shape))
 
     def view(self, *shape: Any) -> Any:
-        """Return the spec with another shape that has the same number of elements."""
+        """Return the spec with another shape; the same as `reshape`."""
         return self.reshape(*shape)
 
-    @abstractmethod
     def flatten(self, start_dim: int, end_dim: int) -> Any:
         """Return the spec with the dims `start_dim` to `end_dim` as one dim, like `torch.flatten`."""
+        return self._change("flatten", start_dim, end_dim)
 
-    @abstractmethod
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
         """Return the spec with the dim `dim` split into dims of `sizes`, like `torch.unflatten`."""
+        return self._change("unflatten", dim, sizes)
 
-    @abstractmethod
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         """Return a spec for each position along a dim, without that dim.
 
         Raises:
             ValueError: The dim does not exist, its size is unknown, or it is the domain of the values.
         """
+        place = dim + self.ndim if dim < 0 else dim
+        if not 0 <= place < self.ndim or self.shape[place] < 0:
+            raise ValueError(f"Cannot unbind along dim {dim} with shape {self.shape}.")
+        return tuple(self._select(place, number) for number in range(self.shape[place]))
 
-    @abstractmethod
-    def __getitem__(self, idx: Any) -> Any: ...
+    def _select(self, place: int, number: int) -> Any:
+        """Return the spec of one position along a dim, without that dim."""
+        return self._change("_select", place, number)
+
+    def _index_select(self, dim: int, index: torch.Tensor) -> Any:
+        """Return the spec of some positions along a dim."""
+        return self._change("_index_select", dim, index)
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self._change("__getitem__", idx)
 
     @abstractmethod
     def __eq__(self, other: object) -> bool: ...
@@ -348,7 +382,8 @@ class TensorSpec(ABC):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return describe_spec(self, ("shape", "space", "device", "dtype", "domain"))
+        lines = [indent(f"{name}={getattr(self, name)}", " " * 4) for name in self._facts]
+        return f"{type(self).__name__}(\n" + ",\n".join(lines) + ")"
 
     @classmethod
     def __torch_function__(
@@ -364,12 +399,6 @@ class TensorSpec(ABC):
         return handler(*args, **(kwargs or {}))
 
 
-def describe_spec(spec: TensorSpec, names: Sequence[str]) -> str:
-    """Return a description of a spec with some of its properties, one per line."""
-    lines = [indent(f"{name}={getattr(spec, name)}", " " * 4) for name in names]
-    return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
-
-
 def _refusal(name: str) -> ArgumentError:
     # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
     return ArgumentError(
@@ -378,8 +407,52 @@ def _refusal(name: str) -> ArgumentError:
     )
 
 
+#: Function (move, argument, spec) that returns the argument of a constructor after a change of the shape.
+Carry = Callable[[Move, Any, Any], Any]
+
+#: Arguments that do not change which values belong to a spec.
+_UNCOMPARED = ("domain", "remove_singleton")
+
+
+def keep(move: Move, value: Any, spec: Any) -> Any:
+    """Return an argument that does not depend on the shape."""
+    return value
+
+
+def per_element(move: Move, value: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return an argument that has a value for each element, after a change of the shape."""
+    return move.values(value)
+
+
+def per_row(move: Move, value: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return an argument that has a row of values for each element, after a change of the shape."""
+    return move.rows(value, spec.shape)
+
+
+def read_argument(spec: Any, name: str) -> Any:
+    """Return an argument of the constructor of a spec, also of one of TorchRL's."""
+    # Bounds and n are in the space: if n is unknown, `spec.n` is provisional or raises.
+    value = getattr(spec.space if name in ("low", "high", "n") else spec, name)
+    return int(value) if name == "n" else value
+
+
+def create(kind: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a spec of a class of ours or TorchRL's; not all of them take a mask as an argument."""
+    made = kind(**{name: value for name, value in arguments.items() if name != "mask"})
+    if arguments.get("mask") is not None:
+        made.update_mask(arguments["mask"])
+    return made
+
+
+def are_same(mine: Any, other: Any) -> bool:
+    """Return whether two arguments are equal; tensors, if all their values are."""
+    if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(mine, other)
+    return bool(mine == other)
+
+
 class LeafSpec(TensorSpec):
-    """Base class of specs of one tensor. Subclasses implement changes of the shape in `_remade`.
+    """Base class of specs of one tensor. `_arguments` says what a subclass consists of.
 
     For threads, processes and crashes see TensorSpec.
 
@@ -390,10 +463,11 @@ class LeafSpec(TensorSpec):
         True
     """
 
-    #: Number of trailing dims that form one value; these cannot be indexed or moved.
-    _whole: ClassVar[int] = 0
-    #: Whether the last dim cannot be unbound.
-    _last_stays: ClassVar[bool] = False
+    #: The arguments of the constructor besides shape, device and dtype, each with the function that applies
+    #: a change of the shape to it: `keep`, `per_element` or `per_row`.
+    _arguments: ClassVar[Mapping[str, Carry]] = {}
+    #: The methods, keys of `PLANS`, that cannot change the last dim. `reshape`: none of them can.
+    _fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self,
@@ -431,7 +505,6 @@ class LeafSpec(TensorSpec):
     def dtype(self, value: torch.dtype) -> None:
         raise _refusal("dtype")
 
-    @abstractmethod
     def _remake(
         self,
         move: Move | None = None,
@@ -440,6 +513,27 @@ class LeafSpec(TensorSpec):
         dtype: torch.dtype | None = None,
     ) -> Any:
         """Return a copy with another shape, device or dtype."""
+        arguments = {name: read_argument(self, name) for name in self._arguments}
+        if move:
+            for name, carry in self._arguments.items():
+                if arguments[name] is not None:
+                    arguments[name] = carry(move, arguments[name], self)
+        shape = move.shape(self.shape) if move else self.shape
+        settings = {"shape": shape, "device": device or self.device, "dtype": dtype or self.dtype}
+        return self._rebuild(settings | arguments)
+
+    def _rebuild(self, arguments: dict[str, Any]) -> Any:
+        """Return a spec of this kind with arguments of the constructor."""
+        return create(next(kind for kind in type(self).__mro__ if "_arguments" in vars(kind)), arguments)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LeafSpec) or type(self) is not type(other):
+            return NotImplemented
+        return self._lies_like(other) and all(
+            are_same(read_argument(self, name), read_argument(other, name))
+            for name in self._arguments
+            if name not in _UNCOMPARED
+        )
 
     @abstractmethod
     def within(self, val: torch.Tensor) -> torch.Tensor:
@@ -496,11 +590,14 @@ class LeafSpec(TensorSpec):
             f"it; got shape {tuple(val.shape)}"
         )
 
-    def zero(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
+    def _combine(self, shape: Sequence[int] | int | None, make: Callable[[Any], Any]) -> Any:
+        return make(self)
+
+    def zero(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return zeros, even if the space does not contain them; `shape` is put in front."""
         return torch.zeros(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
-    def one(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
+    def one(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return ones, even if the space does not contain them; `shape` is put in front."""
         return torch.ones(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
@@ -536,28 +633,10 @@ class LeafSpec(TensorSpec):
                 f"shape {self.shape}."
             ) from exc
 
-    def to_numpy(self, val: torch.Tensor, safe: bool | None = None) -> Any:
-        """Return a value as an array; with `safe`, raise AssertionError if it is not in the spec."""
-        if safe:
-            self.assert_is_in(val)
-        return val.detach().cpu().numpy()
-
     def type_check(self, value: torch.Tensor, key: Any = None) -> None:
         """Raise TypeError if a tensor has another dtype; `key` is ignored, it selects keys of composites."""
         if value.dtype is not self.dtype:
             raise TypeError(f"value.dtype={value.dtype} but {type(self).__name__}.dtype={self.dtype}")
-
-    def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: values of this spec cannot be used as indices."""
-        raise NotImplementedError(
-            f"`index` is not implemented for {type(self).__name__} specs: their values are not indices."
-        )
-
-    def enumerate(self, use_mask: bool = False) -> torch.Tensor:
-        """Raise NotImplementedError: the values cannot be listed."""
-        raise NotImplementedError(
-            f"enumerate is not implemented for {type(self).__name__} specs: their values cannot be listed."
-        )
 
     # -- other specs
 
@@ -573,78 +652,53 @@ class LeafSpec(TensorSpec):
         made: Self = self._remake()
         return made
 
-    def _move(self, move: Move) -> Any:
-        """Return a copy with another shape; raise ValueError if its domain would change."""
-        if self._whole and move.shape(self.shape)[-self._whole :] != self.shape[-self._whole :]:
+    def _change(self, name: str, *args: Any) -> Any:
+        if name in self._fixed:
+            self._check_last(name, args)
+        whole = {"whole": 1} if name == "__getitem__" and name in self._fixed else {}
+        move = PLANS[name](self.shape, *args, **whole)
+        if move is None:
+            return self
+        if "reshape" in self._fixed and (after := move.shape(self.shape))[-1:] != self.shape[-1:]:
             raise ValueError(
                 f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
-                f"Got shape {self.shape}, and {move.shape(self.shape)} of it."
+                f"Got shape {self.shape}, and {after} of it."
             )
         return self._remake(move)
 
-    def _keep_whole(self, dim: int | None, n: int) -> None:
-        """Raise ValueError if a dim belongs to the domain; n is the number of dims."""
-        if dim is not None and self._whole and (dim + n if dim < 0 else dim) >= n - self._whole:
+    def _check_last(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raise ValueError if a change would move or remove the last dim."""
+        dim = -1 if args[0] is None else args[0]
+        if name == "_index_select" and dim in (-1, self.ndim - 1):
+            raise ValueError(
+                f"Cannot index_select along the last dimension of {type(self).__name__} spec, "
+                "as it represents the domain."
+            )
+        moves = name in ("unsqueeze", "_select") or (name == "squeeze" and self.shape[-1:] == (1,))
+        if moves and dim in (-1, self.ndim - (name != "unsqueeze")):
             raise ValueError(
                 f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
                 f"Got dim={dim} for shape {self.shape}."
             )
 
-    def expand(self, *shape: Any) -> Self:
-        """Return the spec expanded to a larger shape: new dims in front, and dims of size 1 expanded.
 
-        Raises:
-            ValueError: A dim whose size is not 1 would change.
-        """
-        made: Self = self._move(plan_expand(type(self).__name__, self.shape, sizes_of(shape)))
-        return made
+class GroupSpec(TensorSpec):
+    """Base class of specs of several specs: composites and stacks.
+
+    For threads, processes and crashes see TensorSpec.
+
+    Example:
+        >>> from expstore import Composite
+        >>> from expstore.specs.base import GroupSpec
+        >>> isinstance(Composite(), GroupSpec)
+        True
+    """
 
     def squeeze(self, dim: int | None = None) -> Any:
-        """Return the spec without a dim of size 1; by default without all, but shape `(1,)` is kept."""
-        if self._whole and self.shape[-1] == 1:
-            self._keep_whole(-1 if dim is None else dim, self.ndim)
-        move = plan_squeeze(self.shape, dim)
-        return self if move is None else self._move(move)
-
-    def unsqueeze(self, dim: int) -> Any:
-        """Return the spec with an additional dim of size 1."""
-        move = plan_unsqueeze(self.shape, dim)
-        self._keep_whole(dim, self.ndim + 1)
-        return self._move(move)
-
-    def reshape(self, *shape: Any) -> Any:
-        """Return the spec with another shape of the same number of elements; -1 is computed."""
-        return self._move(plan_reshape(self.shape, sizes_of(shape)))
-
-    def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Return the spec with the dims `start_dim` to `end_dim` as one dim, like `torch.flatten`."""
-        return self._move(plan_flatten(start_dim, end_dim))
-
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Return the spec with the dim `dim` split into dims of `sizes`, like `torch.unflatten`."""
-        return self._move(plan_unflatten(dim, tuple(sizes)))
-
-    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each position along a dim, without that dim.
-
-        Raises:
-            ValueError: The dim does not exist, its size is unknown, or it is the domain of the values.
-        """
-        moves = plan_unbind(self.shape, dim)
-        self._keep_whole(dim, self.ndim)
-        return tuple(self._remake(move) for move in moves)
-
-    def _pick(self, dim: int, index: torch.Tensor) -> Any:
-        """Return the spec of some positions along a dim."""
-        if self._last_stays and dim in (self.ndim - 1, -1):
-            raise ValueError(
-                f"Cannot index_select along the last dimension of {type(self).__name__} spec, "
-                "as it represents the domain."
-            )
-        return self._remake(plan_index_select(self.shape, dim, index))
-
-    def __getitem__(self, idx: Any) -> Any:
-        return self._remake(indexing(self.shape, idx, whole=self._whole))
+        """Return the spec without a dim of size 1, or without all of them."""
+        if dim is not None:
+            return super().squeeze(dim)
+        return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
 
 
 def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
@@ -685,4 +739,4 @@ def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
 
 @implements(torch.index_select)
 def _index_select(input: Any, dim: int, index: torch.Tensor) -> Any:
-    return input._pick(dim, index)
+    return input._index_select(dim, index)

@@ -1,36 +1,42 @@
 """Specs of TensorDicts: one spec for each key, possibly nested.
 
 `Composite` describes TensorDicts, and the fields of a store. It delegates drawing and checking to the specs
-that it contains.
+that it contains. A locked composite refuses to set or remove entries.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import indent
-from typing import Any, Self, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from expstore.core.values import to_key
-from expstore.specs.base import TensorSpec, as_device
-from expstore.specs.batch_dims import BatchDims, Entries
-from expstore.specs.locking import Lockable
-from expstore.specs.shapes import as_size, safe
-from expstore.specs.views import ItemsView, KeysView, NestedKey, ValuesView
+from expstore.specs.base import GroupSpec, TensorSpec, as_device
+from expstore.specs.shapes import PLANS, as_size, safe
+
+#: The entries of a composite: a spec, or None, for each name.
+Entries = dict[str, TensorSpec | None]
+NestedKey = str | tuple[str, ...]
+_Item = TypeVar("_Item")
 
 #: Names that are properties of the spec itself.
 _RESERVED = {"shape", "device", "dtype", "space"}
 _MISSING: Any = object()
 
 
-class Composite(Lockable, BatchDims):
+class Composite(GroupSpec):
     """Hold a spec for each key of a TensorDict; its shape is the batch size.
 
     A key whose spec is None may hold anything. Threads can share a composite while none of them changes it.
     Composites can be pickled.
+
+    A composite that was locked together with its parent can only be unlocked through the parent. The lock
+    guards against mistakes, not against other threads. Pickled copies are locked too; clones are not.
 
     Args:
         args: Key -> spec, as one dict or Composite; keys and dicts may be nested.
@@ -53,6 +59,10 @@ class Composite(Lockable, BatchDims):
         >>> spec.is_in(spec.rand())
         True
     """
+
+    _is_locked: bool = False
+    #: Weak references to the composites that locked this one.
+    _lockers: tuple[weakref.ref[Composite], ...] = ()
 
     def __init__(
         self,
@@ -234,7 +244,7 @@ class Composite(Lockable, BatchDims):
         """Return the spec of a key; for an index, the composite of that part of the batch."""
         if isinstance(key, str) or (isinstance(key, tuple) and key and _is_key(key)):
             return self._entry(to_key(key))
-        return self._take_at(key)
+        return super().__getitem__(key)
 
     def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
         name, *rest = key
@@ -358,30 +368,15 @@ class Composite(Lockable, BatchDims):
 
     def empty(self) -> Self:
         """Return a composite without entries."""
-        return self._make({}, self.shape, self._names)
+        made = self._with(lambda spec: None, self.shape, self._names)
+        made._specs = {}
+        return made
 
     # -- values ------------------------------------------------------------------------------------
 
-    def rand(
-        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
+    def _combine(
+        self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]
     ) -> TensorDictBase:
-        """Draw a TensorDict.
-
-        Args:
-            shape: Dims to put in front.
-            generator: Random generator; torch's default generator if None.
-        """
-        return self._fill(shape, lambda spec: spec.rand(shape, generator=generator))
-
-    def zero(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
-        """Return a TensorDict of zeros. Batch size `[*shape, *self.shape]`."""
-        return self._fill(shape, lambda spec: spec.zero(shape))
-
-    def one(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
-        """Return a TensorDict of ones. Batch size `[*shape, *self.shape]`."""
-        return self._fill(shape, lambda spec: spec.one(shape))
-
-    def _fill(self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]) -> TensorDictBase:
         lead = as_size(() if shape is None else shape)
         values = {key: make(spec) for key, spec in self.entries() if spec is not None}
         names = None if self._names is None else [*[None] * len(lead), *self._names]
@@ -493,10 +488,6 @@ class Composite(Lockable, BatchDims):
             if spec is not None and (key is None or name in key):
                 spec.type_check(value[name], name)
 
-    def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: a TensorDict cannot be used as an index."""
-        raise NotImplementedError("`index` is not implemented for Composite specs.")
-
     def cardinality(self) -> Any:
         """Return the number of TensorDicts in the spec; 0 if there are no entries."""
         counts = [spec.cardinality() for _, spec in self.entries() if spec is not None]
@@ -519,11 +510,111 @@ class Composite(Lockable, BatchDims):
         made = self._gather(picked, (count,))
         return made.reshape(count, *[1] * len(self.shape)).expand(count, *self.shape) if self.shape else made
 
+    # -- locks -------------------------------------------------------------------------------------
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries can neither be set nor removed."""
+        return self._is_locked
+
+    @is_locked.setter
+    def is_locked(self, value: bool) -> None:
+        self.lock_() if value else self.unlock_()
+
+    @property
+    def locked(self) -> bool:
+        """The same as `is_locked`."""
+        return self._is_locked
+
+    def lock_(self, recurse: bool | None = None) -> Self:
+        """Refuse changes from now on.
+
+        Args:
+            recurse: Whether to lock nested composites too; None means yes.
+        """
+        if not self._is_locked:
+            self._lock((), recurse is not False)
+        return self
+
+    def _lock(self, lockers: tuple[weakref.ref[Composite], ...], recurse: bool) -> None:
+        self._is_locked = True
+        self._lockers = (*self._lockers, *(ref for ref in lockers if ref not in self._lockers))
+        if recurse:
+            for branch in self._branches():
+                branch._lock((*lockers, weakref.ref(self)), recurse)
+
+    def unlock_(self, recurse: bool | None = None) -> Self:
+        """Allow changes again.
+
+        Args:
+            recurse: Whether to unlock nested composites too; None means yes.
+
+        Raises:
+            RuntimeError: The composite was locked by a parent that is still locked; nothing has changed.
+        """
+        below: list[Composite] = list(self._iterate_below()) if recurse is not False else []
+        tree: list[Composite] = [self, *below]
+        for one in tree:
+            one._check_unlock(tree)
+        for one in tree:
+            one._is_locked, one._lockers = False, ()
+        return self
+
+    def _check_unlock(self, tree: Sequence[Composite] = ()) -> None:
+        """Raise a RuntimeError if a composite outside of `tree` that locked this one is locked."""
+        above = [locker for ref in self._lockers if (locker := ref()) is not None and locker._is_locked]
+        if any(all(locker is not freed for freed in tree) for locker in above):
+            raise RuntimeError(
+                "Cannot unlock a Composite that is part of a locked graph: unlock the one above it, with "
+                "which it was locked"
+            )
+
+    # TorchRL's composites call these two, and `_check_unlock`, to lock and unlock the composites in them.
+
+    def _propagate_lock(
+        self,
+        *,
+        recurse: bool,
+        lock_parents_weakrefs: Sequence[weakref.ref[Composite]],
+        is_compiling: bool,
+    ) -> None:
+        self._lock(tuple(lock_parents_weakrefs), recurse)
+
+    def _propagate_unlock(self, recurse: bool) -> list[Composite]:
+        below: list[Composite] = list(self._iterate_below()) if recurse else []
+        for one in (self, *below):
+            one._is_locked = False
+        return below
+
+    def _iterate_below(self) -> Iterator[Composite]:
+        for branch in self._branches():
+            yield branch
+            yield from branch._iterate_below()
+
+    def _check_unlocked(self) -> None:
+        if self._is_locked:
+            raise RuntimeError("Cannot modify a locked Composite.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without references to the composites that locked this one."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lockers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state from `__getstate__`; a locked composite locks its children."""
+        self.__dict__.update(state)
+        if self._is_locked:
+            for branch in self._branches():
+                if branch._is_locked:
+                    branch._lock((weakref.ref(self),), recurse=False)
+
     # -- other shapes, places, copies --------------------------------------------------------------
 
-    def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+    def _with(
+        self, act: Callable[[Any], Any], shape: Sequence[int], names: Sequence[str | None] | None
+    ) -> Self:
+        """Return a composite with `act` applied to each spec, and another shape."""
         made = type(self)(
-            specs,
+            {key: None if spec is None else act(spec) for key, spec in self.entries()},
             shape=shape,
             device=self._device,
             data_cls=self.data_cls,
@@ -531,6 +622,14 @@ class Composite(Lockable, BatchDims):
         )
         made._names = None if names is None or not any(names) else list(names)
         return made
+
+    def _change(self, name: str, *args: Any) -> Self:
+        move = PLANS[name](self.shape, *args)
+        if move is None:
+            return self
+        old, dims = self._names, move.dims
+        names = None if old is None or dims is None else [None if n is None else old[n] for n in dims]
+        return self._with(move.deep, move.shape(self.shape), names)
 
     def to(self, dest: torch.dtype | torch.device | str | int | None) -> Self:
         """Return a composite on another device or with another dtype; the same object if nothing changes.
@@ -541,7 +640,7 @@ class Composite(Lockable, BatchDims):
         if dest is None:
             return self
         if isinstance(dest, torch.dtype):
-            return self._with(None, lambda spec: spec.to(dest), self._names)
+            return self._with(lambda spec: spec.to(dest), self.shape, self._names)
         if not isinstance(dest, (str, int, torch.device)):
             raise ValueError("Only device/dtype casting is allowed with specs of type Composite.")
         device = as_device(dest)
@@ -555,7 +654,7 @@ class Composite(Lockable, BatchDims):
 
     def clone(self) -> Self:
         """Return an unlocked copy."""
-        return self._with(None, lambda spec: spec.clone(), self._names)
+        return self._with(lambda spec: spec.clone(), self.shape, self._names)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -571,6 +670,92 @@ class Composite(Lockable, BatchDims):
             return f"{type(self).__name__}({', '.join(last)})"
         lines = [*(f"{key}: {spec}" for key, spec in self.entries()), *last]
         return f"{type(self).__name__}(\n" + indent(",\n".join(lines), " " * 4) + ")"
+
+
+class _View(Generic[_Item]):
+    """Show a composite's entries, in the order in which they were set.
+
+    Args:
+        composite: The composite.
+        include_nested: Whether to include entries of nested composites, before the composites themselves.
+        leaves_only: Whether to leave out entries that are not leaves.
+        is_leaf: Function that returns whether a class of specs is a leaf. By default all classes but
+            composites are leaves.
+        step_mdp_static_only: Whether to treat composites that `step_mdp` keeps unchanged as leaves.
+    """
+
+    def __init__(
+        self,
+        composite: Composite,
+        include_nested: bool,
+        leaves_only: bool,
+        is_leaf: Callable[[type], bool] | None,
+        step_mdp_static_only: bool,
+    ) -> None:
+        self._composite, self._nested, self._leaves = composite, include_nested, leaves_only
+        self._is_leaf, self._static = is_leaf, step_mdp_static_only
+
+    def _pairs(self) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
+        if not (self._static and self._composite.step_mdp_static):
+            yield from self._walk(self._composite, ())
+
+    def _walk(
+        self, composite: Composite, path: tuple[str, ...]
+    ) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
+        for name, spec in composite.entries():
+            key = (*path, name)
+            branches = isinstance(spec, Composite)
+            if self._nested and isinstance(spec, Composite) and not (self._static and spec.step_mdp_static):
+                yield from self._walk(spec, key)
+            leaf = not branches if self._is_leaf is None else self._is_leaf(type(spec))
+            if (
+                leaf
+                or not self._leaves
+                or (self._static and isinstance(spec, Composite) and spec.step_mdp_static)
+            ):
+                yield (key if path else name), spec
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._pairs())
+
+
+class KeysView(_View[NestedKey]):
+    """Show a composite's keys: strings, and tuples for nested keys."""
+
+    def __iter__(self) -> Iterator[NestedKey]:
+        return (key for key, _ in self._pairs())
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, (str, tuple)):
+            return False
+        wanted = to_key(key)
+        return any(to_key(found) == wanted for found in self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(keys={list(self)})"
+
+
+class ValuesView(_View[TensorSpec | None]):
+    """Show a composite's specs."""
+
+    def __iter__(self) -> Iterator[TensorSpec | None]:
+        return (spec for _, spec in self._pairs())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(values={list(self)})"
+
+
+class ItemsView(_View[tuple[NestedKey, TensorSpec | None]]):
+    """Show a composite's keys and specs."""
+
+    def __iter__(self) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
+        return self._pairs()
+
+    def __contains__(self, item: object) -> bool:
+        return any(pair == item for pair in self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(items={list(self)})"
 
 
 def _as_spec(key: NestedKey, value: Any) -> TensorSpec | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from expstore.specs.binary import Binary
-from expstore.specs.bounded import Bounded
-from expstore.specs.categorical import Categorical, OneHot
+from expstore.specs.bounded import Bounded, UnboundedContinuous, UnboundedDiscrete
+from expstore.specs.categorical import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
 from expstore.specs.composite import Composite
-from expstore.specs.multi import MultiCategorical, MultiOneHot
-from expstore.specs.unbounded import UnboundedContinuous, UnboundedDiscrete
 
 BinaryDiscreteTensorSpec = Binary
 BoundedTensorSpec = Bounded

@@ -5,8 +5,8 @@ Use them for texts and objects. A spec of objects accepts any object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import (
@@ -18,9 +18,9 @@ from tensordict import (
     set_capture_non_tensor_stack,
 )
 
-from expstore.specs.base import LeafSpec, TensorSpec, describe_spec
+from expstore.specs.base import LeafSpec, TensorSpec, keep
 from expstore.specs.integers import as_tensor
-from expstore.specs.shapes import Move, as_size, safe
+from expstore.specs.shapes import as_size, safe
 
 
 class NonTensor(LeafSpec):
@@ -46,6 +46,9 @@ class NonTensor(LeafSpec):
         'go'
     """
 
+    _arguments: ClassVar = {"example_data": keep, "feature_dims": keep}
+    _facts = (*LeafSpec._facts, "example_data")
+
     def __init__(
         self,
         shape: torch.Size | tuple[int, ...] | list[int] | int = (1,),
@@ -64,30 +67,10 @@ class NonTensor(LeafSpec):
         self.batched = bool(batched)
         self.feature_dims = feature_dims
 
-    def __repr__(self) -> str:
-        return describe_spec(self, ("shape", "space", "device", "dtype", "domain", "example_data"))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NonTensor):
-            return NotImplemented
-        return (
-            self._lies_like(other)
-            and self.feature_dims == other.feature_dims
-            and bool(self.example_data == other.example_data)
-        )
-
-    def _remake(
-        self,
-        move: Move | None = None,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        shape = move.shape(self.shape) if move else self.shape
-        shared = len(shape) if self.feature_dims == self.ndim else min(self.feature_dims, len(shape))
-        return NonTensor(
-            shape, device or self.device, dtype or self.dtype, self.example_data, feature_dims=shared
-        )
+    def _rebuild(self, arguments: dict[str, Any]) -> Any:
+        n = len(arguments["shape"])
+        shared = n if self.feature_dims == self.ndim else min(self.feature_dims, n)
+        return super()._rebuild({**arguments, "feature_dims": shared})
 
     def _fill(self, data: Any, shape: torch.Size) -> Any:
         """Return an object for all elements of a shape, shared along the trailing dims."""
@@ -107,13 +90,7 @@ class NonTensor(LeafSpec):
         """
         return self._fill(self.example_data, self._draw_shape(shape))
 
-    def zero(self, shape: Any = None) -> Any:
-        """Return the example."""
-        return self.rand(shape)
-
-    def one(self, shape: Any = None) -> Any:
-        """Return the example."""
-        return self.rand(shape)
+    zero = one = rand
 
     def is_in(self, val: Any) -> bool:
         """Return whether a value is not a tensor; objects in a TensorDict must also have the shape."""
@@ -144,10 +121,7 @@ class NonTensor(LeafSpec):
         """
         return self._fill(val, safe(self.shape))
 
-    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return the value; with `safe`, raise AssertionError if it is not in the spec."""
-        if safe:
-            self.assert_is_in(val)
+    def _to_numpy(self, val: Any) -> Any:
         return val
 
     def type_check(self, value: Any, key: Any = None) -> None:
@@ -155,29 +129,9 @@ class NonTensor(LeafSpec):
         if isinstance(value, torch.Tensor):
             raise TypeError(f"a NonTensor spec describes objects; got a tensor of {value.dtype}")
 
-    def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Refuse the call: objects are not indices.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("Cannot use index with a NonTensor spec.")
-
-    def cardinality(self) -> Any:
-        """Refuse the call: objects cannot be counted.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("Cannot enumerate a NonTensor spec.")
-
-    def enumerate(self, use_mask: bool = False) -> Any:
-        """Refuse the call: objects cannot be listed.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError("Cannot enumerate a NonTensor spec.")
+    def _refuse(self, name: str) -> NotImplementedError:
+        text = "Cannot use index with" if name == "index" else "Cannot enumerate"
+        return NotImplementedError(f"{text} a NonTensor spec.")
 
 
 class Choice(TensorSpec):
@@ -232,11 +186,11 @@ class Choice(TensorSpec):
     def _of_specs(self) -> bool:
         return isinstance(self._choices[0], TensorSpec)
 
-    def _take_one(self, place: int, shape: Any, draw: Callable[[Any], Any]) -> Any:
+    def _combine(self, shape: Any, make: Callable[[Any], Any], place: int = 0) -> Any:
         """Return a value drawn from one of the specs, or one of the objects."""
         one = self._choices[place]
         if self._of_specs:
-            return draw(one)
+            return make(one)
         lead = as_size(() if shape is None else shape)
         return one.expand(*lead, *one.shape) if lead else one
 
@@ -248,15 +202,11 @@ class Choice(TensorSpec):
             generator: Random generator; torch's default generator if None.
         """
         place = int(torch.randint(self.num_choices, (), generator=generator))
-        return self._take_one(place, shape, lambda one: one.rand(shape, generator=generator))
-
-    def zero(self, shape: Any = None) -> Any:
-        """Return zeros, or the first object."""
-        return self._take_one(0, shape, lambda one: one.zero(shape))
+        return self._combine(shape, lambda one: one.rand(shape, generator=generator), place)
 
     def one(self, shape: Any = None) -> Any:
         """Return ones, or the second object; the first if it is the only one."""
-        return self._take_one(min(1, self.num_choices - 1), shape, lambda one: one.one(shape))
+        return self._combine(shape, lambda one: one.one(shape), min(1, self.num_choices - 1))
 
     def is_in(self, val: Any) -> bool:
         """Return whether a value is in one of the specs, or is one of the objects."""
@@ -288,24 +238,16 @@ class Choice(TensorSpec):
         fitting = [value for one, value in zip(self._choices, made, strict=True) if one.is_in(value)]
         return (fitting or made)[0]
 
-    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a value in the form that an environment expects.
-
-        With `safe`, raise AssertionError if the value is not in the spec.
-        """
-        if safe:
-            self.assert_is_in(val)
-        fitting = [one for one in self._choices if self._of_specs and one.is_in(val)]
-        return fitting[0].to_numpy(val) if fitting else val.detach().cpu().numpy() if self._of_specs else val
+    def _to_numpy(self, val: Any) -> Any:
+        if not self._of_specs:
+            return val
+        fitting = [one for one in self._choices if one.is_in(val)]
+        return fitting[0].to_numpy(val) if fitting else super()._to_numpy(val)
 
     def type_check(self, value: Any, key: Any = None) -> None:
         """Raise TypeError if a value has another dtype."""
         if self._of_specs:
             self._choices[0].type_check(value, key)
-
-    def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: which spec a value belongs to is unknown."""
-        raise NotImplementedError("index is not implemented for Choice: its specs may mean different things.")
 
     def cardinality(self) -> Any:
         """Return the number of values of all specs, or of objects."""
@@ -328,39 +270,15 @@ class Choice(TensorSpec):
         """Return a copy."""
         return self._change_each(lambda one: one)
 
-    def expand(self, *shape: Any) -> Self:
-        """Return the spec expanded to a larger shape."""
-        return self._change_each(lambda one: one.expand(*shape))
+    def _change(self, name: str, *args: Any) -> Self:
+        return self._change_each(lambda one: getattr(one, name)(*args))
 
-    def squeeze(self, dim: int | None = None) -> Self:
-        """Return the spec without a dim of size 1; by default without all of them."""
-        return self._change_each(lambda one: one.squeeze() if dim is None else one.squeeze(dim))
+    # Objects do not have these two methods.
 
-    def unsqueeze(self, dim: int) -> Self:
-        """Return the spec with an additional dim of size 1."""
-        return self._change_each(lambda one: one.unsqueeze(dim))
+    def _select(self, place: int, number: int) -> Self:
+        return self._change_each(lambda one: one.unbind(place)[number])
 
-    def reshape(self, *shape: Any) -> Self:
-        """Return the spec with another shape that has the same number of elements."""
-        return self._change_each(lambda one: one.reshape(*shape))
-
-    def flatten(self, start_dim: int, end_dim: int) -> Self:
-        """Return the spec with the dims `start_dim` to `end_dim` as one dim."""
-        return self._change_each(lambda one: one.flatten(start_dim, end_dim))
-
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
-        """Return the spec with the dim `dim` split into dims of `sizes`."""
-        return self._change_each(lambda one: one.unflatten(dim, sizes))
-
-    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
-        """Return a spec for each position along a dim, without that dim."""
-        rows = zip(*(one.unbind(dim) for one in self._choices), strict=True)
-        return tuple(type(self)(list(row)) for row in rows)
-
-    def __getitem__(self, idx: Any) -> Self:
-        return self._change_each(lambda one: one[idx])
-
-    def _pick(self, dim: int, index: torch.Tensor) -> Self:
+    def _index_select(self, dim: int, index: torch.Tensor) -> Self:
         return self._change_each(lambda one: torch.index_select(one, dim, index))
 
     def __eq__(self, other: object) -> bool:

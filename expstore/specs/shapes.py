@@ -51,6 +51,8 @@ class Move:
         act: Function that changes a tensor. Its second argument is the number that represents sizes of -1.
         sizes: The sizes that `act` uses itself.
         looks: Whether `act` must run on real memory, to detect indices that are out of range.
+        dims: The former dim of each new dim, None for a new one. None: dims are merged, split or gathered.
+        deep: Function that makes the same change to a spec with more dims behind those of the shape.
 
     Example:
         >>> from expstore.specs.shapes import Move
@@ -61,6 +63,8 @@ class Move:
     act: Callable[[torch.Tensor, int], torch.Tensor]
     sizes: tuple[int, ...] = ()
     looks: bool = False
+    dims: tuple[int | None, ...] | None = None
+    deep: Callable[[Any], Any] = lambda spec: spec
 
     def shape(self, shape: torch.Size) -> torch.Size:
         """Return the changed shape."""
@@ -97,32 +101,48 @@ def _replace_unknown(sizes: tuple[int, ...], unknown: int) -> tuple[int, ...]:
     return tuple(unknown if n < 0 else n for n in sizes)
 
 
-def plan_expand(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
+def plan_expand(shape: torch.Size, sizes: tuple[int, ...]) -> Move:
     """Return the move for `expand`; raise ValueError if the shape cannot be expanded to these sizes."""
-    last = sizes[len(sizes) - len(shape) :]
-    if len(sizes) < len(shape) or any(new != old != 1 for new, old in zip(last, shape, strict=True)):
+    n = len(shape)
+    last = sizes[len(sizes) - n :]
+    if len(sizes) < n or any(new != old != 1 for new, old in zip(last, shape, strict=True)):
         raise ValueError(
-            f"The last {len(shape)} of the expanded shape {torch.Size(sizes)} must match the shape of the "
-            f"{name} spec in expand(): {shape}."
+            f"The last {n} of the expanded shape {torch.Size(sizes)} must match the shape of the spec in "
+            f"expand(): {shape}."
         )
-    return Move(lambda tensor, unknown: tensor.expand(_replace_unknown(sizes, unknown)), sizes)
+    return Move(
+        lambda tensor, unknown: tensor.expand(_replace_unknown(sizes, unknown)),
+        sizes,
+        dims=(*[None] * (len(sizes) - n), *range(n)),
+        deep=lambda spec: spec.expand((*sizes, *spec.shape[n:])),
+    )
+
+
+def _plan_new_shape(
+    shape: torch.Size, act: Callable[[torch.Tensor, int], torch.Tensor], sizes: tuple[int, ...] = ()
+) -> Move:
+    """Return a move that merges or splits dims."""
+    after = Move(act, sizes).shape(shape)
+    return Move(act, sizes, deep=lambda spec: spec.reshape((*after, *spec.shape[len(shape) :])))
 
 
 def plan_reshape(shape: torch.Size, sizes: tuple[int, ...]) -> Move:
     """Return the move for `reshape`; -1 is computed from the rest if the shape has no unknown size."""
     if min(shape, default=0) >= 0:
-        return Move(lambda tensor, _: tensor.reshape(sizes))
-    return Move(lambda tensor, unknown: tensor.reshape(_replace_unknown(sizes, unknown)), sizes)
+        return _plan_new_shape(shape, lambda tensor, _: tensor.reshape(sizes))
+    return _plan_new_shape(
+        shape, lambda tensor, unknown: tensor.reshape(_replace_unknown(sizes, unknown)), sizes
+    )
 
 
-def plan_flatten(start_dim: int, end_dim: int) -> Move:
+def plan_flatten(shape: torch.Size, start_dim: int, end_dim: int) -> Move:
     """Return the move for `flatten`."""
-    return Move(lambda tensor, _: tensor.flatten(start_dim, end_dim))
+    return _plan_new_shape(shape, lambda tensor, _: tensor.flatten(start_dim, end_dim))
 
 
-def plan_unflatten(dim: int, sizes: tuple[int, ...]) -> Move:
+def plan_unflatten(shape: torch.Size, dim: int, sizes: Sequence[int]) -> Move:
     """Return the move for `unflatten`."""
-    return Move(lambda tensor, _: torch.unflatten(tensor, dim, sizes))
+    return _plan_new_shape(shape, lambda tensor, _: torch.unflatten(tensor, dim, tuple(sizes)))
 
 
 def plan_squeeze(shape: torch.Size, dim: int | None) -> Move | None:
@@ -134,7 +154,13 @@ def plan_squeeze(shape: torch.Size, dim: int | None) -> Move | None:
         if not 0 <= place < len(shape):
             raise IndexError(f"squeeze: dim {dim} is out of range for a spec of shape {shape}")
         gone = [place] if shape[place] == 1 else []
-    return Move(lambda tensor, _: tensor.squeeze(tuple(gone))) if gone else None
+    if not gone:
+        return None
+    return Move(
+        lambda tensor, _: tensor.squeeze(tuple(gone)),
+        dims=tuple(n for n in range(len(shape)) if n not in gone),
+        deep=lambda spec: spec.squeeze(gone[0]),
+    )
 
 
 def plan_unsqueeze(shape: torch.Size, dim: int) -> Move:
@@ -144,19 +170,21 @@ def plan_unsqueeze(shape: torch.Size, dim: int) -> Move:
         raise ValueError(
             f"Dimension out of range, expected value in the range [{-(n + 1)}, {n}], but got {dim}"
         )
-    return Move(lambda tensor, _: tensor.unsqueeze(dim))
+    place = dim % (n + 1)
+    return Move(
+        lambda tensor, _: tensor.unsqueeze(place),
+        dims=(*range(place), None, *range(place, n)),
+        deep=lambda spec: spec.unsqueeze(place),
+    )
 
 
-def plan_unbind(shape: torch.Size, dim: int) -> list[Move]:
-    """Return the moves for `unbind`, one per position; raise ValueError if the dim's size is unknown."""
-    place = dim + len(shape) if dim < 0 else dim
-    if not 0 <= place < len(shape) or shape[place] < 0:
-        raise ValueError(f"Cannot unbind along dim {dim} with shape {shape}.")
-
-    def one(number: int) -> Move:
-        return Move(lambda tensor, _: tensor.select(place, number))
-
-    return [one(number) for number in range(shape[place])]
+def plan_select(shape: torch.Size, place: int, number: int) -> Move:
+    """Return the move for one position along a dim, without that dim."""
+    return Move(
+        lambda tensor, _: tensor.select(place, number),
+        dims=tuple(n for n in range(len(shape)) if n != place),
+        deep=lambda spec: spec._select(place, number),
+    )
 
 
 def plan_index_select(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
@@ -166,10 +194,14 @@ def plan_index_select(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
         raise IndexError(f"index_select: dim {dim} is out of range for a spec of shape {shape}")
     if ((index < 0) | (index >= shape[place])).any():
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {shape[place]}")
-    return Move(lambda tensor, _: tensor.index_select(place, index.to(tensor.device)))
+    return Move(
+        lambda tensor, _: tensor.index_select(place, index.to(tensor.device)),
+        dims=tuple(range(len(shape))),
+        deep=lambda spec: torch.index_select(spec, place, index),
+    )
 
 
-def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
+def plan_index(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
     """Return the move for `spec[index]`.
 
     Args:
@@ -192,7 +224,39 @@ def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
         parts = (*parts, Ellipsis)
     parts = (*parts, *[slice(None)] * whole)
     parts = _align_to_dims(shape, parts)
-    return Move(lambda tensor, _: tensor[_move_to_device(parts, tensor.device)], looks=True)
+    leading = _index_leading(index, len(shape))
+    return Move(
+        lambda tensor, _: tensor[_move_to_device(parts, tensor.device)],
+        looks=True,
+        dims=_dims_at(leading, len(shape)),
+        deep=lambda spec: spec[leading],
+    )
+
+
+def _index_leading(index: Any, ndim: int) -> tuple[Any, ...]:
+    """Return an index for the first `ndim` dims with `...` expanded, for specs with more dims."""
+    parts = index if isinstance(index, tuple) else (index,)
+    place = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    if place is None:
+        return parts
+    rest = (*parts[:place], *parts[place + 1 :])
+    taken = sum(_takes(_part(part)) for part in rest)
+    return (*parts[:place], *[slice(None)] * (ndim - taken), *parts[place + 1 :])
+
+
+def _dims_at(index: tuple[Any, ...], ndim: int) -> tuple[int | None, ...] | None:
+    """Return the dims that remain after indexing, None for a new one; None if the index gathers."""
+    dims: list[int | None] = []
+    place = 0
+    for part in index:
+        if part is None:
+            dims.append(None)
+        elif isinstance(part, (int, slice)):
+            dims += [place] if isinstance(part, slice) else []
+            place += 1
+        else:
+            return None
+    return (*dims, *range(place, ndim))
 
 
 def _part(part: Any) -> Any:
@@ -235,3 +299,17 @@ def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]
 def _move_to_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Return the parts with tensors moved to the device of the indexed tensor."""
     return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in parts)
+
+
+#: The plan of each method that changes the shape of a spec: a function of the shape and the arguments.
+PLANS: dict[str, Callable[..., Move | None]] = {
+    "expand": plan_expand,
+    "squeeze": plan_squeeze,
+    "unsqueeze": plan_unsqueeze,
+    "reshape": plan_reshape,
+    "flatten": plan_flatten,
+    "unflatten": plan_unflatten,
+    "_select": plan_select,
+    "_index_select": plan_index_select,
+    "__getitem__": plan_index,
+}

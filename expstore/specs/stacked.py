@@ -16,16 +16,14 @@ import torch
 from tensordict import LazyStackedTensorDict
 
 from expstore.core.values import to_key
-from expstore.specs.base import TensorSpec, implements, stack_equal
-from expstore.specs.batch_dims import Entries
-from expstore.specs.composite import Composite
-from expstore.specs.shapes import as_size, sizes_of
-from expstore.specs.views import NestedKey
+from expstore.specs.base import GroupSpec, TensorSpec, implements, stack_equal
+from expstore.specs.composite import Composite, NestedKey
+from expstore.specs.shapes import PLANS, as_size, sizes_of
 
 _Part = TypeVar("_Part", bound=TensorSpec)
 
 
-class _Stack(TensorSpec, Generic[_Part]):
+class _Stack(GroupSpec, Generic[_Part]):
     """Base class of both kinds of stacks: methods apply to every part, and stack the results."""
 
     _parts: list[_Part]
@@ -61,36 +59,29 @@ class _Stack(TensorSpec, Generic[_Part]):
             raise TypeError(
                 f"a stack of specs takes a stack of values, or a list; got a {type(value).__name__}"
             )
-        elif not self._has_place(value):
+        elif self._locate(value) < 0:
             raise ValueError(
                 f"a stack of specs of shape {tuple(self.shape)} has no place for a value of shape "
                 f"{tuple(value.shape)}"
             )
         else:
-            # A nested tensor has a known first dim only; otherwise the dim is counted from the end.
-            nested = isinstance(value, torch.Tensor) and value.is_nested
-            values = value.unbind(0 if nested else self.dim - self._counted + value.ndim)
+            values = value.unbind(self._locate(value))
         if len(values) != len(self._parts):
             raise ValueError(f"a stack of {len(self._parts)} specs needs as many values; got {len(values)}")
         return zip(self._parts, values, strict=True)
 
-    @property
-    def _counted(self) -> int:
-        return len(self.shape)
+    def _locate(self, value: Any) -> int:
+        """Return the dim of a stack of values along which the specs are stacked; negative if it lacks it."""
+        # A nested tensor has a known first dim only; otherwise the dim is counted from the end.
+        nested = isinstance(value, torch.Tensor) and value.is_nested
+        return 0 if nested else int(self.dim - self.ndim + value.ndim)
 
     def _fits_stack(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
             return len(value) == len(self._parts)
-        if not hasattr(value, "unbind") or not self._has_place(value):
+        if not hasattr(value, "unbind") or (place := self._locate(value)) < 0:
             return False
-        nested = isinstance(value, torch.Tensor) and value.is_nested
-        place = 0 if nested else self.dim - self._counted + value.ndim
         return bool(value.size(place) == len(self._parts))
-
-    def _has_place(self, value: Any) -> bool:
-        """Return whether a value has the dim along which the specs are stacked."""
-        nested = isinstance(value, torch.Tensor) and value.is_nested
-        return nested or self.dim - self._counted + value.ndim >= 0
 
     def is_in(self, val: Any) -> bool:
         """Return whether each value of a stack is in its spec."""
@@ -107,24 +98,11 @@ class _Stack(TensorSpec, Generic[_Part]):
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         projected = [part.project(value, generator=generator) for part, value in self._iterate_parts(val)]
-        lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self._counted)
+        lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self.ndim)
         return self._join(projected, lead)
 
-    def rand(
-        self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
-    ) -> Any:
-        """Draw a value of each part, and return them stacked; a nested tensor if their shapes differ."""
-        return self._make_of(shape, lambda part: part.rand(shape, generator=generator))
-
-    def zero(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return stacked zeros of each part."""
-        return self._make_of(shape, lambda part: part.zero(shape))
-
-    def one(self, shape: Sequence[int] | int | None = None) -> Any:
-        """Return stacked ones of each part."""
-        return self._make_of(shape, lambda part: part.one(shape))
-
-    def _make_of(self, shape: Sequence[int] | int | None, make: Callable[[_Part], Any]) -> Any:
+    def _combine(self, shape: Sequence[int] | int | None, make: Callable[[Any], Any]) -> Any:
+        """Return values of the parts, stacked; a nested tensor if their shapes differ."""
         lead = len(as_size(() if shape is None else shape))
         return self._join([make(part) for part in self._parts], lead)
 
@@ -139,33 +117,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         """Return all values of each part, stacked; raise RuntimeError if the numbers of values differ."""
         return self._join([part.enumerate(use_mask) for part in self._parts], 1)
 
-    def _refuse(self, name: str) -> NotImplementedError:
-        return NotImplementedError(f"`{name}` is not implemented for {type(self).__name__} specs.")
-
-    def index(self, index: Any, tensor_to_index: Any) -> Any:
-        """Raise NotImplementedError: `index` has no meaning for different specs."""
-        raise self._refuse("index")
-
-    def cardinality(self) -> Any:
-        """Raise NotImplementedError: the stacked specs are not alternatives to be counted."""
-        raise self._refuse("cardinality")
-
-    def reshape(self, *shape: Any) -> Any:
-        """Raise NotImplementedError: the positions along the stack have different specs."""
-        raise self._refuse("reshape")
-
-    view = reshape
-
-    def flatten(self, start_dim: int, end_dim: int) -> Any:
-        """Raise NotImplementedError: the positions along the stack have different specs."""
-        raise self._refuse("flatten")
-
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Raise NotImplementedError: the positions along the stack have different specs."""
-        raise self._refuse("unflatten")
-
-    def _pick(self, dim: int, index: torch.Tensor) -> Any:
-        return self._index((*[slice(None)] * (dim % self.ndim), index))
+    cardinality = TensorSpec.cardinality
 
     def clear_device_(self) -> Self:
         """Remove the device of composites."""
@@ -206,42 +158,30 @@ class _Stack(TensorSpec, Generic[_Part]):
 
     def squeeze(self, dim: int | None = None) -> Any:
         """Return the stack without a dim of size 1, or without all of them."""
-        if dim is None:
-            return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
-        place = self._place(dim)
-        if self.shape[place] != 1:
-            return self
-        if place == self.dim:
-            return self._parts[0]
-        inner, stack = (place, self.dim - 1) if place < self.dim else (place - 1, self.dim)
-        return _stack([part.squeeze(inner) for part in self._parts], stack)
-
-    def unsqueeze(self, dim: int) -> Any:
-        """Return the stack with an additional dim of size 1."""
-        if not -self.ndim - 1 <= dim <= self.ndim:
-            raise ValueError(f"Cannot unsqueeze along dim {dim}.")
-        place = dim % (self.ndim + 1)
-        inner, stack = (place, self.dim + 1) if place <= self.dim else (place - 1, self.dim)
-        return _stack([part.unsqueeze(inner) for part in self._parts], stack)
-
-    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """Return a spec for each position along a dim, without that dim."""
-        if not -self.ndim <= dim < self.ndim or self.shape[dim] < 0:
-            raise ValueError(f"Provided dim {dim} is not valid for unbinding shape {self.shape}")
-        place = dim % self.ndim
-        if place == self.dim:
-            return tuple(self._parts)
-        inner, stack = (place, self.dim - 1) if place < self.dim else (place - 1, self.dim)
-        rows = zip(*(part.unbind(inner) for part in self._parts), strict=True)
-        return tuple(_stack(list(row), stack) for row in rows)
-
-    def _place(self, dim: int) -> int:
-        if not -self.ndim <= dim < self.ndim:
+        if dim is not None and not -self.ndim <= dim < self.ndim:
             raise RuntimeError(
                 f"squeezing is allowed for dims comprised between 0 and spec.ndim only. Got dim={dim} and "
                 f"shape={self.shape}."
             )
-        return dim % self.ndim
+        return super().squeeze(dim)
+
+    def _change(self, name: str, *args: Any) -> Any:
+        if name in ("reshape", "flatten", "unflatten"):
+            raise self._refuse(name)  # the positions along the stack have different specs
+        if name == "__getitem__":
+            return self._index(*args)
+        if name == "_index_select":
+            dim, index = args
+            return self._index((*[slice(None)] * (dim % self.ndim), index))
+        move = PLANS[name](self.shape, *args)
+        if move is None or move.dims is None:
+            return self
+        place = args[0] % (self.ndim + (name == "unsqueeze"))
+        if name != "unsqueeze" and place == self.dim:
+            return self._parts[args[1] if name == "_select" else 0]
+        inner = place - (place > self.dim)
+        parts = [getattr(part, name)(inner, *args[1:]) for part in self._parts]
+        return _stack(parts, move.dims.index(self.dim))
 
     def _index(self, index: Any) -> Any:
         """Return the indexed parts; only the dim of the stack can be indexed."""
@@ -283,7 +223,7 @@ class Stacked(_Stack[TensorSpec]):
     """
 
     def __init__(self, *specs: TensorSpec, dim: int) -> None:
-        _check_alike(specs)
+        stack_equal(specs, 0)  # checks that they are alike
         self._parts = list(specs)
         first = specs[0]
         self.dim = _stack_place(dim, len(first.shape))
@@ -306,15 +246,6 @@ class Stacked(_Stack[TensorSpec]):
                 f"Got dim={self.dim + lead}"
             )
         return torch.nested.nested_tensor(list(values))
-
-    def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a stack of values as an array; with `safe`, raise AssertionError for invalid values."""
-        if safe:
-            self.assert_is_in(val)
-        return val.detach().cpu().numpy()
-
-    def __getitem__(self, idx: Any) -> Any:
-        return self._index(idx)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stacked):
@@ -388,12 +319,6 @@ class StackedComposite(_Stack[Composite], Composite):
     def _branches(self) -> Iterator[Composite]:
         yield from self._parts
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return the stacked specs of a key, or the indexed parts."""
-        if isinstance(key, str) or (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
-            return self._entry(to_key(key))
-        return self._index(key)
-
     def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
         found = [part._entry(key) for part in self._parts]
         kept = [spec for spec in found if spec is not None]
@@ -436,9 +361,6 @@ class StackedComposite(_Stack[Composite], Composite):
             self[key] = spec
         return self
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def is_empty(self, recurse: bool = False) -> bool:
         """Return whether no part has entries."""
         return all(part.is_empty(recurse) for part in self._parts)
@@ -446,9 +368,6 @@ class StackedComposite(_Stack[Composite], Composite):
     def empty(self) -> Self:
         """Return a stack of parts without entries."""
         return self._restack([part.empty() for part in self._parts])
-
-    def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
-        raise self._refuse("replacing the specs")
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
         """Return a stack in which each invalid value is replaced by a valid one."""
@@ -460,15 +379,6 @@ class StackedComposite(_Stack[Composite], Composite):
         if safe:
             self.assert_is_in(val)
         return {key: self[key].to_numpy(val.get(key)) for key, _ in self.entries()}
-
-    def type_check(self, value: Any, key: Any = None) -> None:
-        """Raise TypeError if a value has another dtype than its spec; `key` selects the keys to check."""
-        for part, own in self._iterate_parts(value):
-            part.type_check(own, key)
-
-    @property
-    def _counted(self) -> int:
-        return len(self.shape)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StackedComposite):
@@ -497,10 +407,6 @@ def _stack_place(dim: int, ndim: int) -> int:
     if not -ndim - 1 <= dim <= ndim:
         raise ValueError(f"specs of {ndim} dims cannot be stacked along dim {dim}")
     return dim % (ndim + 1)
-
-
-def _check_alike(specs: Sequence[TensorSpec]) -> None:
-    stack_equal(specs, 0)
 
 
 def _check_composites(specs: Sequence[Any]) -> None:

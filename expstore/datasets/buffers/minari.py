@@ -22,10 +22,9 @@ from expstore.disk.local_path import local_path
 from expstore.errors import ArgumentError, NotFoundError, RemoteError
 from expstore.samplers.base import Sampler
 from expstore.specs.base import TensorSpec
-from expstore.specs.bounded import Bounded
+from expstore.specs.bounded import Bounded, Unbounded
 from expstore.specs.categorical import Categorical
 from expstore.specs.composite import Composite
-from expstore.specs.unbounded import Unbounded
 from expstore.writers.writers import Writer
 
 _AUTHOR = "farama-minari"
