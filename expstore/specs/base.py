@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -20,20 +20,12 @@ from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import PLANS, Move, as_size, safe, sizes_of
 from expstore.specs.torchrl_classes import register_with_torchrl
 
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
-
-#: Functions of torch that accept specs. Filled while these modules are imported, and then constant.
-_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def implements(function: Callable[..., Any]) -> Callable[[_Handler], _Handler]:
-    """Return a decorator for the function that torch calls when it gets specs instead of `function`."""
-
-    def keep(handler: _Handler) -> _Handler:
-        _HANDLERS[function] = handler
-        return handler
-
-    return keep
+#: Functions of torch that accept specs, each with the function that it calls for them. `stacked` adds one.
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.squeeze: lambda spec, dim=None: spec.squeeze(dim),
+    torch.unsqueeze: lambda spec, dim: spec.unsqueeze(dim),
+    torch.index_select: lambda input, dim, index: input._index_select(dim, index),
+}
 
 
 def as_device(device: torch.device | str | int | None) -> torch.device | None:
@@ -44,6 +36,14 @@ def as_device(device: torch.device | str | int | None) -> torch.device | None:
     if str(found) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def _refuse_change(name: str) -> ArgumentError:
+    # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
+    return ArgumentError(
+        f"the {name} of a spec cannot be set, as some transforms of TorchRL try",
+        hint="give the environment expstore.specs.to_torchrl(spec), or create another spec",
+    )
 
 
 class TensorSpec(ABC):
@@ -102,6 +102,10 @@ class TensorSpec(ABC):
         """Shape of a value; -1 is a dim of any size."""
         return self._shape
 
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        raise _refuse_change("shape")
+
     @property
     def _safe_shape(self) -> torch.Size:
         """The shape of a value that `zero` makes; TorchRL's InitTracker reads it."""
@@ -121,6 +125,10 @@ class TensorSpec(ABC):
     def dtype(self) -> Any:
         """Dtype of the values; None if they are not tensors."""
         return self._dtype
+
+    @dtype.setter
+    def dtype(self, value: torch.dtype) -> None:
+        raise _refuse_change("dtype")
 
     @property
     def domain(self) -> str | None:
@@ -393,18 +401,10 @@ class TensorSpec(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         if handler is None or not all(issubclass(one, TensorSpec) for one in types):
             return NotImplemented
         return handler(*args, **(kwargs or {}))
-
-
-def _refusal(name: str) -> ArgumentError:
-    # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
-    return ArgumentError(
-        f"the {name} of a spec cannot be set, as some transforms of TorchRL try",
-        hint="give the environment expstore.specs.to_torchrl(spec), or create another spec",
-    )
 
 
 #: Function (move, argument, spec) that returns the argument of a constructor after a change of the shape.
@@ -486,24 +486,6 @@ class LeafSpec(TensorSpec):
         super().__init__(
             shape, space, torch.get_default_device() if device is None else device, dtype, domain
         )
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of a value; -1 is a dim of any size."""
-        return self._shape
-
-    @shape.setter
-    def shape(self, value: Sequence[int]) -> None:
-        raise _refusal("shape")
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the values."""
-        return self._dtype
-
-    @dtype.setter
-    def dtype(self, value: torch.dtype) -> None:
-        raise _refusal("dtype")
 
     def _remake(
         self,
@@ -699,44 +681,3 @@ class GroupSpec(TensorSpec):
         if dim is not None:
             return super().squeeze(dim)
         return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
-
-
-def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
-    """Return the spec of a stack of values, one of each spec; None if the specs are not equal.
-
-    Raises:
-        RuntimeError: The specs are of different classes, dtypes, devices, or numbers of dims.
-        ValueError: `specs` is empty.
-    """
-    if not specs:
-        raise ValueError("Cannot stack an empty list of specs.")
-    first = specs[0]
-    for one in specs[1:]:
-        if not isinstance(one, type(first)):
-            raise RuntimeError("Stacking specs cannot occur: Found more than one type of specs in the list.")
-        for name in ("device", "dtype", "ndim"):
-            mine, other = getattr(first, name), getattr(one, name)
-            if mine != other:
-                raise RuntimeError(f"{name.capitalize()}s differ, got {mine} and {other}")
-    if any(one != first for one in specs[1:]):
-        return None
-    made = first.unsqueeze(dim)
-    sizes = list(made.shape)
-    sizes[dim] = len(specs)
-    grown: TensorSpec = made.expand(sizes)
-    return grown
-
-
-@implements(torch.squeeze)
-def _squeeze(spec: TensorSpec, dim: int | None = None) -> Any:
-    return spec.squeeze(dim)
-
-
-@implements(torch.unsqueeze)
-def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
-    return spec.unsqueeze(dim)
-
-
-@implements(torch.index_select)
-def _index_select(input: Any, dim: int, index: torch.Tensor) -> Any:
-    return input._index_select(dim, index)

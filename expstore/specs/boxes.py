@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -20,6 +21,14 @@ class Box:
         >>> isinstance(Categorical(3).space, Box)
         True
     """
+
+    def to(self, dest: torch.dtype | torch.device | str) -> Self:
+        """Return a box for another dtype or device; the box itself if it has no tensors."""
+        return self
+
+    def clone(self) -> Self:
+        """Return a copy; the box itself if it has no tensors."""
+        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,13 +72,13 @@ class ContinuousBox(Box):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def to(self, dest: torch.dtype | torch.device | str) -> ContinuousBox:
+    def to(self, dest: torch.dtype | torch.device | str) -> Self:
         """Return a box with another dtype, or on another device."""
-        return ContinuousBox(self.low.to(dest), self.high.to(dest))
+        return type(self)(self.low.to(dest), self.high.to(dest))
 
-    def clone(self) -> ContinuousBox:
+    def clone(self) -> Self:
         """Return a copy."""
-        return ContinuousBox(self.low.clone(), self.high.clone())
+        return type(self)(self.low.clone(), self.high.clone())
 
     def __repr__(self) -> str:
         lines = [
@@ -99,14 +108,6 @@ class CategoricalBox(Box):
         """Convert integers of NumPy and torch to int."""
         object.__setattr__(self, "n", int(self.n))
 
-    def to(self, dest: torch.dtype | torch.device | str) -> CategoricalBox:
-        """Return the box itself: it has no tensors."""
-        return self
-
-    def clone(self) -> CategoricalBox:
-        """Return the box itself: it is immutable."""
-        return self
-
 
 @dataclass(frozen=True)
 class BinaryBox(Box):
@@ -122,14 +123,6 @@ class BinaryBox(Box):
     """
 
     n: int
-
-    def to(self, dest: torch.dtype | torch.device | str) -> BinaryBox:
-        """Return the box itself: it has no tensors."""
-        return self
-
-    def clone(self) -> BinaryBox:
-        """Return the box itself: it is immutable."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -156,14 +149,6 @@ class BoxList(Box):
         if nvec.ndim == 0:
             return CategoricalBox(int(nvec))
         return BoxList([BoxList.from_nvec(part) for part in nvec.unbind(-1)])
-
-    def to(self, dest: torch.dtype | torch.device | str) -> BoxList:
-        """Return the box itself: it has no tensors."""
-        return self
-
-    def clone(self) -> BoxList:
-        """Return the box itself: it is immutable."""
-        return self
 
     def __iter__(self) -> Iterator[Box]:
         return iter(self.boxes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,14 @@ class ChoiceSpec(LeafSpec):
     @abstractmethod
     def _mask_shape(self) -> tuple[int, ...]:
         """The shape of a mask."""
+
+    def _check_length(self, shape: torch.Size, name: str, n: int) -> None:
+        """Raise ValueError if the last dim of a shape is not n; `name` says what n is."""
+        if not shape or shape[-1] != n:
+            raise ValueError(
+                f"The last value of the shape must match {name} for transform of type {type(self)}. "
+                f"Got {name}={n} and shape={shape}."
+            )
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
         """Return choices as one-hot rows: bools that are True at the chosen position.
@@ -205,18 +213,16 @@ class Categorical(ChoiceSpec):
                 "this class, first call Categorical.set_provisional_n(n) before calling rand()."
             )
         size = self._draw_shape(shape)
-        if self.mask is None:
-            return torch.randint(self.n, size, device=self.device, generator=generator).to(self.dtype)
-        if self.mask.shape[-1] != self.n:
+        if self.mask is not None and self.mask.shape[-1] != self.n:
             raise ValueError(
                 "The last dimension of the mask must match the number of action allowed by the Categorical "
                 f"spec. Got mask.shape={self.mask.shape} and n={self.n}."
             )
-        return draw_allowed(self.mask.expand(*size, self.n), generator).to(self.dtype)
+        return draw_choices(self.n, size, self.mask, self.device, generator).to(self.dtype)
 
-    def _count_choices(self) -> torch.Tensor | None:
-        """Return the number of choices of each element, or of all; None if it is unknown."""
-        return torch.tensor(self.space.n, device=self.device) if self.space.n >= 0 else None
+    def _count_choices(self, device: torch.device) -> torch.Tensor | None:
+        """Return the number of choices of each element, or of all, on a device; None if it is unknown."""
+        return torch.tensor(self.space.n, device=device) if self.space.n >= 0 else None
 
     def _list_choices(self) -> torch.Tensor | None:
         """Return the mask of each element. Shape `(*shape, largest number of choices)`."""
@@ -230,9 +236,9 @@ class Categorical(ChoiceSpec):
         """
         fits = val == torch.floor(val) if val.is_floating_point() else torch.ones_like(val, dtype=torch.bool)
         whole = val if val.is_floating_point() else val.long()
-        counts, allowed = self._count_choices(), self._list_choices()
+        counts, allowed = self._count_choices(val.device), self._list_choices()
         if counts is not None:
-            fits = fits & (whole >= 0) & (whole < counts.to(val.device))
+            fits = fits & (whole >= 0) & (whole < counts)
         if allowed is not None:
             shape = broadcast(allowed.shape[:-1], fits.shape)
             chosen = whole.expand(fits.shape).masked_fill(~fits, 0).long().expand(shape).unsqueeze(-1)
@@ -244,9 +250,9 @@ class Categorical(ChoiceSpec):
         shape = val.shape
         val = saturate(val.double().round() if val.is_floating_point() else val, torch.int64, val.device)
         val = val.clamp(min=0)
-        counts, allowed = self._count_choices(), self._list_choices()
+        counts, allowed = self._count_choices(val.device), self._list_choices()
         if counts is not None:
-            val = torch.minimum(val, counts.to(val.device) - 1)
+            val = torch.minimum(val, counts - 1)
         fits = self.within(val)
         if allowed is not None and not fits.all():
             allowed = allowed.to(val.device).expand(*val.shape, allowed.shape[-1])
@@ -329,11 +335,7 @@ class OneHot(ChoiceSpec):
         refuse_register(use_register)
         space = CategoricalBox(as_count(n, "OneHot: n"))
         size = as_size((space.n,) if shape is None else shape)
-        if not size or size[-1] != space.n:
-            raise ValueError(
-                f"The last value of the shape must match n for transform of type {type(self)}. "
-                f"Got n={space.n} and shape={size}."
-            )
+        self._check_length(size, "n", space.n)
         super().__init__(size, space, device, dtype, "discrete")
         self.update_mask(mask)
 
@@ -371,12 +373,8 @@ class OneHot(ChoiceSpec):
         Raises:
             RuntimeError: All choices are hidden.
         """
-        size = self._draw_shape(shape)
-        if self.mask is None:
-            drawn = torch.randint(self.n, size[:-1], device=self.device, generator=generator)
-        else:
-            drawn = draw_allowed(self.mask.expand(size), generator)
-        return self._row(drawn)
+        size = self._draw_shape(shape)[:-1]
+        return self._row(draw_choices(self.n, size, self.mask, self.device, generator))
 
     def _row(self, choices: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(choices, self.n).to(self.dtype)
@@ -442,10 +440,7 @@ class OneHot(ChoiceSpec):
         Raises:
             ValueError: `index` is not a tensor.
         """
-        if not isinstance(index, torch.Tensor):
-            raise ValueError(
-                f"Only tensors are allowed for indexing using {type(self).__name__}.index(...): got {index!r}"
-            )
+        _check_tensor(self, index)
         chosen = index.long().argmax(-1, keepdim=True)
         lead = broadcast(chosen.shape[:-1], tensor_to_index.shape[:-1])
         return tensor_to_index.expand(*lead, -1).gather(-1, chosen.expand(*lead, 1))
@@ -532,6 +527,14 @@ def _read_row(nvec: torch.Tensor) -> list[int] | None:
     return rows[0].tolist() if len(rows) and (rows == rows[:1]).all() else None
 
 
+def _require_row(nvec: torch.Tensor, reason: str) -> list[int]:
+    """Return the numbers of options of a row; raise ValueError if the rows differ."""
+    row = _read_row(nvec)
+    if row is None:
+        raise ValueError(f"{reason}, got nvec={nvec}.")
+    return row
+
+
 def _per_option(move: Move, mask: torch.Tensor, spec: MultiCategorical) -> torch.Tensor | None:
     """Return the mask of a MultiCategorical after a change of its shape."""
     nvec, allowed = move.values(spec.nvec), spec._list_choices()
@@ -540,9 +543,7 @@ def _per_option(move: Move, mask: torch.Tensor, spec: MultiCategorical) -> torch
     allowed = move.rows(allowed, spec.shape)
     if not nvec.ndim:
         return allowed[: int(nvec)]
-    row = _read_row(nvec)
-    if row is None:
-        raise ValueError(f"{_ONE_MASK}, got nvec={nvec}.")
+    row = _require_row(nvec, _ONE_MASK)
     return torch.cat([allowed[..., place, :n] for place, n in enumerate(row)], -1)
 
 
@@ -586,11 +587,7 @@ class MultiCategorical(Categorical):
     ) -> None:
         counts = _with_a_dim(_as_counts(nvec))
         size = as_size(counts.shape if shape is None else shape)
-        if not size or size[-1] != counts.shape[-1]:
-            raise ValueError(
-                f"The last value of the shape must match nvec.shape[-1] for transform of type {type(self)}. "
-                f"Got nvec.shape[-1]={counts.shape[-1]} and shape={size}."
-            )
+        self._check_length(size, "nvec.shape[-1]", counts.shape[-1])
         LeafSpec.__init__(self, size, None, device, dtype, "discrete")
         self._nvec = counts.to(self.device).expand(safe(size)).clone()
         self.remove_singleton = remove_singleton
@@ -616,15 +613,9 @@ class MultiCategorical(Categorical):
         """Number of options of each element of a row; None if the rows differ, or if there are no rows."""
         return _read_row(self.nvec)
 
-    def _counts_or_refuse(self, what: str) -> list[int]:
-        row = self._counts
-        if row is None:
-            raise ValueError(f"{what}, got nvec={self.nvec}.")
-        return row
-
     @property
     def _mask_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:-1], sum(self._counts_or_refuse(_ONE_MASK)))
+        return (*self.shape[:-1], sum(_require_row(self.nvec, _ONE_MASK)))
 
     def set_provisional_n(self, n: int) -> None:
         """Raise ValueError: the numbers of options are known."""
@@ -640,7 +631,7 @@ class MultiCategorical(Categorical):
         Raises:
             ValueError: Rows have different numbers of options, or, with `use_mask`, different masks.
         """
-        row = self._counts_or_refuse("Cannot call enumerate on heterogeneous nvecs")
+        row = _require_row(self.nvec, "Cannot call enumerate on heterogeneous nvecs")
         parts = [torch.arange(n, device=self.device) for n in row]
         if use_mask and self.mask is not None:
             masks = split_last(list_allowed(self.mask), row)
@@ -664,12 +655,11 @@ class MultiCategorical(Categorical):
         if row is None:
             share = torch.rand(size, dtype=torch.float64, device=self.device, generator=generator)
             return torch.minimum((share * self.nvec).long(), self.nvec - 1).to(self.dtype)
-        if self.mask is None:
-            lead = size[:-1]
-            drawn = [torch.randint(n, lead, device=self.device, generator=generator) for n in row]
-        else:
-            masks = split_last(self.mask.expand(*size[:-1], -1), row)
-            drawn = [draw_allowed(mask, generator) for mask in masks]
+        masks = [None] * len(row) if self.mask is None else split_last(self.mask, row)
+        drawn = [
+            draw_choices(n, size[:-1], mask, self.device, generator)
+            for n, mask in zip(row, masks, strict=True)
+        ]
         made = torch.stack(drawn, -1).to(self.dtype)
         bare = self.remove_singleton and self.shape == (1,) and self.mask is None
         return made.squeeze(-1) if bare else made
@@ -678,13 +668,13 @@ class MultiCategorical(Categorical):
         """Return whether a shape fits; a spec of shape `(1,)` also accepts values without that dim."""
         return super()._takes(shape or torch.Size([1]))
 
-    def _count_choices(self) -> torch.Tensor | None:
-        return self.nvec
+    def _count_choices(self, device: torch.device) -> torch.Tensor | None:
+        return self.nvec.to(device)
 
     def _list_choices(self) -> torch.Tensor | None:
         if self.mask is None:
             return None
-        row = self._counts_or_refuse(_ONE_MASK)
+        row = _require_row(self.nvec, _ONE_MASK)
         made = self.mask.new_zeros(*safe(self.shape), max(row))
         for place, mask in enumerate(split_last(self.mask, row)):
             made[..., place, : row[place]] = mask
@@ -758,11 +748,7 @@ class MultiOneHot(OneHot):
         refuse_register(use_register)
         self._nvec = tuple(as_count(n, "MultiOneHot: nvec") for n in nvec)
         size = as_size((sum(self._nvec),) if shape is None else shape)
-        if not size or size[-1] != sum(self._nvec):
-            raise ValueError(
-                f"The last value of the shape must match sum(nvec) for transform of type {type(self)}. "
-                f"Got sum(nvec)={sum(self._nvec)} and shape={size}."
-            )
+        self._check_length(size, "sum(nvec)", sum(self._nvec))
         space = BoxList([CategoricalBox(n) for n in self._nvec])
         LeafSpec.__init__(self, size, space, device, dtype, "discrete")
         self.update_mask(mask)
@@ -781,12 +767,6 @@ class MultiOneHot(OneHot):
         """Return the number of values, including hidden ones."""
         return math.prod(self.nvec)
 
-    def _split(self, val: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the one-hot rows of a value; None if its length does not fit."""
-        if val.ndim < 1 or val.shape[-1] != sum(self.nvec):
-            return None
-        return split_last(val, self.nvec)
-
     def _parts(self) -> list[OneHot]:
         """Return the spec of each row."""
         masks = [None] * len(self.nvec) if self.mask is None else split_last(self.mask, self.nvec)
@@ -794,6 +774,10 @@ class MultiOneHot(OneHot):
             OneHot(n, (*self.shape[:-1], n), self.device, self.dtype, mask=mask)
             for n, mask in zip(self.nvec, masks, strict=True)
         ]
+
+    def _pair(self, val: torch.Tensor) -> Iterator[tuple[OneHot, torch.Tensor]]:
+        """Yield the spec of each row with the row's part of a value."""
+        return zip(self._parts(), split_last(val, self.nvec), strict=True)
 
     def enumerate(self, use_mask: bool = False) -> torch.Tensor:
         """Return all values. Shape `(cardinality, *shape)`.
@@ -823,12 +807,10 @@ class MultiOneHot(OneHot):
         Returns:
             A bool tensor with the shape of `val` without the last dim.
         """
-        pairs = zip(self._parts(), split_last(val, self.nvec), strict=True)
-        return torch.stack([spec.within(part) for spec, part in pairs]).all(0)
+        return torch.stack([spec.within(part) for spec, part in self._pair(val)]).all(0)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        pairs = zip(self._parts(), split_last(val, self.nvec), strict=True)
-        return torch.cat([spec._project(part, generator) for spec, part in pairs], -1)
+        return torch.cat([spec._project(part, generator) for spec, part in self._pair(val)], -1)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> torch.Tensor:
         """Return integers, one for each one-hot row, as concatenated rows.
@@ -870,15 +852,13 @@ class MultiOneHot(OneHot):
         Raises:
             ValueError: `index` is not a tensor, or one of the tensors has another length.
         """
-        if not isinstance(index, torch.Tensor):
-            raise ValueError(
-                f"Only tensors are allowed for indexing using {type(self).__name__}.index(...): got {index!r}"
-            )
-        rows, parts = self._split(index), self._split(tensor_to_index)
-        if rows is None or parts is None:
-            raise ValueError(f"index takes tensors whose last dims have size {sum(self.nvec)}")
-        found = [spec.index(row, part) for spec, row, part in zip(self._parts(), rows, parts, strict=True)]
-        return torch.cat(found, -1)
+        _check_tensor(self, index)
+        size = sum(self.nvec)
+        if any(one.shape[-1:] != (size,) for one in (index, tensor_to_index)):
+            raise ValueError(f"index takes tensors whose last dims have size {size}")
+        parts = split_last(tensor_to_index, self.nvec)
+        pairs = zip(self._pair(index), parts, strict=True)
+        return torch.cat([spec.index(row, part) for (spec, row), part in pairs], -1)
 
     def _to_numbers(self, val: torch.Tensor) -> torch.Tensor:
         return torch.stack(
@@ -889,6 +869,14 @@ class MultiOneHot(OneHot):
         """Return the spec of the same choices as integers."""
         shape = (*self.shape[:-1], len(self.nvec))
         return MultiCategorical(self.nvec, shape, self.device, mask=self.mask)
+
+
+def _check_tensor(spec: OneHot, index: Any) -> None:
+    """Raise ValueError if an index is not a tensor."""
+    if not isinstance(index, torch.Tensor):
+        raise ValueError(
+            f"Only tensors are allowed for indexing using {type(spec).__name__}.index(...): got {index!r}"
+        )
 
 
 def refuse_register(use_register: bool) -> None:
@@ -911,6 +899,19 @@ def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
         raise RuntimeError(
             f"Cannot expand mask to the desired shape: it has {tuple(mask.shape)}, {tuple(size)} is needed."
         ) from exc
+
+
+def draw_choices(
+    n: int,
+    size: torch.Size,
+    mask: torch.Tensor | None,
+    device: torch.device,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Draw choices among n that a mask allows, which expands to `(*size, n)`. int64."""
+    if mask is None:
+        return torch.randint(n, size, device=device, generator=generator)
+    return draw_allowed(mask.expand(*size, n), generator)
 
 
 def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

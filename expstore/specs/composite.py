@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import indent
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -610,13 +612,17 @@ class Composite(GroupSpec):
     # -- other shapes, places, copies --------------------------------------------------------------
 
     def _with(
-        self, act: Callable[[Any], Any], shape: Sequence[int], names: Sequence[str | None] | None
+        self,
+        act: Callable[[Any], Any],
+        shape: Sequence[int],
+        names: Sequence[str | None] | None,
+        device: torch.device | None = None,
     ) -> Self:
-        """Return a composite with `act` applied to each spec, and another shape."""
+        """Return a composite with `act` applied to each spec, and another shape or device."""
         made = type(self)(
             {key: None if spec is None else act(spec) for key, spec in self.entries()},
             shape=shape,
-            device=self._device,
+            device=device or self._device,
             data_cls=self.data_cls,
             step_mdp_static=self.step_mdp_static,
         )
@@ -646,11 +652,7 @@ class Composite(GroupSpec):
         device = as_device(dest)
         if self._device == device:
             return self
-        entries = {key: None if spec is None else spec.to(device) for key, spec in self.entries()}
-        made = self.empty()
-        made._device = device
-        made._specs, made._names = entries, self._names
-        return made
+        return self._with(lambda spec: spec.to(device), self.shape, self._names, device)
 
     def clone(self) -> Self:
         """Return an unlocked copy."""
@@ -672,8 +674,9 @@ class Composite(GroupSpec):
         return f"{type(self).__name__}(\n" + indent(",\n".join(lines), " " * 4) + ")"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class _View(Generic[_Item]):
-    """Show a composite's entries, in the order in which they were set.
+    """Show a composite's entries, in the order in which they were set. Always shows the current entries.
 
     Args:
         composite: The composite.
@@ -684,35 +687,34 @@ class _View(Generic[_Item]):
         step_mdp_static_only: Whether to treat composites that `step_mdp` keeps unchanged as leaves.
     """
 
-    def __init__(
-        self,
-        composite: Composite,
-        include_nested: bool,
-        leaves_only: bool,
-        is_leaf: Callable[[type], bool] | None,
-        step_mdp_static_only: bool,
-    ) -> None:
-        self._composite, self._nested, self._leaves = composite, include_nested, leaves_only
-        self._is_leaf, self._static = is_leaf, step_mdp_static_only
+    composite: Composite
+    include_nested: bool
+    leaves_only: bool
+    is_leaf: Callable[[type], bool] | None
+    step_mdp_static_only: bool
+    #: The name of the entries in the description.
+    _label: ClassVar[str]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[_Item]: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._label}={list(self)})"
 
     def _pairs(self) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
-        if not (self._static and self._composite.step_mdp_static):
-            yield from self._walk(self._composite, ())
+        if not (self.step_mdp_static_only and self.composite.step_mdp_static):
+            yield from self._walk(self.composite, ())
 
     def _walk(
         self, composite: Composite, path: tuple[str, ...]
     ) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
         for name, spec in composite.entries():
             key = (*path, name)
-            branches = isinstance(spec, Composite)
-            if self._nested and isinstance(spec, Composite) and not (self._static and spec.step_mdp_static):
+            static = self.step_mdp_static_only and isinstance(spec, Composite) and spec.step_mdp_static
+            if self.include_nested and isinstance(spec, Composite) and not static:
                 yield from self._walk(spec, key)
-            leaf = not branches if self._is_leaf is None else self._is_leaf(type(spec))
-            if (
-                leaf
-                or not self._leaves
-                or (self._static and isinstance(spec, Composite) and spec.step_mdp_static)
-            ):
+            leaf = self.is_leaf(type(spec)) if self.is_leaf else not isinstance(spec, Composite)
+            if leaf or static or not self.leaves_only:
                 yield (key if path else name), spec
 
     def __len__(self) -> int:
@@ -721,6 +723,8 @@ class _View(Generic[_Item]):
 
 class KeysView(_View[NestedKey]):
     """Show a composite's keys: strings, and tuples for nested keys."""
+
+    _label = "keys"
 
     def __iter__(self) -> Iterator[NestedKey]:
         return (key for key, _ in self._pairs())
@@ -731,31 +735,26 @@ class KeysView(_View[NestedKey]):
         wanted = to_key(key)
         return any(to_key(found) == wanted for found in self)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(keys={list(self)})"
-
 
 class ValuesView(_View[TensorSpec | None]):
     """Show a composite's specs."""
 
+    _label = "values"
+
     def __iter__(self) -> Iterator[TensorSpec | None]:
         return (spec for _, spec in self._pairs())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(values={list(self)})"
 
 
 class ItemsView(_View[tuple[NestedKey, TensorSpec | None]]):
     """Show a composite's keys and specs."""
+
+    _label = "items"
 
     def __iter__(self) -> Iterator[tuple[NestedKey, TensorSpec | None]]:
         return self._pairs()
 
     def __contains__(self, item: object) -> bool:
         return any(pair == item for pair in self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(items={list(self)})"
 
 
 def _as_spec(key: NestedKey, value: Any) -> TensorSpec | None:

@@ -214,41 +214,29 @@ def plan_index(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
         IndexError: Too many dims are indexed, a dim cannot be indexed, or its size is unknown.
     """
     parts = tuple(map(_part, index)) if isinstance(index, tuple) else (_part(index),)
-    taken = sum(_takes(part) for part in parts)
+    taken = sum(map(_count_dims, parts))
     if taken > len(shape) - whole:
         raise IndexError(
             f"shape is {len(shape) - whole}-dimensional, but {taken} dimensions were indexed"
             + (": the last one is the domain of the values and cannot be indexed" if whole else "")
         )
-    if not any(part is Ellipsis for part in parts):
-        parts = (*parts, Ellipsis)
-    parts = (*parts, *[slice(None)] * whole)
-    parts = _align_to_dims(shape, parts)
-    leading = _index_leading(index, len(shape))
+    place = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
+    if place is not None:
+        parts = (*parts[:place], *[slice(None)] * (len(shape) - taken - whole), *parts[place + 1 :])
+    safe_parts = _align_to_dims(shape, parts)
     return Move(
-        lambda tensor, _: tensor[_move_to_device(parts, tensor.device)],
+        lambda tensor, _: tensor[_move_to_device(safe_parts, tensor.device)],
         looks=True,
-        dims=_dims_at(leading, len(shape)),
-        deep=lambda spec: spec[leading],
+        dims=_list_dims(parts, len(shape)),
+        deep=lambda spec: spec[parts],
     )
 
 
-def _index_leading(index: Any, ndim: int) -> tuple[Any, ...]:
-    """Return an index for the first `ndim` dims with `...` expanded, for specs with more dims."""
-    parts = index if isinstance(index, tuple) else (index,)
-    place = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    if place is None:
-        return parts
-    rest = (*parts[:place], *parts[place + 1 :])
-    taken = sum(_takes(_part(part)) for part in rest)
-    return (*parts[:place], *[slice(None)] * (ndim - taken), *parts[place + 1 :])
-
-
-def _dims_at(index: tuple[Any, ...], ndim: int) -> tuple[int | None, ...] | None:
+def _list_dims(parts: tuple[Any, ...], ndim: int) -> tuple[int | None, ...] | None:
     """Return the dims that remain after indexing, None for a new one; None if the index gathers."""
     dims: list[int | None] = []
     place = 0
-    for part in index:
+    for part in parts:
         if part is None:
             dims.append(None)
         elif isinstance(part, (int, slice)):
@@ -269,7 +257,7 @@ def _part(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
-def _takes(part: Any) -> int:
+def _count_dims(part: Any) -> int:
     """Return the number of dims that a part of an index consumes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
@@ -278,20 +266,19 @@ def _takes(part: Any) -> int:
 
 def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the parts adapted to their dims: only whole dims of unknown size can be indexed."""
-    rest = len(shape) - sum(map(_takes, parts))
     place, found = 0, []
     for part in parts:
-        dims = range(place, place + (rest if part is Ellipsis else _takes(part)))
-        place = dims.stop
-        if part is not Ellipsis and any(shape[dim] < 0 for dim in dims):
+        sizes = shape[place : place + _count_dims(part)]
+        if min(sizes, default=0) < 0:
             if isinstance(part, int):
                 part = 0
             elif part != slice(None):
                 raise IndexError(
-                    f"cannot index dim {dims.start} of shape {shape} with {part}: its size is unknown"
+                    f"cannot index dim {place} of shape {shape} with {part}: its size is unknown"
                 )
         elif isinstance(part, slice) and (part.step or 1) < 0:
-            part = torch.tensor(range(*part.indices(shape[dims.start])), dtype=torch.int64)
+            part = torch.tensor(range(*part.indices(sizes[0])), dtype=torch.int64)
+        place += len(sizes)
         found.append(part)
     return tuple(found)
 

@@ -16,18 +16,21 @@ import torch
 from tensordict import LazyStackedTensorDict
 
 from expstore.core.values import to_key
-from expstore.specs.base import GroupSpec, TensorSpec, implements, stack_equal
+from expstore.specs.base import HANDLERS, GroupSpec, TensorSpec
 from expstore.specs.composite import Composite, NestedKey
-from expstore.specs.shapes import PLANS, as_size, sizes_of
+from expstore.specs.shapes import PLANS, as_size, plan_expand, sizes_of
 
 _Part = TypeVar("_Part", bound=TensorSpec)
+#: Properties that stacked specs of tensors share.
+_ALIKE = ["device", "dtype", "ndim"]
 
 
 class _Stack(GroupSpec, Generic[_Part]):
     """Base class of both kinds of stacks: methods apply to every part, and stack the results."""
 
-    _parts: list[_Part]
-    dim: int
+    def __init__(self, *specs: _Part, dim: int) -> None:
+        self._parts = list(specs)
+        self.dim = _stack_place(dim, len(specs[0].shape))
 
     @property
     def parts(self) -> list[_Part]:
@@ -45,6 +48,10 @@ class _Stack(GroupSpec, Generic[_Part]):
         sizes = [n[0] if len(set(n)) == 1 else -1 for n in zip(*(p.shape for p in self._parts), strict=True)]
         sizes.insert(self.dim, len(self._parts))
         return torch.Size(sizes)
+
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        raise self._refuse("setting the shape")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -133,28 +140,28 @@ class _Stack(GroupSpec, Generic[_Part]):
         """Return a copy."""
         return self._restack([part.clone() for part in self._parts])
 
-    @abstractmethod
     def _restack(self, parts: list[_Part]) -> Self:
         """Return a stack of other parts along the same dim."""
+        return type(self)(*parts, dim=self.dim)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Stack) or type(self) is not type(other):
+            return NotImplemented
+        return self.dim == other.dim and self._parts == other._parts
 
     def expand(self, *shape: Any) -> Any:
         """Return the stack expanded to a larger shape: new dims in front, and dims of size 1 expanded."""
         sizes = sizes_of(shape)
-        lead, own = sizes[: len(sizes) - self.ndim], list(sizes[len(sizes) - self.ndim :])
-        wanted = [new if new != -1 else old for new, old in zip(own, self.shape, strict=True)]
-        if len(sizes) < self.ndim or any(n != o and o != 1 for n, o in zip(wanted, self.shape, strict=True)):
-            raise ValueError(
-                f"The last {self.ndim} of the expanded shape {torch.Size(sizes)} must match the shape of the "
-                f"{type(self).__name__} spec in expand(): {self.shape}."
-            )
-        parts = self._parts * own[self.dim] if len(self._parts) == 1 else self._parts
-        del own[self.dim]
+        n = max(len(sizes) - self.ndim, 0)
+        own = [old if new == -1 else new for new, old in zip(sizes[n:], self.shape, strict=False)]
+        plan_expand(self.shape, (*sizes[:n], *own))  # checks the sizes
+        count = own.pop(self.dim)
+        parts = self._parts * count if len(self._parts) == 1 else self._parts
         grown = [
-            part.expand((*lead, *(s if n == -1 else n for n, s in zip(own, part.shape, strict=False)),
-                         *part.shape[len(own) :]))
+            part.expand((*sizes[:n], *(s if n == -1 else n for n, s in zip(own, part.shape, strict=True))))
             for part in parts
-        ]  # fmt: skip
-        return _stack(grown, self.dim + len(lead))
+        ]
+        return _stack(grown, self.dim + n)
 
     def squeeze(self, dim: int | None = None) -> Any:
         """Return the stack without a dim of size 1, or without all of them."""
@@ -223,19 +230,15 @@ class Stacked(_Stack[TensorSpec]):
     """
 
     def __init__(self, *specs: TensorSpec, dim: int) -> None:
-        stack_equal(specs, 0)  # checks that they are alike
-        self._parts = list(specs)
+        _check_alike(specs)
+        super().__init__(*specs, dim=dim)
         first = specs[0]
-        self.dim = _stack_place(dim, len(first.shape))
         TensorSpec.__init__(self, (), None, first.device, first.dtype, first.domain)
 
     @property
     def _specs(self) -> list[TensorSpec]:
         """The specs, by the name under which TorchRL's ParallelEnv reads them."""
         return self._parts
-
-    def _restack(self, parts: list[TensorSpec]) -> Self:
-        return type(self)(*parts, dim=self.dim)
 
     def _join(self, values: Sequence[Any], lead: int) -> Any:
         if len({value.shape for value in values}) == 1:
@@ -246,11 +249,6 @@ class Stacked(_Stack[TensorSpec]):
                 f"Got dim={self.dim + lead}"
             )
         return torch.nested.nested_tensor(list(values))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Stacked):
-            return NotImplemented
-        return self.dim == other.dim and self._parts == other._parts
 
     def __repr__(self) -> str:
         facts = f"shape={self.shape}, device={self.device}, dtype={self.dtype}, domain={self.domain}"
@@ -279,29 +277,13 @@ class StackedComposite(_Stack[Composite], Composite):
     """
 
     def __init__(self, *specs: Composite, dim: int) -> None:
-        _check_composites(specs)
-        self._parts = list(specs)
-        first = specs[0]
-        self.dim = _stack_place(dim, len(first.shape))
+        _check_alike(specs)
+        _Stack.__init__(self, *specs, dim=dim)
         devices = {spec.device for spec in specs} - {None}
         Composite.__init__(self)
         self._device = devices.pop() if len(devices) == 1 else None
 
-    def _restack(self, parts: list[Composite]) -> Self:
-        return type(self)(*parts, dim=self.dim)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The leading dims of all specs in it, including that of the stack."""
-        sizes = list(self._parts[0].shape)
-        sizes.insert(self.dim, len(self._parts))
-        return torch.Size(sizes)
-
-    @shape.setter
-    def shape(self, value: Sequence[int]) -> None:
-        raise self._refuse("setting the shape")
-
-    batch_size = shape
+    batch_size = _Stack.shape
 
     def _join(self, values: Sequence[Any], lead: int) -> Any:
         return LazyStackedTensorDict.maybe_dense_stack(list(values), self.dim + lead)
@@ -329,21 +311,13 @@ class StackedComposite(_Stack[Composite], Composite):
         made: TensorSpec = _stack(kept, self.dim)
         return made
 
-    def _set(self, name: str, spec: TensorSpec | None) -> None:
-        self._check_unlocked()
+    def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
+        """Set the specs of a key in all parts: the spec is unbound along the dim of the stack."""
+        if len(to_key(name)) == 1:
+            self._check_unlocked()
         own = [None] * len(self._parts) if spec is None else spec.unbind(self.dim)
         if len(own) != len(self._parts):
             raise ValueError(f"a stack of {len(self._parts)} specs needs as many positions; got {len(own)}")
-        for part, one in zip(self._parts, own, strict=True):
-            part._set(name, one)
-
-    def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
-        """Set the specs of a key in all parts: the spec is unbound along the dim of the stack."""
-        first, *rest = to_key(name)
-        if not rest:
-            self._set(first, spec)
-            return self
-        own = [None] * len(self._parts) if spec is None else spec.unbind(self.dim)
         for part, one in zip(self._parts, own, strict=True):
             part.set(name, one)
         return self
@@ -380,11 +354,6 @@ class StackedComposite(_Stack[Composite], Composite):
             self.assert_is_in(val)
         return {key: self[key].to_numpy(val.get(key)) for key, _ in self.entries()}
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StackedComposite):
-            return NotImplemented
-        return self.dim == other.dim and self._parts == other._parts
-
     def __repr__(self) -> str:
         shared = ",\n".join(f"{key}: {spec!r}" for key, spec in self.entries())
         common = {key for key, _ in self.entries()}
@@ -409,30 +378,40 @@ def _stack_place(dim: int, ndim: int) -> int:
     return dim % (ndim + 1)
 
 
-def _check_composites(specs: Sequence[Any]) -> None:
+def _check_alike(specs: Sequence[Any]) -> None:
+    """Raise an error unless specs can be stacked.
+
+    Raises:
+        RuntimeError: The specs are of different classes, dtypes, devices, or numbers of dims; composites of
+            different shapes.
+        ValueError: `specs` is empty.
+    """
     if not specs:
         raise ValueError("Cannot stack an empty list of specs.")
-    for spec in specs[1:]:
-        if not isinstance(spec, Composite):
-            raise RuntimeError("Stacking specs cannot occur: Found more than one type of spec in the list.")
-        if spec.shape != specs[0].shape:
-            raise RuntimeError(f"Shapes differ, got {spec.shape} and {specs[0].shape}")
+    first = specs[0]
+    kind, names = (Composite, ["shape"]) if isinstance(first, Composite) else (type(first), _ALIKE)
+    for one in specs[1:]:
+        if not isinstance(one, kind):
+            raise RuntimeError("Stacking specs cannot occur: Found more than one type of specs in the list.")
+        for name in names:
+            mine, other = getattr(first, name), getattr(one, name)
+            if mine != other:
+                raise RuntimeError(f"{name.capitalize()}s differ, got {mine} and {other}")
 
 
-@implements(torch.stack)
 def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
     """Return the spec of stacked values: one spec if all are equal, otherwise a stack."""
     if out is not None:
         raise NotImplementedError("torch.stack of specs returns a new spec: omit the argument `out`")
-    if tensors and isinstance(tensors[0], Composite):
-        _check_composites(tensors)
-        first = tensors[0]
-        place = _stack_place(dim, len(first.shape))
-        if any(spec != first for spec in tensors[1:]):
-            return StackedComposite(*tensors, dim=place)
-        sizes = list(first.shape)
-        sizes.insert(place, len(tensors))
-        return first.clone().unsqueeze(place).expand(sizes)
-    place = _stack_place(dim, len(tensors[0].shape)) if tensors else dim
-    equal = stack_equal(tensors, place)
-    return Stacked(*tensors, dim=place) if equal is None else equal
+    _check_alike(tensors)
+    first = tensors[0]
+    place = _stack_place(dim, len(first.shape))
+    if any(spec != first for spec in tensors[1:]):
+        kind = StackedComposite if isinstance(first, Composite) else Stacked
+        return kind(*tensors, dim=place)
+    sizes = list(first.shape)
+    sizes.insert(place, len(tensors))
+    return first.unsqueeze(place).expand(sizes)
+
+
+HANDLERS[torch.stack] = _stack
