@@ -12,6 +12,7 @@ has them under `parts`, a Choice under `choices`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from expstore.specs.base import TensorSpec
 from expstore.specs.spec_tree import Tree, build, take_apart
 
 _DEFAULTS = [("step_mdp_static", False), ("remove_singleton", True)]
-_TENSORS = ("low", "high", "mask")
 
 
 def to_text(spec: TensorSpec) -> str:
@@ -58,32 +58,18 @@ def _note(tree: Tree) -> dict[str, Any]:
     """Return a tree that consists of JSON values only."""
     if tree.get("data_cls") is not None:
         raise ValueError(f"its data_cls is {tree['data_cls'].__name__}, a class; leave it out")
-    noted: dict[str, Any] = {}
-    for name, value in tree.items():
-        if value is None or (name == "device" and value.type == "cpu") or (name, value) in _DEFAULTS:
-            continue
-        if name in _TENSORS:
-            value = _note_tensor(torch.as_tensor(value))
-        elif name == "nvec":
-            value = torch.as_tensor(value).tolist()
-        elif name in ("dtype", "device"):
-            value = str(value).removeprefix("torch.")
-        elif name == "shape":
-            value = list(value)
-        elif name == "specs":
-            value = {key: None if part is None else _note(part) for key, part in value.items()}
-        elif name == "parts":
-            value = [_note(part) for part in value]
-        elif name == "choices":
-            value = [_note(part) if isinstance(part, dict) else {"data": _plain(part)} for part in value]
-        elif name == "example_data":
-            value = {"data": _plain(value)}
-        noted[name] = value
-    return noted
+    return {
+        name: _WRITERS[name](value) if name in _WRITERS else value
+        for name, value in tree.items()
+        if value is not None
+        and not (name == "device" and value.type == "cpu")
+        and (name, value) not in _DEFAULTS
+    }
 
 
-def _note_tensor(tensor: torch.Tensor) -> Any:
+def _note_tensor(value: Any) -> Any:
     """Return a tensor as numbers; a single number if all are equal, including the sign of zero."""
+    tensor = torch.as_tensor(value)
     flat = tensor.detach().cpu().reshape(-1)
     if not flat.numel():
         return 0
@@ -119,6 +105,24 @@ def _is_plain(data: Any) -> bool:
     return data is None or isinstance(data, (bool, int, str))
 
 
+def _strip_torch(value: torch.dtype | torch.device) -> str:
+    return str(value).removeprefix("torch.")
+
+
+#: Argument of a spec -> the function that returns its JSON value. Other arguments are JSON values.
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("low", "high", "mask"), _note_tensor),
+    "nvec": lambda value: torch.as_tensor(value).tolist(),
+    "dtype": _strip_torch,
+    "device": _strip_torch,
+    "shape": list,
+    "specs": lambda parts: {key: part and _note(part) for key, part in parts.items()},
+    "parts": lambda parts: list(map(_note, parts)),
+    "choices": lambda parts: [_note(p) if isinstance(p, dict) else {"data": _plain(p)} for p in parts],
+    "example_data": lambda value: {"data": _plain(value)},
+}
+
+
 def from_text(text: str) -> Any:
     """Return the spec that a text describes.
 
@@ -148,34 +152,28 @@ def read_stored(text: str) -> Any:
 
 
 def _read(node: dict[str, Any]) -> Tree:
-    tree: Tree = {}
-    for name, value in node.items():
-        if name == "specs":
-            value = {key: None if part is None else _read(part) for key, part in value.items()}
-        elif name == "parts":
-            value = [_read(part) for part in value]
-        elif name == "choices":
-            value = [NonTensorData(part["data"]) if "data" in part else _read(part) for part in value]
-        elif name == "example_data":
-            value = value["data"]
-        elif name == "dtype":
-            value = getattr(torch, value)
-        elif name in ("low", "high"):
-            value = _read_numbers(value, getattr(torch, node["dtype"]))
-        elif name in ("mask", "nvec"):
-            value = torch.tensor(value)
-        tree[name] = value
-    if "mask" in tree and tree["mask"].ndim == 0:
-        tree["mask"] = tree["mask"].reshape(1)
-    return tree
-
-
-def _read_numbers(value: Any, dtype: torch.dtype) -> Any:
-    """Return bounds as a tensor; a single number has no dims, and broadcasts to any shape."""
-    return torch.tensor(_numbers(value), dtype=dtype)
+    """Return a node of a text as a tree."""
+    tree = {name: _READERS[name](value) if name in _READERS else value for name, value in node.items()}
+    # A single bound has no dims, and broadcasts to any shape.
+    bounds = {name: torch.tensor(tree[name], dtype=tree["dtype"]) for name in ("low", "high") if name in tree}
+    return tree | bounds
 
 
 def _numbers(value: Any) -> Any:
+    """Return numbers whose infinities are text as numbers."""
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     return float(value) if isinstance(value, str) else value
+
+
+#: Argument of a spec -> the function that returns it for the JSON value. Other arguments are JSON values.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("low", "high"), _numbers),
+    "nvec": torch.tensor,
+    "mask": lambda value: torch.atleast_1d(torch.tensor(value)),  # type: ignore[no-untyped-call]
+    "dtype": lambda value: getattr(torch, value),
+    "specs": lambda parts: {key: part and _read(part) for key, part in parts.items()},
+    "parts": lambda parts: list(map(_read, parts)),
+    "choices": lambda parts: [NonTensorData(p["data"]) if "data" in p else _read(p) for p in parts],
+    "example_data": lambda value: value["data"],
+}

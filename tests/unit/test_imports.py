@@ -86,7 +86,11 @@ def test_every_public_name_resolves() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["buffers", "collectors", "datasets", "exchange", "schema", "storages", "trajectories", "writers"]
+    "name",
+    [
+        *("buffers", "collectors", "datasets", "exchange", "schema", "specs", "storages", "trajectories"),
+        "writers",
+    ],
 )
 def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
     package = importlib.import_module(f"expstore.{name}")
