@@ -20,11 +20,19 @@ from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import PLANS, Move, as_size, safe, sizes_of
 from expstore.specs.torchrl_classes import register_with_torchrl
 
-#: Functions of torch that accept specs, each with the function that it calls for them. `stacked` adds one.
-HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+
+def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
+    from expstore.specs.stacked import stack_specs
+
+    return stack_specs(tensors, dim, out=out)
+
+
+#: Functions of torch that accept specs, each with the function that it calls for them.
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.squeeze: lambda spec, dim=None: spec.squeeze(dim),
     torch.unsqueeze: lambda spec, dim: spec.unsqueeze(dim),
     torch.index_select: lambda input, dim, index: input._index_select(dim, index),
+    torch.stack: _stack,
 }
 
 
@@ -401,7 +409,7 @@ class TensorSpec(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = HANDLERS.get(func)
+        handler = _HANDLERS.get(func)
         if handler is None or not all(issubclass(one, TensorSpec) for one in types):
             return NotImplemented
         return handler(*args, **(kwargs or {}))

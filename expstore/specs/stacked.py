@@ -16,7 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict
 
 from expstore.core.values import to_key
-from expstore.specs.base import HANDLERS, GroupSpec, TensorSpec
+from expstore.specs.base import GroupSpec, TensorSpec
 from expstore.specs.composite import Composite, NestedKey
 from expstore.specs.shapes import PLANS, as_size, plan_expand, sizes_of
 
@@ -134,7 +134,7 @@ class _Stack(GroupSpec, Generic[_Part]):
 
     def to(self, dest: Any) -> Any:
         """Return the stack for another device or dtype; the same object for None."""
-        return self if dest is None else _stack([part.to(dest) for part in self._parts], self.dim)
+        return self if dest is None else stack_specs([part.to(dest) for part in self._parts], self.dim)
 
     def clone(self) -> Self:
         """Return a copy."""
@@ -161,7 +161,7 @@ class _Stack(GroupSpec, Generic[_Part]):
             part.expand((*sizes[:n], *(s if n == -1 else n for n, s in zip(own, part.shape, strict=True))))
             for part in parts
         ]
-        return _stack(grown, self.dim + n)
+        return stack_specs(grown, self.dim + n)
 
     def squeeze(self, dim: int | None = None) -> Any:
         """Return the stack without a dim of size 1, or without all of them."""
@@ -188,7 +188,7 @@ class _Stack(GroupSpec, Generic[_Part]):
             return self._parts[args[1] if name == "_select" else 0]
         inner = place - (place > self.dim)
         parts = [getattr(part, name)(inner, *args[1:]) for part in self._parts]
-        return _stack(parts, move.dims.index(self.dim))
+        return stack_specs(parts, move.dims.index(self.dim))
 
     def _index(self, index: Any) -> Any:
         """Return the indexed parts; only the dim of the stack can be indexed."""
@@ -207,9 +207,9 @@ class _Stack(GroupSpec, Generic[_Part]):
         chosen = parts[self.dim] if len(parts) > self.dim else slice(None)
         if isinstance(chosen, (int, slice)):
             found = self._parts[chosen]
-            return _stack(found, self.dim) if isinstance(found, list) else found
+            return stack_specs(found, self.dim) if isinstance(found, list) else found
         numbers = torch.arange(len(self._parts))[torch.as_tensor(chosen)].tolist()
-        return _stack([self._parts[number] for number in numbers], self.dim)
+        return stack_specs([self._parts[number] for number in numbers], self.dim)
 
 
 class Stacked(_Stack[TensorSpec]):
@@ -294,7 +294,7 @@ class StackedComposite(_Stack[Composite], Composite):
         for name in self._parts[0]:
             found = [part.get(name) for part in self._parts]
             if name in common and all(spec is not None for spec in found):
-                yield name, _stack(found, self.dim)
+                yield name, stack_specs(found, self.dim)
             elif name in common and all(spec is None for spec in found):
                 yield name, None
 
@@ -308,7 +308,7 @@ class StackedComposite(_Stack[Composite], Composite):
             return None
         if len(kept) < len(found):
             raise KeyError(f"not all parts have a spec {key!r}")
-        made: TensorSpec = _stack(kept, self.dim)
+        made: TensorSpec = stack_specs(kept, self.dim)
         return made
 
     def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
@@ -399,7 +399,7 @@ def _check_alike(specs: Sequence[Any]) -> None:
                 raise RuntimeError(f"{name.capitalize()}s differ, got {mine} and {other}")
 
 
-def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
+def stack_specs(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
     """Return the spec of stacked values: one spec if all are equal, otherwise a stack."""
     if out is not None:
         raise NotImplementedError("torch.stack of specs returns a new spec: omit the argument `out`")
@@ -412,6 +412,3 @@ def _stack(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
     sizes = list(first.shape)
     sizes.insert(place, len(tensors))
     return first.unsqueeze(place).expand(sizes)
-
-
-HANDLERS[torch.stack] = _stack

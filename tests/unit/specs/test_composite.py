@@ -6,6 +6,8 @@ Run with the other tests. Hypothesis draws trees of specs. Intended differences 
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -456,6 +458,15 @@ def test_setting_a_stack_sets_its_parts() -> None:
     spec.parts[0]["x"] = None
     assert list(spec.empty()) == []
     assert spec.empty().is_empty()
+
+
+def test_specs_are_stacked_before_the_class_of_stacks_is_named() -> None:
+    program = (
+        "import torch\nfrom expstore.specs.categorical import Categorical\n"
+        "print(type(torch.stack([Categorical(2), Categorical(3)])).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "Stacked\n"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
