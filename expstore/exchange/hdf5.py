@@ -74,7 +74,7 @@ def export_hdf5(
         disk: Access to the file system.
 
     Raises:
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
         StateError: The target exists, or would be inside a store; or the store has no fields yet.
         NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
         SchemaError: A field does not exist, holds objects or variable-length rows, or two fields would have
@@ -167,7 +167,7 @@ def import_hdf5(
         disk: Access to the file system.
 
     Raises:
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
         NotFoundError: The file, or the parent folder of the store, does not exist.
         StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
         SchemaError: Datasets have different lengths, a dataset cannot be a field, or the file has a group per

@@ -77,7 +77,7 @@ def export_minari(
         disk: Access to the file system.
 
     Raises:
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
         SchemaError: There are no observations, actions, rewards or next observations; or a next observation
             differs from the observation of the next step; or a field holds objects or variable-length rows;
             or a flag has several values per row; or two fields would have the same name.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from expstore import specs
+from expstore.errors import MissingExtraError
 from expstore.specs.base import TensorSpec
 
 #: Kinds of spaces whose values have no fixed shape, with the reason.
@@ -97,7 +98,7 @@ def to_space(spec: TensorSpec | None) -> Any:
         ValueError: gymnasium has no such space: for values that are not tensors, for masks, dims of any
             size, bfloat16, stacks, and None.
         TypeError: `spec` is not a spec.
-        ModuleNotFoundError: gymnasium is not installed.
+        MissingExtraError: gymnasium is not installed.
 
     Example:
         >>> from expstore import Bounded
@@ -112,8 +113,8 @@ def _gymnasium() -> Any:
     try:
         return importlib.import_module("gymnasium.spaces")
     except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(
-            "spaces need gymnasium, which is not installed; pip install 'expstore[gym]'", name=exc.name
+        raise MissingExtraError(
+            "spaces need gymnasium, which is not installed", hint="pip install 'expstore[gym]'"
         ) from exc
 
 

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 from expstore import specs
+from expstore.errors import MissingExtraError
 from expstore.specs.base import TensorSpec
 from expstore.specs.spec_tree import build, take_apart
 
@@ -69,7 +70,7 @@ def to_torchrl(spec: TensorSpec | None) -> Any:
     """Convert a spec to a spec of TorchRL; tensors are copied.
 
     Raises:
-        ModuleNotFoundError: TorchRL is not installed.
+        MissingExtraError: TorchRL is not installed.
 
     Example:
         >>> from expstore import Bounded
@@ -82,7 +83,7 @@ def to_torchrl(spec: TensorSpec | None) -> Any:
     try:
         home = importlib.import_module("torchrl.data.tensor_specs")
     except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(
-            "TorchRL's specs need TorchRL, which is not installed; pip install torchrl", name=exc.name
+        raise MissingExtraError(
+            "TorchRL's specs need TorchRL, which is not installed", hint="pip install torchrl"
         ) from exc
     return build(take_apart(spec), home)
