@@ -28,7 +28,7 @@ from expstore.specs import Composite, Unbounded
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
 from expstore.storages.capabilities import FieldChanges
-from expstore.storages.engine.backfill import check_going
+from expstore.storages.engine.backfill import check_droppable
 from expstore.storages.new_field import NewField, Progress, check_new_field
 from expstore.storages.read_view import ReadView, read_present, read_stable
 
@@ -163,7 +163,7 @@ class Columns:
         """
         storage, key = self._store.storage, to_key(name)
         fields = _fields_of(storage)
-        check_going(storage, key)
+        check_droppable(storage, key)
         for who in self._sampling.users_of(key):
             raise SchemaError(
                 f"field {key_name(key)!r} cannot be dropped: {who} needs it", hint="set another one first"

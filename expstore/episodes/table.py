@@ -274,7 +274,7 @@ class EpisodeTable:
         self._faded: set[int] = set()
         self._cut: set[int] = set()  # episodes whose fragments the index must read again
         self._sources: dict[int, LogEntry] = {}
-        self.touched = Touched()
+        self.touched = ChangedIds()
         self.kernels: ModuleType | None = None  # compiled loops, once they are loaded
 
     # -- numbering -------------------------------------------------------------------------------
@@ -953,7 +953,7 @@ def _spread(
     return numbers
 
 
-class Touched:
+class ChangedIds:
     """The ids of recently changed episodes, in the order of the changes.
 
     Not locked: the caller holds the storage's `locks.episodes`.

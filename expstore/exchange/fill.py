@@ -193,7 +193,7 @@ def fill_store(source: RowSource, target: Target) -> Imported:
 
 
 @dataclass(slots=True)
-class _Going:
+class _EpisodeProgress:
     """Progress of one episode: its id in the new store, its rows so far, its next step in the source."""
 
     number: int
@@ -216,7 +216,7 @@ class Filler:
 
     def __init__(self, storage: Store, catalog: Catalog) -> None:
         self._storage, self._catalog = storage, catalog
-        self._going: dict[int, _Going] = {}
+        self._episodes: dict[int, _EpisodeProgress] = {}
         self._current: dict[tuple[int, int | None], int] = {}
         self._sources: dict[tuple[str, bool], int] = {}
         self._flags: RowFacts | None = None
@@ -273,9 +273,9 @@ class Filler:
         for name, step, count, first, stride in find_fragments(episodes, steps, made.numbers[0]).T.tolist():
             known = _NOTHING if given.facts is None else given.facts(name)
             source = self._source(known, made.sources)
-            going, begins = self._find(name, step, (source, known.trajectory))
+            progress, begins = self._find(name, step, (source, known.trajectory))
             if begins and known.info:
-                noted.append((going.number, known.info))
+                noted.append((progress.number, known.info))
             start, last = first - first_id, first - first_id + (count - 1) * stride
             rows = slice(start, last + 1, stride)
             status = known.status if step + count == known.length else OPEN
@@ -287,9 +287,9 @@ class Filler:
                     status = TRUNCATED
             made.segments.append(
                 Segment(
-                    episode=going.number,
+                    episode=progress.number,
                     trajectory=known.trajectory or 0,
-                    step=going.rows,
+                    step=progress.rows,
                     source=source,
                     start=start,
                     rows=count,
@@ -301,25 +301,25 @@ class Filler:
                     | (NO_REWARD if rewards is None else 0),
                 )
             )
-            made.numbers[1, rows] = going.number
-            made.numbers[2, rows] = np.arange(going.rows, going.rows + count)
-            going.rows += count
-            going.follows += count
+            made.numbers[1, rows] = progress.number
+            made.numbers[2, rows] = np.arange(progress.rows, progress.rows + count)
+            progress.rows += count
+            progress.follows += count
             if status != OPEN:
-                self._going.pop(name)
+                self._episodes.pop(name)
                 self._current.pop((source, known.trajectory))
         return made, noted
 
-    def _find(self, name: int, step: int, key: tuple[int, int | None]) -> tuple[_Going, bool]:
+    def _find(self, name: int, step: int, key: tuple[int, int | None]) -> tuple[_EpisodeProgress, bool]:
         """Return the episode that a step belongs to, and whether it begins a new one."""
-        going = self._going.get(name)
-        if going is not None and going.follows == step and self._current.get(key) == going.number:
-            return going, False
+        progress = self._episodes.get(name)
+        if progress is not None and progress.follows == step and self._current.get(key) == progress.number:
+            return progress, False
         number = name
-        if self._above is None or going is not None:
+        if self._above is None or progress is not None:
             number = max(self._highest + 1, self._above or 0)
         self._highest = max(self._highest, number)
-        self._going[name] = found = _Going(number, 0, step)
+        self._episodes[name] = found = _EpisodeProgress(number, 0, step)
         self._current[key] = number
         return found, True
 

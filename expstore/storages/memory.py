@@ -29,7 +29,7 @@ from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.engine.backfill import Filler, check_going, places_without
+from expstore.storages.engine.backfill import Filler, check_droppable, places_without
 from expstore.storages.new_field import NewField, check_new_field
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.portable_storage import PortableStorage
@@ -129,7 +129,7 @@ class MemoryStorage(PortableStorage):
     def _drop_field(self, key: Key, specs: str) -> None:
         with self.locks.reshaping.act(), self.lock:
             self.writer()
-            check_going(self, key)
+            check_droppable(self, key)
             place, schema = self.require_schema().place_of(key), self.require_schema().without(key)
             rest = places_without(len(self._columns), place)
             self._reshape(schema, specs, [self._columns[number] for number in rest])

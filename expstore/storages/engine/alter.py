@@ -22,7 +22,7 @@ from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.description import Description
-from expstore.storages.engine.backfill import Filler, check_going, places_without
+from expstore.storages.engine.backfill import Filler, check_droppable, places_without
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
@@ -113,7 +113,7 @@ class StoredFields:
         store = self._store
         with store.locks.reshaping.act(), self._clean_up_on_error(), store.lock:
             store.writer()
-            check_going(store, key)
+            check_droppable(store, key)
             schema = store.require_schema().without(key)
             place = store.require_schema().place_of(key)
             group, sums = self._columns(), self._checksums()

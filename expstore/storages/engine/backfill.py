@@ -110,7 +110,7 @@ class Filler:
         return self._new_field.compute(ids)
 
 
-def check_going(storage: ReadView, key: Key) -> None:
+def check_droppable(storage: ReadView, key: Key) -> None:
     """Check that a field can be dropped from a storage.
 
     Raises:
