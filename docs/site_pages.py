@@ -28,7 +28,7 @@ DOCUMENTS = {
     "migrations/README.md": "migrations.md",
 }
 #: Documents whose links lead to the front page.
-FRONT = ("README.md", "docs/README.md")
+FRONT = ("README.md",)
 #: Modules with public names, by the page that lists them. A package with a stub lists the names in it.
 NAMESPACES = {
     "open": "expstore",
@@ -283,11 +283,6 @@ def render_example(path: Path) -> str:
     return f"# {path.relative_to(ROOT)}\n\n````{kind}\n{path.read_text().rstrip()}\n````\n"
 
 
-def render_glossary() -> str:
-    """Return the page of words: the section of docs/README.md."""
-    return "# Glossary\n\n" + (DOCS / "README.md").read_text().split("\n## Words\n")[1].strip() + "\n"
-
-
 def render_pages() -> dict[str, str]:
     """Return all generated pages: paths below docs/, and Markdown whose links are those of the site."""
     pages = {page: (ROOT / name).read_text() for name, page in DOCUMENTS.items()}
@@ -298,7 +293,6 @@ def render_pages() -> dict[str, str]:
     pages["commands.md"] = render_commands()
     pages["routes.md"] = render_routes(openapi())
     pages["settings.md"] = render_settings()
-    pages["glossary.md"] = render_glossary()
     return pages
 
 
@@ -376,7 +370,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Convert the links of a page."""
     name = page.file.src_uri
     sources = {page: ROOT / document for document, page in DOCUMENTS.items()}
-    sources["glossary.md"] = DOCS / "README.md"
     if name.startswith(("api/", "examples/")):
         return markdown
     return convert_links(markdown, sources.get(name, DOCS / name), name)

@@ -65,7 +65,7 @@ def find_dead_links(document: Path, text: str) -> list[str]:
 
 def test_the_documents_are_found() -> None:
     names = {str(path.relative_to(ROOT)) for path in DOCUMENTS}
-    assert {"README.md", "ARCHITECTURE.md", "GUARANTEES.md", "CHANGELOG.md", "docs/README.md"} <= names
+    assert {"README.md", "ARCHITECTURE.md", "GUARANTEES.md", "CHANGELOG.md", "docs/index.md"} <= names
     assert sum(len(find_links(path.read_text())) for path in DOCUMENTS) > 80
 
 
@@ -86,7 +86,7 @@ TEXT = """# A page: `code`, and_more!
 @pytest.mark.parametrize(
     "link",
     [
-        "[x](docs/README.md)",
+        "[x](docs/index.md)",
         "[x](docs/)",
         "![x](benchmarks/results/ratios.png)",
         "[x](#a-page-code-and_more)",
