@@ -24,6 +24,8 @@ All modules raise these errors. This module does no I/O::
 
 from __future__ import annotations
 
+from typing import Self
+
 __all__ = [
     "ArgumentError",
     "CorruptionError",
@@ -66,6 +68,19 @@ class ExpStoreError(Exception):
         self.message = message
         self.kind = kind or self.default_kind
         self.hint = hint
+
+    def at(self, place: object) -> Self:
+        """Return the same error with the place where it happened before its message."""
+        return self._copy(f"{place}: {self.message}", self.hint)
+
+    def with_hint(self, hint: str) -> Self:
+        """Return the same error with another hint."""
+        return self._copy(self.message, hint)
+
+    def _copy(self, message: str, hint: str) -> Self:
+        found = type(self)(message, kind=self.kind, hint=hint)
+        vars(found).update({**vars(self), "message": message, "hint": hint})
+        return found
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument, OSError may print "None".

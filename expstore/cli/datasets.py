@@ -219,8 +219,10 @@ def _split(name: str, root: Path | None) -> tuple[Path, str]:
 
 def _collection(prefix: str) -> str:
     """Return the folder name of a collection. As in `load_dataset`, case does not matter."""
+    from expstore.datasets.registry import list_kinds
+
     name = prefix.strip().lower()
-    return {"atari_dqn": "atari"}.get(name, name)
+    return next((kind.prefix for kind in list_kinds() if name in kind.aliases), name)
 
 
 def _path(name: str, root: Path | None) -> Path:

@@ -216,39 +216,36 @@ def import_(
     as_json: Json = False,
 ) -> int:
     """Create a store from files of other programs, or from an export."""
-    from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
-    from expstore.datasets.recognition import arrays_format, episodes_format
-    from expstore.exchange.formats import ARRAYS, IMPORTS, TABLES, format_of
+    from expstore.datasets.formats import find_plain_format, has_format, list_formats, recognize
+    from expstore.datasets.registry import find_kind
+    from expstore.exchange.formats import IMPORTS, TABLES, format_of
 
     store = Path(f"{source.stem}.exp") if store is None else store
-    choices = sorted({*IMPORTS, *DATASETS})
+    choices = sorted({*IMPORTS, *list_formats()})
     if format is not None and format not in choices:
         raise typer.BadParameter(
             f"{format!r} is unknown; use one of {', '.join(choices)}", param_hint="--format"
         )
-    asked, format = format, format or data_set_format(source) or format_of(source, choices)
-    plain = format
-    grouped = episodes_format(source) if format == "hdf5" else None
-    if grouped is not None:
-        format = asked or grouped
-    elif asked is None and format in ARRAYS:
-        recognised, doubt = arrays_format(source)
-        format = recognised or format
-        _note([doubt] if doubt else [])
-    if checkpoints is not None and format != "atari-dqn":
+    recognized, notes = (None, []) if format is not None else recognize(source)
+    _note(notes)
+    asked, format = format, format or recognized or format_of(source, choices)
+    is_dataset = recognized is not None or format in list_formats()
+    if asked == "hdf5" and has_format(asked, source):
+        is_dataset = True
+    kind = find_kind(format) if is_dataset else None
+    if checkpoints is not None and (kind is None or not kind.takes("checkpoints")):
         raise typer.BadParameter(f"does not apply to {format}", param_hint="--checkpoints")
-    if format in DATASETS or grouped is not None:
+    if kind is not None:
         options: dict[str, Any] = {}
-        if capacity is not None and format in WITH_CAPACITY:
+        if capacity is not None and kind.takes("capacity"):
             options["capacity"] = capacity
         if checkpoints is not None:
             options["checkpoints"] = _numbers(checkpoints)
         refused = {"--map": names, "--capacity": "capacity" not in options and capacity, "--storage": storage}
         for name, value in refused.items():
             if value:
-                advice = (
-                    "" if grouped or format == plain else f"; --format {plain} reads {source} as plain rows"
-                )
+                plain = find_plain_format(source) if recognized else None
+                advice = f"; --format {plain} reads {source} as plain rows" if plain else ""
                 raise typer.BadParameter(f"does not apply to {format}{advice}", param_hint=name)
         done = _import_data_set(format, source, store, options)
     else:

@@ -5,100 +5,29 @@ Source: `d4rl/infos.py` of https://github.com/Farama-Foundation/D4RL, and TorchR
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 D4RL_ADDRESS = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
 
-#: Files by folder, without their suffix.
+#: Files whose names do not follow from the id, by folder and without their suffix.
 _FILES = {
-    "maze2d": {
-        "maze2d-open-v0": "maze2d-open-sparse",
-        "maze2d-umaze-v1": "maze2d-umaze-sparse-v1",
-        "maze2d-medium-v1": "maze2d-medium-sparse-v1",
-        "maze2d-large-v1": "maze2d-large-sparse-v1",
-        "maze2d-eval-umaze-v1": "maze2d-eval-umaze-sparse-v1",
-        "maze2d-eval-medium-v1": "maze2d-eval-medium-sparse-v1",
-        "maze2d-eval-large-v1": "maze2d-eval-large-sparse-v1",
-        "maze2d-open-dense-v0": "maze2d-open-dense",
-        "maze2d-umaze-dense-v1": "maze2d-umaze-dense-v1",
-        "maze2d-medium-dense-v1": "maze2d-medium-dense-v1",
-        "maze2d-large-dense-v1": "maze2d-large-dense-v1",
-        "maze2d-eval-umaze-dense-v1": "maze2d-eval-umaze-dense-v1",
-        "maze2d-eval-medium-dense-v1": "maze2d-eval-medium-dense-v1",
-        "maze2d-eval-large-dense-v1": "maze2d-eval-large-dense-v1",
-        "maze2d-umaze-v0": "maze2d-umaze-sparse",
-        "maze2d-medium-v0": "maze2d-medium-sparse",
-        "maze2d-large-v0": "maze2d-large-sparse",
-        "maze2d-umaze-dense-v0": "maze2d-umaze-dense",
-        "maze2d-medium-dense-v0": "maze2d-medium-dense",
-        "maze2d-large-dense-v0": "maze2d-large-dense",
-    },
+    "maze2d": {"maze2d-open-v0": "maze2d-open-sparse", "maze2d-open-dense-v0": "maze2d-open-dense"},
     "minigrid": {
         "minigrid-fourrooms-v0": "minigrid4rooms",
         "minigrid-fourrooms-random-v0": "minigrid4rooms_random",
     },
-    "hand_dapg": {
-        "pen-human-v0": "pen-v0_demos_clipped",
-        "pen-cloned-v0": "pen-demos-v0-bc-combined",
-        "pen-expert-v0": "pen-v0_expert_clipped",
-        "hammer-human-v0": "hammer-v0_demos_clipped",
-        "hammer-cloned-v0": "hammer-demos-v0-bc-combined",
-        "hammer-expert-v0": "hammer-v0_expert_clipped",
-        "relocate-human-v0": "relocate-v0_demos_clipped",
-        "relocate-cloned-v0": "relocate-demos-v0-bc-combined",
-        "relocate-expert-v0": "relocate-v0_expert_clipped",
-        "door-human-v0": "door-v0_demos_clipped",
-        "door-cloned-v0": "door-demos-v0-bc-combined",
-        "door-expert-v0": "door-v0_expert_clipped",
-        "door-human-longhorizon-v0": "door-v0_demos_clipped",
-        "hammer-human-longhorizon-v0": "hammer-v0_demos_clipped",
-        "pen-human-longhorizon-v0": "pen-v0_demos_clipped",
-        "relocate-human-longhorizon-v0": "relocate-v0_demos_clipped",
-    },
     "gym_mujoco": {
-        "halfcheetah-random-v0": "halfcheetah_random",
-        "halfcheetah-medium-v0": "halfcheetah_medium",
-        "halfcheetah-expert-v0": "halfcheetah_expert",
-        "halfcheetah-medium-replay-v0": "halfcheetah_mixed",
-        "halfcheetah-medium-expert-v0": "halfcheetah_medium_expert",
-        "walker2d-random-v0": "walker2d_random",
-        "walker2d-medium-v0": "walker2d_medium",
-        "walker2d-expert-v0": "walker2d_expert",
         "walker2d-medium-replay-v0": "walker_mixed",
-        "walker2d-medium-expert-v0": "walker2d_medium_expert",
-        "hopper-random-v0": "hopper_random",
-        "hopper-medium-v0": "hopper_medium",
-        "hopper-expert-v0": "hopper_expert",
-        "hopper-medium-replay-v0": "hopper_mixed",
-        "hopper-medium-expert-v0": "hopper_medium_expert",
-        "ant-random-v0": "ant_random",
-        "ant-medium-v0": "ant_medium",
-        "ant-expert-v0": "ant_expert",
-        "ant-medium-replay-v0": "ant_mixed",
-        "ant-medium-expert-v0": "ant_medium_expert",
         "ant-random-expert-v0": "ant_random_expert",
     },
     "ant_maze_new": {
-        "antmaze-umaze-v0": "Ant_maze_u-maze_noisy_multistart_False_multigoal_False_sparse",
-        "antmaze-umaze-diverse-v0": "Ant_maze_u-maze_noisy_multistart_True_multigoal_True_sparse",
-        "antmaze-medium-play-v0": "Ant_maze_big-maze_noisy_multistart_True_multigoal_False_sparse",
-        "antmaze-medium-diverse-v0": "Ant_maze_big-maze_noisy_multistart_True_multigoal_True_sparse",
-        "antmaze-large-play-v0": "Ant_maze_hardest-maze_noisy_multistart_True_multigoal_False_sparse",
-        "antmaze-large-diverse-v0": "Ant_maze_hardest-maze_noisy_multistart_True_multigoal_True_sparse",
         "antmaze-eval-umaze-v0": "Ant_maze_umaze_eval_noisy_multistart_True_multigoal_False_sparse",
         "antmaze-eval-umaze-diverse-v0": "Ant_maze_umaze_eval_noisy_multistart_True_multigoal_True_sparse",
         "antmaze-eval-medium-play-v0": "Ant_maze_medium_eval_noisy_multistart_True_multigoal_True_sparse",
         "antmaze-eval-medium-diverse-v0": "Ant_maze_medium_eval_noisy_multistart_True_multigoal_False_sparse",
         "antmaze-eval-large-diverse-v0": "Ant_maze_large_eval_noisy_multistart_True_multigoal_False_sparse",
         "antmaze-eval-large-play-v0": "Ant_maze_large_eval_noisy_multistart_True_multigoal_True_sparse",
-    },
-    "ant_maze_v2": {
-        "antmaze-umaze-v2": "Ant_maze_u-maze_noisy_multistart_False_multigoal_False_sparse_fixed",
-        "antmaze-umaze-diverse-v2": "Ant_maze_u-maze_noisy_multistart_True_multigoal_True_sparse_fixed",
-        "antmaze-medium-play-v2": "Ant_maze_big-maze_noisy_multistart_True_multigoal_False_sparse_fixed",
-        "antmaze-medium-diverse-v2": "Ant_maze_big-maze_noisy_multistart_True_multigoal_True_sparse_fixed",
-        "antmaze-large-play-v2": "Ant_maze_hardest-maze_noisy_multistart_True_multigoal_False_sparse_fixed",
-        "antmaze-large-diverse-v2": "Ant_maze_hardest-maze_noisy_multistart_True_multigoal_True_sparse_fixed",
     },
     "flow": {
         "flow-ring-random-v0": "flow-ring-v0-random",
@@ -118,41 +47,21 @@ _FILES = {
         "carla-lane-render-v0": "carla_lane_follow-v0",
         "carla-town-render-v0": "carla_town_flat-v0",
     },
-    "bullet": {
-        "bullet-halfcheetah-random-v0": "bullet-halfcheetah_random",
-        "bullet-halfcheetah-medium-v0": "bullet-halfcheetah_medium",
-        "bullet-halfcheetah-expert-v0": "bullet-halfcheetah_expert",
-        "bullet-halfcheetah-medium-expert-v0": "bullet-halfcheetah_medium_expert",
-        "bullet-halfcheetah-medium-replay-v0": "bullet-halfcheetah_medium_replay",
-        "bullet-hopper-random-v0": "bullet-hopper_random",
-        "bullet-hopper-medium-v0": "bullet-hopper_medium",
-        "bullet-hopper-expert-v0": "bullet-hopper_expert",
-        "bullet-hopper-medium-expert-v0": "bullet-hopper_medium_expert",
-        "bullet-hopper-medium-replay-v0": "bullet-hopper_medium_replay",
-        "bullet-ant-random-v0": "bullet-ant_random",
-        "bullet-ant-medium-v0": "bullet-ant_medium",
-        "bullet-ant-expert-v0": "bullet-ant_expert",
-        "bullet-ant-medium-expert-v0": "bullet-ant_medium_expert",
-        "bullet-ant-medium-replay-v0": "bullet-ant_medium_replay",
-        "bullet-walker2d-random-v0": "bullet-walker2d_random",
-        "bullet-walker2d-medium-v0": "bullet-walker2d_medium",
-        "bullet-walker2d-expert-v0": "bullet-walker2d_expert",
-        "bullet-walker2d-medium-expert-v0": "bullet-walker2d_medium_expert",
-        "bullet-walker2d-medium-replay-v0": "bullet-walker2d_medium_replay",
-        "bullet-maze2d-open-v0": "bullet-maze2d-open-sparse",
-        "bullet-maze2d-umaze-v0": "bullet-maze2d-umaze-sparse",
-        "bullet-maze2d-medium-v0": "bullet-maze2d-medium-sparse",
-        "bullet-maze2d-large-v0": "bullet-maze2d-large-sparse",
-    },
-    "ant_maze_v1": {
-        "antmaze-umaze-v1": "Ant_maze_umaze_noisy_multistart_False_multigoal_False_sparse",
-        "antmaze-umaze-diverse-v1": "Ant_maze_umaze_noisy_multistart_True_multigoal_True_sparse",
-        "antmaze-medium-play-v1": "Ant_maze_medium_noisy_multistart_True_multigoal_False_sparse",
-        "antmaze-medium-diverse-v1": "Ant_maze_medium_noisy_multistart_True_multigoal_True_sparse",
-        "antmaze-large-diverse-v1": "Ant_maze_large_noisy_multistart_True_multigoal_True_sparse",
-        "antmaze-large-play-v1": "Ant_maze_large_noisy_multistart_True_multigoal_False_sparse",
-    },
+    "bullet": {"bullet-maze2d-open-v0": "bullet-maze2d-open-sparse"},
 }
+
+#: Mazes of ants by the middle of the id: their names in files of v0 and v1, and "multistart" and "multigoal".
+_ANT_MAZES = {
+    "umaze": ("u-maze", "umaze", False, False),
+    "umaze-diverse": ("u-maze", "umaze", True, True),
+    "medium-play": ("big-maze", "medium", True, False),
+    "medium-diverse": ("big-maze", "medium", True, True),
+    "large-play": ("hardest-maze", "large", True, False),
+    "large-diverse": ("hardest-maze", "large", True, True),
+}
+_MAZES = ("umaze", "medium", "large")
+_ROBOTS = ("halfcheetah", "hopper", "walker2d", "ant")
+_HANDS = ("hammer", "pen", "relocate", "door")
 
 #: Returns of a random and of an expert policy, by prefix of the id; the longest prefix is used.
 _SCORES = {
@@ -193,18 +102,42 @@ _SCORES = {
 @cache
 def d4rl_files() -> dict[str, str]:
     """Return the addresses of the data sets' files, relative to `D4RL_ADDRESS`, by id."""
-    found = {
-        name: f"{folder}/{file}.hdf5" for folder, files in _FILES.items() for name, file in files.items()
-    }
-    for env in ("halfcheetah", "hopper", "walker2d", "ant"):
+    found = dict(_name_files())
+    for folder, files in _FILES.items():
+        found |= {name: f"{folder}/{file}" for name, file in files.items()}
+    return {name: f"{path}.hdf5" for name, path in found.items()}
+
+
+def _name_files() -> Iterator[tuple[str, str]]:
+    """Yield the ids from which the files follow, each with the folder and the file."""
+    for maze in _MAZES:
+        for env in ("maze2d", "maze2d-eval"):
+            yield f"{env}-{maze}-v1", f"maze2d/{env}-{maze}-sparse-v1"
+            yield f"{env}-{maze}-dense-v1", f"maze2d/{env}-{maze}-dense-v1"
+        yield f"maze2d-{maze}-v0", f"maze2d/maze2d-{maze}-sparse"
+        yield f"maze2d-{maze}-dense-v0", f"maze2d/maze2d-{maze}-dense"
+        yield f"bullet-maze2d-{maze}-v0", f"bullet/bullet-maze2d-{maze}-sparse"
+    for name, (old, new, has_starts, has_goals) in _ANT_MAZES.items():
+        how = f"noisy_multistart_{has_starts}_multigoal_{has_goals}_sparse"
+        yield f"antmaze-{name}-v0", f"ant_maze_new/Ant_maze_{old}_{how}"
+        yield f"antmaze-{name}-v1", f"ant_maze_v1/Ant_maze_{new}_{how}"
+        yield f"antmaze-{name}-v2", f"ant_maze_v2/Ant_maze_{old}_{how}_fixed"
+    for env in _ROBOTS:
         for kind in ("random", "medium", "expert", "medium-replay", "full-replay", "medium-expert"):
+            file = f"{env}_{kind.replace('-', '_')}"
             for version in ("v1", "v2"):
-                file = f"{env}_{kind.replace('-', '_')}-{version}"
-                found[f"{env}-{kind}-{version}"] = f"gym_mujoco_{version}/{file}.hdf5"
-    for env in ("hammer", "pen", "relocate", "door"):
+                yield f"{env}-{kind}-{version}", f"gym_mujoco_{version}/{file}-{version}"
+            if kind != "full-replay":
+                mixed = file.replace("medium_replay", "mixed")
+                yield f"{env}-{kind}-v0", f"gym_mujoco/{mixed}"
+                yield f"bullet-{env}-{kind}-v0", f"bullet/bullet-{file}"
+    for env in _HANDS:
         for kind in ("human", "expert", "cloned"):
-            found[f"{env}-{kind}-v1"] = f"hand_dapg_v1/{env}-{kind}-v1.hdf5"
-    return found
+            yield f"{env}-{kind}-v1", f"hand_dapg_v1/{env}-{kind}-v1"
+        yield f"{env}-human-v0", f"hand_dapg/{env}-v0_demos_clipped"
+        yield f"{env}-human-longhorizon-v0", f"hand_dapg/{env}-v0_demos_clipped"
+        yield f"{env}-cloned-v0", f"hand_dapg/{env}-demos-v0-bc-combined"
+        yield f"{env}-expert-v0", f"hand_dapg/{env}-v0_expert_clipped"
 
 
 def score_bounds(dataset_id: str) -> tuple[float, float] | None:

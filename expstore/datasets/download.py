@@ -9,12 +9,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx
 
+from expstore.core.parsing import INVALID
 from expstore.disk.files import Disk, File
 from expstore.errors import NotFoundError, RemoteError, StorageError
 from expstore.exchange.base import Progress, no_progress, open_to_read
@@ -119,7 +121,7 @@ class _Download:
                         f"cannot fetch {self._remote.url}: {exc or type(exc).__name__}",
                         hint="the same call continues the download"
                         if self._fetched or self._have()
-                        else "check the address, or pass files that you fetched yourself with source=",
+                        else "check the address",
                     ) from exc
                 self._pause(min(8.0, 0.5 * 2**failures))
         self._check(expected)
@@ -190,10 +192,72 @@ class _Download:
 
 
 def _check_answer(answer: httpx.Response, url: str) -> None:
-    if answer.status_code in (404, 410):
+    if answer.status_code in (404, 410, 412):  # 412: OpenML's answer if nothing is found
         raise NotFoundError(f"there is no file at {url} (HTTP {answer.status_code})")
     if answer.is_error:
         raise RemoteError(f"{url} answers HTTP {answer.status_code} {answer.reason_phrase}")
+
+
+def fetch_json(address: str) -> Any:
+    """Return a JSON document.
+
+    Raises:
+        NotFoundError: The server does not have it.
+        RemoteError: The server does not answer, or its answer is not JSON.
+    """
+    with httpx.Client(follow_redirects=True, timeout=_TIMEOUT) as client:
+        return _read_json(_get(client, address), address)
+
+
+def _get(client: httpx.Client, address: str) -> httpx.Response:
+    try:
+        answer = client.get(address)
+    except httpx.TransportError as exc:
+        raise RemoteError(
+            f"cannot fetch {address}: {exc or type(exc).__name__}", hint="check the address"
+        ) from exc
+    _check_answer(answer, address)
+    return answer
+
+
+def _read_json(answer: httpx.Response, address: str) -> Any:
+    try:
+        return json.loads(answer.content)
+    except INVALID as exc:
+        raise RemoteError(f"{address} is not JSON: {exc}") from exc
+
+
+def list_hub(
+    repository: str,
+    folder: str,
+    mirror: str,
+    *,
+    keep: Callable[[str], bool],
+    missing: str,
+    is_flat: bool = True,
+) -> list[RemoteFile]:
+    """List the files of a data set in a repository on the Hugging Face Hub.
+
+    Args:
+        repository: Name of the repository.
+        folder: Folder of the files; "" for all.
+        mirror: Address of the hub.
+        keep: Function that returns whether the file of a path is needed.
+        missing: End of the message if there is no such file, after the address of the repository.
+        is_flat: Whether to download the files to one folder. False keeps their folders below `folder`.
+
+    Raises:
+        NotFoundError: The repository or the folder does not exist, or no file is needed.
+        RemoteError: The hub does not answer.
+    """
+    found = [
+        replace(file, name=file.name.rpartition("/")[2] if is_flat else file.name.removeprefix(f"{folder}/"))
+        for file in list_hugging_face(repository, folder, endpoint=mirror)
+        if keep(file.name)
+    ]
+    if not found:
+        raise NotFoundError(f"{mirror}/datasets/{repository} {missing}")
+    return found
 
 
 def list_hugging_face(
@@ -228,15 +292,8 @@ def list_hugging_face(
     found: list[RemoteFile] = []
     with httpx.Client(follow_redirects=True, timeout=_TIMEOUT) as client:
         while address:
-            try:
-                answer = client.get(address)
-            except httpx.TransportError as exc:
-                raise RemoteError(
-                    f"cannot list {address}: {exc or type(exc).__name__}",
-                    hint="pass files that you fetched yourself as source=",
-                ) from exc
-            _check_answer(answer, address)
-            for item in json.loads(answer.content):
+            answer = _get(client, address)
+            for item in _read_json(answer, address):
                 if item.get("type") == "file" and _is_safe(item["path"]):
                     path = item["path"]
                     found.append(

@@ -6,7 +6,7 @@ Implemented by the readers of this package, and by users for their own formats. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -189,6 +189,30 @@ def _leaves(key: Key, values: Values) -> Iterator[tuple[Key, Array]]:
         if not found.ndim:
             raise SchemaError(f"{key_name(key)!r} is a single value; one row per step is expected")
         yield key, found
+
+
+def put_value(tree: dict[str, Any], path: Iterable[str], value: Any) -> None:
+    """Put a value into nested dicts.
+
+    >>> from expstore.datasets.episode import put_value
+    >>> tree = {}
+    >>> put_value(tree, ["arm", "joint"], 3)
+    >>> tree
+    {'arm': {'joint': 3}}
+    """
+    *groups, last = path
+    for name in groups:
+        tree = tree.setdefault(name, {})
+    tree[last] = value
+
+
+def nest_values(name: str, values: Mapping[Key, Array]) -> Any:
+    """Return the values below a name as nested dicts, or the array of that name."""
+    tree: dict[str, Any] = {}
+    for key, rows in values.items():
+        if key[0] == name:
+            put_value(tree, key, rows)
+    return tree.get(name, {})
 
 
 def _reward(values: Array) -> Array:

@@ -1,6 +1,6 @@
 """The formats of data sets by name, and the detection of a source's format.
 
-Used by the command line. A reader's module is imported when it is needed.
+Used by the command line.
 """
 
 from __future__ import annotations
@@ -9,34 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from expstore import datasets
-from expstore.data.memory_maps import is_tensordict_folder
-from expstore.datasets.atari_dqn import torchrl_checkpoints
 from expstore.datasets.episode import Reader
-from expstore.datasets.recognition import ARCHIVES, archive_format, folder_format
-from expstore.disk.files import ReadingDisk
-from expstore.disk.source_links import check_links
+from expstore.datasets.recognition import Source
+from expstore.datasets.registry import find_kind, list_kinds
+from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
+from expstore.errors import StateError
+from expstore.exchange.formats import file_format
 
-_READERS = {
-    "atari-dqn": "AtariDQNReader",
-    "d4rl": "D4RLReader",
-    "gen-dgrl": "GenDGRLReader",
-    "hdf5": "Hdf5EpisodesReader",
-    "lerobot": "LeRobotReader",
-    "minari": "MinariReader",
-    "openml": "OpenMLReader",
-    "openx": "OpenXReader",
-    "rlds": "RLDSReader",
-    "robomimic": "RobomimicReader",
-    "roboset": "RobosetReader",
-    "tensordict": "TensorDictReader",
-    "vd4rl": "VD4RLReader",
-}
 
-#: Names of formats that this package always reads. It also reads "hdf5" files with one group per episode.
-DATASETS = tuple(name for name in _READERS if name != "hdf5")
-#: Formats whose readers accept a capacity.
-WITH_CAPACITY = ("minari",)
+def list_formats() -> list[str]:
+    """Return the names of the formats that are always data sets; "hdf5" files may have plain rows."""
+    return [kind.format for kind in list_kinds() if not kind.is_general]
 
 
 def make_reader(name: str, source: Path, **options: Any) -> Reader:
@@ -51,31 +35,64 @@ def make_reader(name: str, source: Path, **options: Any) -> Reader:
         NotFoundError: The source does not exist.
         SchemaError: The source does not have this format.
     """
-    make: Callable[..., Reader] = getattr(datasets, _READERS[name])
+    make: Callable[..., Reader] = find_kind(name).reader
     return make(source, **options)
 
 
-def data_set_format(source: Path) -> str | None:
-    """Return the format of a data set; None if the source is a plain file of arrays."""
-    disk = ReadingDisk()
-    if not disk.is_dir(source):
-        if source.name.lower().endswith(ARCHIVES) and disk.exists(source):
-            return archive_format(source)
-        return {".arff": "openml", ".xz": "gen-dgrl"}.get(source.suffix.lower())
-    check_links(source)
-    for folder in (source, source / "replay_logs"):
-        if disk.is_dir(folder) and any(
-            name.startswith("$store$_observation_ckpt.") for name in disk.names(folder)
-        ):
-            return "atari-dqn"
-    if torchrl_checkpoints(source):
-        return "atari-dqn"
-    if disk.exists(source / "meta" / "info.json"):
-        return "lerobot"
-    if disk.exists(source / "features.json"):
-        return "rlds"
-    if any(name.endswith(".data.pickle") for name in disk.names(source)):
-        return "openx"
-    if is_tensordict_folder(source):
-        return "tensordict"
-    return None if disk.exists(source / "metadata.json") else folder_format(source)
+def recognize(path: Path) -> tuple[str | None, list[str]]:
+    """Return the format of a data set, judging by its content, and notes for the user.
+
+    Returns:
+        The format, or None if the source is a plain file of arrays or unknown; a note for each format that
+        the source may have, without proof.
+
+    Raises:
+        StorageError: A file cannot be read, or a link leads out of the folder.
+    """
+    source = Source(path)
+    notes: list[str] = []
+    for kind in list_kinds():
+        found = kind.recognize(source)
+        if found is True:
+            return kind.format, notes
+        if found:
+            notes.append(found)
+    return None, notes
+
+
+def has_format(name: str, path: Path) -> bool:
+    """Return whether a source is recognized as a data set of a format."""
+    return find_kind(name).recognize(Source(path)) is True
+
+
+def find_plain_format(path: Path) -> str | None:
+    """Return the format by which a file of a data set can be read as plain rows, too; None if it cannot."""
+    source = Source(path)
+    has_rows = not source.is_dir and source.file is not None and not has_format("hdf5", path)
+    return file_format(path) if has_rows else None
+
+
+def make_sample(kind: str, path: str | Path) -> Path:
+    """Write a small data set: three random walks, in files of a format. Return the path, a source.
+
+    Args:
+        kind: A format such as "atari-dqn", or a prefix such as "atari".
+        path: The source, which must not exist: a file if the format has one file, otherwise a folder.
+
+    Raises:
+        ArgumentError: There is no such format.
+        StateError: The path exists.
+        MissingExtraError: The format needs a library that is not installed.
+
+    Example:
+        >>> from expstore.datasets import MinariReader, import_dataset, make_sample
+        >>> source = make_sample("minari", "walk/random-v0")
+        >>> import_dataset(MinariReader(source), "walk.exp").episodes
+        3
+    """
+    found, target, disk = find_kind(kind), local_path(path), Disk()
+    if disk.exists(target):
+        raise StateError(f"{target} exists", hint="choose a path that does not exist")
+    disk.make_dir(target.parent)
+    found.make_sample(target)
+    return target

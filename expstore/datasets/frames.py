@@ -27,7 +27,7 @@ def decode_image(data: bytes) -> Array:
 
     Raises:
         StorageError: The bytes are not an image.
-        ModuleNotFoundError: Pillow is not installed.
+        MissingExtraError: Pillow is not installed.
     """
     Image = import_library("PIL.Image")
     try:
@@ -66,7 +66,7 @@ class VideoFrames:
 
     Raises:
         StorageError: The file is not a video.
-        ModuleNotFoundError: av is not installed.
+        MissingExtraError: av is not installed.
     """
 
     def __init__(self, path: Path, fps: float) -> None:

@@ -76,8 +76,9 @@ def import_dataset(
         LockedError: Another process is importing to the target.
 
     Example:
-        >>> from expstore.datasets import D4RLReader, import_dataset
-        >>> done = import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp")
+        >>> from expstore.datasets import D4RLReader, import_dataset, make_sample
+        >>> source = make_sample("d4rl", "hopper_medium-v2.hdf5")
+        >>> done = import_dataset(D4RLReader(source), "hopper.exp")
         >>> episodes, rows = done.episodes, done.rows
     """
     path = local_path(target)
@@ -290,8 +291,7 @@ def _import_part(
     batch = _Batch(rb, source)
     seen, is_open = 0, False
     facts: list[Mapping[str, Any]] = []
-    for number, episode in _read(reader, part):
-        columns = _columns(part, number, episode)
+    for columns, episode in _read(reader, part):
         if not is_open:
             facts.append(episode.facts)
         count = len(episode)
@@ -317,19 +317,24 @@ def _import_part(
     return done + seen
 
 
-def _read(reader: Reader, part: Part) -> Iterator[tuple[int, Episode | Rows]]:
-    """Yield the pieces of episodes of a part, each with the number of its episode.
+def _read(reader: Reader, part: Part) -> Iterator[tuple[dict[Key, Array], Episode | Rows]]:
+    """Yield the pieces of episodes of a part, each with its rows.
 
     Errors name the part and the episode.
     """
     number = 0
     pieces = _read_ahead(reader.episodes(part))
     while True:
-        with _reading(f"{_name(part)}, episode {number}"):
+        place = f"{_name(part)}, episode {number}"
+        with _reading(place):
             piece = next(pieces, None)
         if piece is None:
             return
-        yield number, piece
+        try:
+            columns = piece.columns()
+        except ExpStoreError as exc:
+            raise exc.at(place) from exc
+        yield columns, piece
         number += piece.end != "open"
 
 
@@ -345,7 +350,7 @@ def _reading(what: str) -> Iterator[None]:
     try:
         yield
     except ExpStoreError as exc:
-        raise type(exc)(f"{what}: {exc}") from exc
+        raise exc.at(what) from exc
     except UNREADABLE as exc:
         raise StorageError(f"cannot read {what}: {exc!r}") from exc
 
@@ -360,13 +365,6 @@ def _read_ahead(episodes: Iterator[Episode | Rows]) -> Iterator[Episode | Rows]:
             yield episode
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _columns(part: Part, number: int, episode: Episode | Rows) -> dict[Key, Array]:
-    try:
-        return episode.columns()
-    except SchemaError as exc:
-        raise SchemaError(f"{_name(part)}, episode {number}: {exc}") from exc
 
 
 def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[str, Any]]) -> None:

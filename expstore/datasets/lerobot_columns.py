@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, is_tensor_collection
 
 from expstore.core.values import Key
-from expstore.datasets.lerobot import LEROBOT_KEYS, lerobot_key
+from expstore.datasets.kinds.lerobot import LEROBOT_KEYS, lerobot_key
 from expstore.errors import ArgumentError
 
 

@@ -20,7 +20,7 @@ from expstore.disk.atomic_build import LOCK
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import ArgumentError, LockedError, NotFoundError, StateError, StorageError
+from expstore.errors import ArgumentError, LockedError, NotFoundError, RemoteError, StateError, StorageError
 from expstore.exchange.base import ShowProgress, show_import, show_nothing
 from expstore.storages.format.manifest import MANIFEST
 
@@ -38,12 +38,14 @@ class Origin:
         make_reader: Function that returns the reader of a source: a folder, or the only file of the data set.
         list_files: Function that lists the files at the public address. It raises NotFoundError if the data
             set is known to have been removed.
+        sources: What `source=` may be, for messages: "source=, the .hdf5 file".
     """
 
     name: str
     dataset_id: str
     make_reader: Callable[[Path], Reader]
     list_files: Callable[[], Sequence[RemoteFile]]
+    sources: str = "source=, files that you fetched yourself"
 
 
 def data_folder(name: str = "") -> Path:
@@ -54,6 +56,11 @@ def data_folder(name: str = "") -> Path:
     base = os.environ.get("EXPSTORE_DATA")
     folder = local_path(base) if base else Path.home() / ".cache" / "expstore"
     return folder / name if name else folder
+
+
+def download_folder(root: Path, dataset_id: str) -> Path:
+    """Return the folder for the files of a data set until its store is complete."""
+    return root / ".downloads" / dataset_id
 
 
 def prepare_dataset(
@@ -99,7 +106,8 @@ def prepare_dataset(
         return path
     if source is None and not download:
         raise NotFoundError(
-            f"The dataset could not be found in {path}", hint="pass source=, or download=True to fetch it"
+            f"The dataset could not be found in {path}",
+            hint=f"pass {origin.sources}, or download=True to fetch it",
         )
     if source is not None:
         given = local_path(source)
@@ -108,15 +116,19 @@ def prepare_dataset(
         if not disk.exists(given):
             raise NotFoundError(f"there is no file or folder {given}", hint="check the path in source=")
         return _make(disk, origin, given, path, show, again=again)
-    fetched = root / ".downloads" / origin.dataset_id
+    fetched = download_folder(root, origin.dataset_id)
     if again:
         _discard_download(disk, fetched, origin.dataset_id)
     try:
         files = origin.list_files()
         _fetch(disk, files, fetched, origin.dataset_id, show)
-    except BaseException:
+    except (NotFoundError, RemoteError) as exc:
+        if "source=" in exc.hint:
+            raise
+        hint = f"{exc.hint}, or pass {origin.sources}" if exc.hint else f"pass {origin.sources}"
+        raise exc.with_hint(hint) from exc
+    finally:
         _remove_empty(disk, fetched, root)
-        raise
     only = fetched / files[0].name if len(files) == 1 else fetched
     found = _make(disk, origin, only, path, show, again=again)
     disk.remove_tree(fetched)
@@ -270,7 +282,7 @@ def remove_dataset(root: Path, dataset_id: str) -> bool:
         new,
         new.with_name(f".{new.name}.import"),
         _old_path(path),
-        root / ".downloads" / dataset_id,
+        download_folder(root, dataset_id),
     ]
     for folder in left:
         if disk.exists(folder):

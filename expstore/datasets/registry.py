@@ -1,37 +1,65 @@
-"""Data sets by name, for instance "d4rl:hopper-medium-v2".
+"""The table of data sets: their kinds, and data sets by name, for instance "d4rl:hopper-medium-v2".
 
-Used by programs, `OfflineToOnlineReplayBuffer` and the command line.
+The kinds are those of the modules in `expstore.datasets.kinds`. Used by programs,
+`OfflineToOnlineReplayBuffer` and the command line.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from expstore.core.nearest import nearest, suggest
+from expstore.datasets import kinds
+from expstore.datasets.kind import Kind
 from expstore.errors import ArgumentError, NotFoundError
 
 Factory = Callable[..., Any]
 
-_BUFFERS = "expstore.datasets.buffers"
-_REGISTERED: dict[str, Factory | str] = {
-    "atari": f"{_BUFFERS}.atari_dqn:AtariDQNExperienceReplay",
-    "atari_dqn": f"{_BUFFERS}.atari_dqn:AtariDQNExperienceReplay",
-    "d4rl": f"{_BUFFERS}.d4rl:D4RLExperienceReplay",
-    "gen_dgrl": f"{_BUFFERS}.gen_dgrl:GenDGRLExperienceReplay",
-    "lerobot": f"{_BUFFERS}.lerobot:LeRobotExperienceReplay",
-    "minari": f"{_BUFFERS}.minari:MinariExperienceReplay",
-    "openml": f"{_BUFFERS}.openml:OpenMLExperienceReplay",
-    "openx": f"{_BUFFERS}.openx:OpenXExperienceReplay",
-    "rlds": f"{_BUFFERS}.rlds:RLDSExperienceReplay",
-    "roboset": f"{_BUFFERS}.roboset:RobosetExperienceReplay",
-    "vd4rl": f"{_BUFFERS}.vd4rl:VD4RLExperienceReplay",
-}
+#: What `register_dataset` registered in this process, by prefix.
+_REGISTERED: dict[str, Factory | str] = {}
+
+
+@cache
+def _load_kinds() -> tuple[Kind, ...]:
+    modules = sorted(module.name for module in pkgutil.iter_modules(kinds.__path__, f"{kinds.__name__}."))
+    found = [value for name in modules for value in vars(importlib.import_module(name)).values()]
+    return tuple(dict.fromkeys(value for value in found if isinstance(value, Kind)))
+
+
+def list_kinds() -> list[Kind]:
+    """Return the kinds of data sets, those that this process registered too; general ones are last."""
+    registered = [value for value in _REGISTERED.values() if isinstance(value, Kind)]
+    return sorted(dict.fromkeys([*_load_kinds(), *registered]), key=lambda kind: kind.is_general)
+
+
+def find_kind(name: str) -> Kind:
+    """Return a kind by its format or a prefix.
+
+    Raises:
+        ArgumentError: There is no such kind.
+    """
+    known = list_kinds()
+    for kind in known:
+        if name in (kind.format, kind.prefix, *kind.aliases):
+            return kind
+    formats = [kind.format for kind in known]
+    raise ArgumentError(f"unknown format {name!r}", hint=suggest(name, formats, "the formats are"))
+
+
+def _list_openers() -> dict[str, Factory | str]:
+    """Return what opens data sets, by prefix."""
+    built_in = {name: kind for kind in _load_kinds() for name in (kind.prefix, *kind.aliases) if name}
+    return {**built_in, **_REGISTERED}
 
 
 def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = False) -> None:
     """Register a function or class that `load_dataset("PREFIX:ID")` calls, for this process.
+
+    A `Kind` is such a function, and its format can be named, as in `make_sample`.
 
     Args:
         prefix: The prefix; case does not matter.
@@ -58,7 +86,7 @@ def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = Fal
         )
     if isinstance(dataset, str) and not all(dataset.partition(":")):
         raise ArgumentError("String dataset factories must use the 'module:attribute' format.")
-    if name in _REGISTERED and not replace:
+    if name in _list_openers() and not replace:
         raise KeyError(f"Dataset source {name!r} is already registered. Pass replace=True to overwrite it.")
     _REGISTERED[name] = dataset
 
@@ -72,17 +100,12 @@ class UnknownDatasetError(ArgumentError, NotFoundError, RuntimeError):
     default_kind = "argument"
 
     @classmethod
-    def of(cls, collection: Any, name: str, message: str) -> UnknownDatasetError:
-        """Return the error, with the most similar name as its hint.
-
-        Args:
-            collection: The class of the data sets.
-            name: The name that it does not have.
-            message: What was asked, in the words of TorchRL's class.
-        """
-        near = nearest(str(name), collection.available_datasets)
+    def of(cls, kind: Kind, name: str) -> UnknownDatasetError:
+        """Return the error for a name, with the most similar one as its hint."""
+        near = nearest(str(name), kind.available_datasets)
         hint = f"did you mean {near!r}? All" if near else "all"
-        return cls(message, hint=f"{hint} names: {collection.__name__}.available_datasets")
+        owner = kind.buffer or f"find_kind({kind.format!r})"
+        return cls(kind.unknown_id.format(name), hint=f"{hint} names: {owner}.available_datasets")
 
 
 def load_dataset(dataset_id: str, **keywords: Any) -> Any:
@@ -96,8 +119,9 @@ def load_dataset(dataset_id: str, **keywords: Any) -> Any:
         ArgumentError: The id is no text, or its prefix is missing or unknown.
 
     Example:
-        >>> from expstore import load_dataset
-        >>> data = load_dataset("d4rl:hopper-medium-v2", batch_size=32, source="hopper_medium-v2.hdf5")
+        >>> from expstore.datasets import load_dataset, make_sample
+        >>> source = make_sample("d4rl", "hopper_medium-v2.hdf5")
+        >>> data = load_dataset("d4rl:hopper-medium-v2", batch_size=32, source=source)
         >>> data.sample().batch_size
         torch.Size([32])
     """
@@ -118,12 +142,14 @@ def dataset_class(prefix: str) -> Factory:
     Raises:
         ArgumentError: The prefix is unknown.
     """
-    name = _normal(prefix)
-    if name not in _REGISTERED:
+    name, openers = _normal(prefix), _list_openers()
+    if name not in openers:
         raise ArgumentError(
             f"Unknown dataset source {name!r}", hint=suggest(name, prefixes(), "the supported prefixes are")
         )
-    found = _REGISTERED[name]
+    found = openers[name]
+    if isinstance(found, Kind):
+        return found.load_class()
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(importlib.import_module(module), attribute)
@@ -133,7 +159,7 @@ def dataset_class(prefix: str) -> Factory:
 
 def prefixes() -> tuple[str, ...]:
     """Return the known prefixes, sorted."""
-    return tuple(sorted(_REGISTERED))
+    return tuple(sorted(_list_openers()))
 
 
 def _normal(prefix: str) -> str:

@@ -43,6 +43,23 @@ def check_exists(path: Path) -> None:
     check_links(path)
 
 
+def list_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return a file, or the files of a folder with some suffixes in the order of their names.
+
+    Raises:
+        NotFoundError: The path does not exist, or the folder has no such file.
+        StorageError: A link in the folder leads out of it.
+    """
+    disk = ReadingDisk()
+    check_exists(path)
+    if not disk.is_dir(path):
+        return [path]
+    found = [path / name for name in sorted(disk.names(path)) if name.endswith(suffixes)]
+    if not found:
+        raise NotFoundError(f"there is no {' or '.join(suffixes)} file in {path}")
+    return found
+
+
 def check_file(path: Path) -> None:
     """Raise NotFoundError unless a path is a file."""
     disk = ReadingDisk()

@@ -1,4 +1,4 @@
-"""Read TFRecord files, and the `tf.train.Example` messages in them, without TensorFlow.
+"""Read and write TFRecord files, and the `tf.train.Example` messages in them, without TensorFlow.
 
 Source of the format: tensorflow/core/lib/io/record_writer.h (a record is its length as u64, the masked
 CRC-32C of these 8 bytes, its data, the masked CRC-32C of the data; all little-endian) and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,9 @@ def read_records(path: Path) -> Iterator[bytes]:
         NotFoundError: The file does not exist.
         StorageError: A record does not match its checksum, or the file ends in the middle of one.
     """
-    from google_crc32c import value as crc32c
 
     def check(data: bytes, stored: bytes, at: int) -> None:
-        crc = crc32c(data)
-        masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-        if struct.pack("<I", masked) != stored:
+        if _mask_checksum(data) != stored:
             raise StorageError(
                 f"{path.name} is damaged: the record at byte {at} does not match its checksum",
                 hint="copy the file again",
@@ -64,6 +61,13 @@ def read_records(path: Path) -> Iterator[bytes]:
             check(data, tail, at)
             yield data
             at += 16 + size
+
+
+def _mask_checksum(data: bytes) -> bytes:
+    from google_crc32c import value as crc32c
+
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def parse_example(data: bytes) -> Example:
@@ -188,3 +192,41 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
             return value & 0xFFFFFFFFFFFFFFFF, at
         if shift > 63:
             raise ValueError("a varint has more than 10 bytes")
+
+
+# -- writing ---------------------------------------------------------------------------------------------
+
+
+def encode_records(records: Iterable[bytes]) -> bytes:
+    """Return the content of a file of records."""
+    parts: list[bytes] = []
+    for data in records:
+        size = struct.pack("<Q", len(data))
+        parts += [size, _mask_checksum(size), data, _mask_checksum(data)]
+    return b"".join(parts)
+
+
+def encode_example(features: Mapping[str, Values]) -> bytes:
+    """Return a `tf.train.Example`."""
+    entries = (
+        _encode_field(1, name.encode()) + _encode_field(2, _encode_feature(values))
+        for name, values in features.items()
+    )
+    return _encode_field(1, b"".join(_encode_field(1, entry) for entry in entries))
+
+
+def _encode_feature(values: Values) -> bytes:
+    if isinstance(values, list):
+        return _encode_field(1, b"".join(_encode_field(1, value) for value in values))
+    flat = np.asarray(values).reshape(-1)
+    if flat.dtype.kind == "f":
+        return _encode_field(2, _encode_field(1, flat.astype("<f4").tobytes()))
+    return _encode_field(3, _encode_field(1, b"".join(map(_encode_varint, flat.astype(np.uint64).tolist()))))
+
+
+def _encode_field(number: int, data: bytes) -> bytes:
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(data)) + data
+
+
+def _encode_varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _encode_varint(number >> 7)

@@ -67,24 +67,26 @@ def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
                 f"{path} is a store already, so that there is nothing to import",
                 hint=f"open it, or copy its rows into another store: expstore merge {path} --out NEW",
             )
-        if "metadata.json" in names or "metadata.json" in disk.names(path / "data"):
-            return "minari"
         if "rows.arrow" in names:
             return "arrow"
         if "rows" in names or any(name.endswith(".parquet") for name in names):
             return "parquet"
-    else:
-        with open_to_read(path) as file:
-            head = file.read(8) or b""
-        for begin, name in _HEADS.items():
-            if head.startswith(begin):
-                return name
-        if path.suffix.lower() in _SUFFIXES:
-            return _SUFFIXES[path.suffix.lower()]
+    elif (found := file_format(path)) is not None:
+        return found
     hint = "name its format with --format: " + ", ".join(choices)
     if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
         hint = f"make a Parquet file of it: duckdb -c \"COPY (FROM '{path.name}') TO 'rows.parquet'\""
     raise SchemaError(f"{path} looks like none of the formats that can be imported", hint=hint)
+
+
+def file_format(path: Path) -> str | None:
+    """Return the format of a file, from its first bytes or else from its suffix; None if it is unknown."""
+    with open_to_read(path) as file:
+        head = file.read(8) or b""
+    for begin, name in _HEADS.items():
+        if head.startswith(begin):
+            return name
+    return _SUFFIXES.get(path.suffix.lower())
 
 
 # -- what they cannot store ---------------------------------------------------------------------------

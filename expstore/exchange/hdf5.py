@@ -140,6 +140,27 @@ class _Writer:
         self._file.attrs[ABOUT] = about
 
 
+def write_hdf5(
+    path: Path, values: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Write an HDF5 file.
+
+    Args:
+        path: The file; its folder must exist.
+        values: Arrays, numbers and texts by path.
+        attributes: Attributes by the path of their group, which must contain values.
+
+    Raises:
+        ModuleNotFoundError: h5py is not installed.
+    """
+    h5py = import_library("h5py")
+    with DiskFile(Disk(), path, write=True) as raw, h5py.File(raw, "w") as file:
+        for name, value in values.items():
+            file[name] = value
+        for name, own in (attributes or {}).items():
+            file[name].attrs.update(own)
+
+
 def import_hdf5(
     source: str | Path,
     target: str | Path,
@@ -176,8 +197,9 @@ def import_hdf5(
         LockedError: Another process creates the store at the same time.
 
     Example:
+        >>> from expstore.datasets import make_sample
         >>> from expstore.exchange import import_hdf5
-        >>> done = import_hdf5("hopper_medium-v2.hdf5", "hopper.exp")
+        >>> done = import_hdf5(make_sample("d4rl", "hopper_medium-v2.hdf5"), "hopper.exp")
     """
     path, target = local_path(source), local_path(target)
     with _open_hdf5(path) as file:

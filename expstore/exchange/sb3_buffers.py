@@ -101,7 +101,7 @@ def import_sb3(
         except ExpStoreError as exc:
             advice = "of pickles, only replay buffers of stable-baselines3 can be imported"
             hint = f"{exc.hint}; {advice}" if exc.hint else advice
-            raise type(exc)(f"{path}: {exc.message}", hint=hint) from exc
+            raise exc.at(path).with_hint(hint) from exc
     if not isinstance(found, PickledObject):
         raise SchemaError(
             f"{path} is a pickle of a {type(found).__name__}, not of a replay buffer of stable-baselines3",

@@ -18,7 +18,8 @@ import pytest
 
 from benchmarks.atari import made_up
 from benchmarks.datasets import import_run, write_run
-from expstore.datasets import AtariDQNReader, atari_dqn, import_dataset, importer
+from expstore.datasets import AtariDQNReader, import_dataset, importer
+from expstore.datasets.kinds import atari_dqn
 from expstore.disk.files import Disk
 from tests.crash.test_full_disks import in_small_disk
 from tests.support.atari_files import LoggedRing, Step, play

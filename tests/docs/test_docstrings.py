@@ -7,7 +7,7 @@ some. A reader has these names without an import; examples import or make every 
 - `rb`, a buffer over a store on disk with ten episodes of 20 steps, and `storage`, its storage;
 - `batch`, 64 more transitions.
 
-Files of data sets that an example names exist, as small ones of the same format: see
+Examples of data sets write the files with `make_sample`; those of other programs are written by
 `tests.support.docstring_files`. The servers `http://NAME:8420` and the bucket `s3://bucket/run` have stores
 with the rows of `rb`. What an example leaves open is closed after it.
 """

@@ -33,8 +33,8 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
-    "README", "benchmarks", "cleanrl", "cluster", "comparison", "datasets", "development", "disk", "errors",
-    "faq", "format", "http", "index", "installing", "numpy", "object_storage", "page", "storages",
+    "benchmarks", "cleanrl", "cluster", "comparison", "datasets", "development", "disk", "errors",
+    "faq", "format", "glossary", "http", "index", "installing", "numpy", "object_storage", "page", "storages",
     "torchrl_names", "trackers",
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ import random
 import shutil
 import zlib
 from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -400,8 +401,7 @@ def _data_set(form: str, source: Path, whole: bool) -> None:
         reader.facts()
     importer._total(reader, parts)
     for part in parts:
-        for number, piece in importer._read(reader, part):
-            importer._columns(part, number, piece)
+        deque(importer._read(reader, part), maxlen=0)
 
 
 def _make_hdf5(folder: Path) -> None:

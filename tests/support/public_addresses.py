@@ -5,14 +5,14 @@ Used by tests that call the data set classes without `mirror=`, as users do.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import expstore.datasets
+from expstore.datasets.registry import list_kinds
 from tests.support.data_server import DataServer, serving_files
 
 
@@ -24,11 +24,9 @@ def serving_public_addresses(folder: Path, stores: Path) -> Iterator[DataServer]
         folder: The files, at their paths below the public addresses.
         stores: Folder that replaces `~/.cache/expstore`.
     """
-    names = [name for name in expstore.datasets.__all__ if name.endswith("ExperienceReplay")]
     with serving_files(folder) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXPSTORE_DATA", str(stores))
-        for name in names:
-            made = getattr(expstore.datasets, name).__init__
-            if "mirror" in inspect.signature(made).parameters:
-                patch.setitem(inspect.unwrap(made).__kwdefaults__, "mirror", server.url)
+        for kind in list_kinds():
+            if kind.buffer and kind.mirror:
+                patch.setattr(kind.load_class(), "kind", replace(kind, mirror=server.url))
         yield server

@@ -127,10 +127,10 @@ ARRAY_FILE_FUNCTIONS = {"fromfile", "load", "loadtxt", "memmap", "save", "savetx
 
 #: module -> what it may do nevertheless, worded as in the messages.
 FILE_EXCEPTIONS: dict[str, set[str]] = {
-    "datasets.gen_dgrl": {".open()"},  # tarfile.open, of a file that the Disk has opened
-    "datasets.minari_folder": {".open()"},  # Image.open, of bytes
+    "datasets.kinds.gen_dgrl": {".open()"},  # tarfile.open, of a file that the Disk has opened
+    "datasets.kinds.minari": {".open()"},  # Image.open, of bytes
     "exchange.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
-    "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
+    "datasets.kinds.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
     "data.memory_maps": {"np.memmap"},  # of a file whose size was compared with its shape
     "disk.message_socket": {"os.close", "os.geteuid"},  # of a descriptor that came by a socket
     "disk.shared_memory": {

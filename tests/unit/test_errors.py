@@ -62,3 +62,14 @@ def test_pickle_keeps_message_kind_and_hint(name: str) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (copy.message, copy.kind, copy.hint, str(copy)) == ("what", "special", "do this", "what; do this")
+
+
+@pytest.mark.parametrize("name", [*BASES, "ExpStoreError"])
+def test_the_place_comes_before_the_message(name: str) -> None:
+    error = getattr(errors, name)("what", kind="special", hint="do this")
+    error.status = 503
+    found = error.at("file.h5, episode 3")
+    assert type(found) is type(error)
+    assert (found.message, found.kind, found.hint) == ("file.h5, episode 3: what", "special", "do this")
+    assert str(found) == "file.h5, episode 3: what; do this"
+    assert found.status == 503

@@ -1,30 +1,44 @@
-"""The base class of the data set classes: a replay buffer over the store of a data set.
+"""Replay buffers over the stores of data sets, which are made when a data set is first used.
 
-Used by the classes of this package, and by users for their own data sets. It makes the store when the data
-set is first used, with `expstore.datasets.origin`.
+`BaseDatasetExperienceReplay` is one over any source, `DatasetReplayBuffer` over a data set of a kind. Used by
+the classes of this package, and by users for their own data sets. `expstore.datasets.origin` makes the
+stores.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
+from expstore._open import open as open_store
 from expstore.buffers.arguments import resolve_part
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.arguments import refuse_keywords
 from expstore.core.torchrl_keywords import BUFFER, check_keywords, keywords_of
+from expstore.datasets.buffers.episode_texts import EpisodeTexts
 from expstore.datasets.buffers.preprocessing import map_rows
 from expstore.datasets.buffers.split_store import make_split_store, split_path
-from expstore.datasets.origin import Download, Origin, data_folder, prepare_dataset, remove_dataset
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.origin import (
+    Download,
+    Origin,
+    data_folder,
+    download_folder,
+    prepare_dataset,
+    remove_dataset,
+)
+from expstore.datasets.registry import UnknownDatasetError
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import ArgumentError
+from expstore.errors import ArgumentError, StateError
 from expstore.exchange.base import show_progress
 from expstore.samplers.base import Sampler
 from expstore.samplers.slices import SliceSampler
@@ -46,6 +60,36 @@ if TYPE_CHECKING:
 
 #: Names of the argument that says which data set to use, in these classes and in older ones of TorchRL.
 _ID_NAMES = ("dataset_id", "name", "repo_id")
+
+
+def _refuse_wrong_calls(init: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor raise ArgumentError without its first argument, and for an unknown keyword."""
+    _, *parameters = inspect.signature(init).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [one.name for one in named if not one.name.startswith("_")]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    needed = next(
+        (one.name for one in named[:1] if one.kind is not one.KEYWORD_ONLY and one.default is one.empty), None
+    )
+
+    @functools.wraps(init)
+    def check_and_init(self: Any, *args: Any, **keywords: Any) -> None:
+        kind = type(self).__name__
+        if needed is not None and not args and needed not in keywords:
+            for name in _ID_NAMES:
+                if name in keywords and name not in known:
+                    raise ArgumentError(
+                        f"{kind} got an unexpected keyword argument {name!r}",
+                        hint=f"use {needed}={keywords[name]!r}; other versions of TorchRL's classes call it "
+                        f"{name}",
+                    )
+            raise ArgumentError(f"{kind} needs {needed}", hint="pass it as the first argument")
+        if not takes_all:
+            public = {name: keywords[name] for name in keywords if not name.startswith("_")}
+            refuse_keywords(kind, public, known)
+        init(self, *args, **keywords)
+
+    return check_and_init
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
@@ -86,7 +130,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     Example:
         >>> from expstore import BaseDatasetExperienceReplay, D4RLExperienceReplay
-        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32, source="hopper_medium-v2.hdf5")
+        >>> from expstore.datasets import make_sample
+        >>> source = make_sample("d4rl", "hopper_medium-v2.hdf5")
+        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32, source=source)
         >>> isinstance(data, BaseDatasetExperienceReplay)
         True
     """
@@ -111,10 +157,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         rows: TensorDictBase | None = None,
         **keywords: Any,
     ) -> None:
-        # Checked before anything is fetched.
-        known = keywords_of(TensorDictReplayBuffer)
-        check_keywords(self, {name: keywords[name] for name in keywords if name not in known}, BUFFER)
-        self._data_origin = origin
+        self._check_keywords(keywords)  # before anything is fetched
+        self._dataset_id = origin.dataset_id
         self._collection = data_folder(origin.name) if root is None else local_path(root)
         self._is_split = split_trajs
         self._is_on_disk = rows is None
@@ -140,10 +184,15 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self._batches.add_finisher(self._finisher)
         self.set_metadata(metadata)
 
+    def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
+        """Raise ArgumentError for a keyword that the buffer does not have."""
+        known = keywords_of(TensorDictReplayBuffer)
+        check_keywords(self, {name: keywords[name] for name in keywords if name not in known}, BUFFER)
+
     @property
     def dataset_id(self) -> str:
         """Name of the data set."""
-        return self._data_origin.dataset_id
+        return self._dataset_id
 
     @property
     def root(self) -> Path:
@@ -246,34 +295,126 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             remove_dataset(self._collection, self.dataset_id)
 
 
-def _refuse_wrong_calls(init: Callable[..., None]) -> Callable[..., None]:
-    """Make a constructor raise ArgumentError without its first argument, and for an unknown keyword."""
-    _, *parameters = inspect.signature(init).parameters.values()
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    known = [one.name for one in named if not one.name.startswith("_")]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    needed = next(
-        (one.name for one in named[:1] if one.kind is not one.KEYWORD_ONLY and one.default is one.empty), None
-    )
+class _AvailableDatasets:
+    """List the ids of a class's data sets when the attribute is read."""
 
-    @functools.wraps(init)
-    def check_and_init(self: Any, *args: Any, **keywords: Any) -> None:
-        kind = type(self).__name__
-        if needed is not None and not args and needed not in keywords:
-            for name in _ID_NAMES:
-                if name in keywords and name not in known:
-                    raise ArgumentError(
-                        f"{kind} got an unexpected keyword argument {name!r}",
-                        hint=f"use {needed}={keywords[name]!r}; other versions of TorchRL's classes call it "
-                        f"{name}",
-                    )
-            raise ArgumentError(f"{kind} needs {needed}", hint="pass it as the first argument")
-        if not takes_all:
-            public = {name: keywords[name] for name in keywords if not name.startswith("_")}
-            refuse_keywords(kind, public, known)
-        init(self, *args, **keywords)
+    def __get__(self, instance: object, owner: type[DatasetReplayBuffer]) -> list[str]:
+        kind: Kind | None = getattr(owner, "kind", None)
+        return [] if kind is None else kind.available_datasets
 
-    return check_and_init
+
+class DatasetReplayBuffer(BaseDatasetExperienceReplay):
+    """Sample a data set of a kind, by its id. The classes with TorchRL's names are subclasses.
+
+    The first use downloads the files from the public address of the kind, or reads those that `source=`
+    names, and makes the store; later uses open it.
+
+    For threads, processes and crashes see `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: Id of the data set: one of `available_datasets`, if the class lists them.
+        batch_size: Batch size of `sample`.
+        kind: The kind of the data set. A class with a `kind` of its own needs none.
+        options: More options of the kind's reader, by name. An existing store must have been made with them.
+        root: Folder of the collection; None for the default below `~/.cache/expstore`.
+        download: Whether to fetch a missing data set; "force" fetches it again.
+        source: Files of the data set, or a folder that has them below the id. Nothing is fetched then.
+        mirror: Address to use instead of the public one.
+        keywords: As in `BaseDatasetExperienceReplay`: `sampler`, `writer`, `transform` (whose input includes
+            the texts), `collate_fn`, `pin_memory`, `prefetch`, `split_trajs` and so on.
+
+    Attributes:
+        available_datasets: All ids; empty if any id is accepted. For some kinds they are fetched over the
+            network.
+
+    Raises:
+        UnknownDatasetError: The data set does not exist; an ArgumentError.
+        NotFoundError: There are no files, and the public address does not have them; the message says what
+            `source=` may be.
+        StateError: The store exists and was made with other options.
+        ExpStoreError: The errors of `BaseDatasetExperienceReplay`.
+
+    Example:
+        >>> from expstore.datasets import DatasetReplayBuffer, load_dataset, make_sample
+        >>> source = make_sample("roboset", "door_v2d-v1.h5")
+        >>> data = load_dataset("roboset:DAPG(expert)/door_v2d-v1", batch_size=32, source=source)
+        >>> isinstance(data, DatasetReplayBuffer)
+        True
+    """
+
+    kind: ClassVar[Kind]
+    available_datasets = _AvailableDatasets()
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        kind: Kind | None = None,
+        options: Mapping[str, Any] | None = None,
+        root: str | Path | None = None,
+        mirror: str | None = None,
+        **keywords: Any,
+    ) -> None:
+        kind, options = kind or type(self).kind, options or {}
+        known = [*keywords_of(BaseDatasetExperienceReplay), *BUFFER]
+        self._check_keywords({name: keywords[name] for name in keywords if name not in known})
+        if kind.is_unknown(dataset_id):
+            raise UnknownDatasetError.of(kind, dataset_id)
+        folder = data_folder(kind.prefix) if root is None else local_path(root)
+        request = Request(
+            dataset_id=dataset_id,
+            mirror=(kind.mirror if mirror is None else mirror).rstrip("/"),
+            options=options,
+            folder=download_folder(folder, dataset_id),
+        )
+        origin = Origin(
+            name=kind.prefix,
+            dataset_id=dataset_id,
+            make_reader=partial(kind.open_source, dataset_id=dataset_id, options=options),
+            list_files=partial(kind.list_public, request),
+            sources=kind.describe_source(dataset_id),
+        )
+        super().__init__(origin, batch_size, root=folder, **keywords)
+        if self._is_on_disk and kind.facts:
+            self._check_store(kind, options)
+            if not self._is_split:
+                self._prepend_transforms(self._make_texts(kind))
+
+    def _check_store(self, kind: Kind, options: Mapping[str, Any]) -> None:
+        """Close the buffer and raise StateError if the store has another format or other options."""
+        meta = self.meta
+        if self._is_split:  # a store of trajectories does not record how it was made
+            with open_store(self.data_path_root, mode="r") as rb:
+                meta = rb.meta
+        if kind.facts not in meta:
+            self.close()
+            raise StateError(
+                f"{self.data_path} was not made of a data set of the format {kind.format}",
+                hint="choose another root=",
+            )
+        found = kind.stored_options(meta)
+        for name, value in options.items():
+            if name in found and found[name] != value:
+                self.close()
+                raise StateError(
+                    f"{self.data_path} was made with {name}={found[name]!r}, "
+                    f"but {name}={value!r} is requested",
+                    hint='pass the same option, another root=, or download="force" to make it again',
+                )
+
+    def _make_texts(self, kind: Kind) -> list[Callable[[TensorDictBase], TensorDictBase]]:
+        """Return the transforms that add the texts of steps, which the store keeps per episode."""
+        names = self.meta[kind.facts].get("texts")
+        if not names:
+            return []
+        rows = self.sql("SELECT trajectory_id, info FROM episodes").fetchall()
+        return [EpisodeTexts({int(number): json.loads(info) for number, info in rows}, names)]
+
+    def _prepend_transforms(self, transforms: Sequence[Callable[[TensorDictBase], TensorDictBase]]) -> None:
+        """Insert transforms before those of the user."""
+        for place, transform in enumerate(transforms):
+            self.insert_transform(place, transform)
 
 
 class _FinishBatch:
@@ -310,11 +451,11 @@ def _open_storage(path: Path, *, for_writing: bool) -> ReadView:
 
 def choose_sampler(
     sampler: Sampler | None,
-    *,
     num_slices: int | None,
     slice_len: int | None,
     strict_length: bool,
     replacement: bool,
+    shuffle: bool = True,
 ) -> Sampler | None:
     """Return the sampler for the arguments of a data set class.
 
@@ -324,10 +465,14 @@ def choose_sampler(
         slice_len: Number of steps per slice; excludes `num_slices`.
         strict_length: Whether to leave out episodes that are too short.
         replacement: Whether to sample rows, or slices, with replacement.
+        shuffle: Whether slices without replacement are in random order.
     """
     if sampler is not None:
         return sampler
-    if num_slices is not None or slice_len is not None:
-        make = SliceSampler if replacement else SliceSamplerWithoutReplacement
-        return make(num_slices=num_slices, slice_len=slice_len, strict_length=strict_length)
-    return None if replacement else SamplerWithoutReplacement()
+    if num_slices is None and slice_len is None:
+        return None if replacement else SamplerWithoutReplacement()
+    if replacement:
+        return SliceSampler(num_slices=num_slices, slice_len=slice_len, strict_length=strict_length)
+    return SliceSamplerWithoutReplacement(
+        num_slices=num_slices, slice_len=slice_len, strict_length=strict_length, shuffle=shuffle
+    )

@@ -12,7 +12,7 @@ from expstore.core.values import Key
 
 
 class EpisodeTexts:
-    """Add texts to batches, from annotations in the format of `expstore.datasets.episode_texts.text_fact`.
+    """Add texts to batches, from annotations in the format of `expstore.datasets.steps.text_fact`.
 
     Args:
         facts: Annotations of the episodes, by the number of the episode.

@@ -240,7 +240,8 @@ def test_the_command_line_recognises_a_run(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from expstore.cli import app
-from expstore.datasets import atari_dqn, formats, importer
+from expstore.datasets import formats, importer
+from expstore.datasets.kinds import atari_dqn
 
 importer._BATCH_ROWS = 16
 

@@ -15,7 +15,8 @@ from tensordict import PersistentTensorDict, TensorDict
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
-from expstore.datasets import D4RLReader, d4rl, import_dataset
+from expstore.datasets import D4RLReader, import_dataset
+from expstore.datasets.kinds import d4rl
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

@@ -84,7 +84,7 @@ def test_wrong_downloads_are_refused(public: Path, tmp_path: Path) -> None:
             path for path in (tmp_path / "got").rglob("*") if path.is_file() and path.name != "a.bin.etag"
         ]
     waited: list[float] = []
-    with pytest.raises(RemoteError, match=r"cannot fetch http://127.0.0.1:1/a: .*source="):
+    with pytest.raises(RemoteError, match="cannot fetch http://127.0.0.1:1/a: .*; check the address"):
         fetch_files([RemoteFile(url="http://127.0.0.1:1/a", name="a")], tmp_path / "got", pause=waited.append)
     assert waited == [1.0, 2.0, 4.0, 8.0]
 
@@ -102,5 +102,5 @@ def test_the_listing_of_a_hub(public: Path, tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             list_hugging_face("who/else", endpoint=server.url)
     assert (tmp_path / "got" / "part (1)" / "a$.bin").read_bytes() == DATA
-    with pytest.raises(RemoteError, match="cannot list http://127.0.0.1:1/"):
+    with pytest.raises(RemoteError, match="cannot fetch http://127.0.0.1:1/api/datasets/who/what"):
         list_hugging_face("who/what", endpoint="http://127.0.0.1:1")

@@ -16,7 +16,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotFoundError, SchemaError, StateError, StorageError
-from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, gen_dgrl, import_dataset
+from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, import_dataset
+from expstore.datasets.kinds import gen_dgrl
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():
@@ -180,6 +181,6 @@ def test_new_rows_need_a_writer(tmp_path: Path) -> None:
 
 
 def gen_dgrl_folder(category: str) -> str:
-    from expstore.datasets.buffers.gen_dgrl import _CATEGORIES
+    from expstore.datasets.kinds.gen_dgrl import CATEGORIES
 
-    return _CATEGORIES[category][0]
+    return CATEGORIES[category][0]

@@ -19,9 +19,9 @@ from expstore.datasets import (
     Hdf5EpisodesReader,
     RobomimicReader,
     RobosetReader,
-    hdf5_episodes,
     import_dataset,
 )
+from expstore.datasets.kinds import hdf5_episodes
 from expstore.exchange import import_hdf5
 from tests.support.hdf5_damage import damage_header
 from tests.unit.datasets.test_d4rl import arrays

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import expstore
-from expstore import LockedError, NotFoundError, SchemaError, StateError, StorageError
+from expstore import CorruptionError, LockedError, NotFoundError, SchemaError, StateError, StorageError
 from expstore.buffers.episodes import Episodes
 from expstore.datasets import Episode, Part, Reader, import_dataset
 from expstore.maintenance import verify
@@ -291,3 +291,18 @@ def test_errors_of_a_reader_name_part_and_episode(tmp_path: Path) -> None:
         import_dataset(Given(file), tmp_path / "b.exp")
     with pytest.raises(NotFoundError, match="there is no file"):
         import_dataset(Given(tmp_path / "none", episode()), tmp_path / "a.exp")
+
+
+def test_errors_of_a_reader_keep_kind_and_hint(tmp_path: Path) -> None:
+    file = tmp_path / "raw"
+    file.write_text("")
+    wrong = StorageError("a link leads out", kind="outside", hint="put a copy in its place")
+    with pytest.raises(StorageError) as caught:
+        import_dataset(Given(file, episode(), wrong), tmp_path / "a.exp")
+    assert caught.value.message == "part, episode 1: a link leads out"
+    assert (caught.value.kind, caught.value.hint) == ("outside", "put a copy in its place")
+    assert str(caught.value) == "part, episode 1: a link leads out; put a copy in its place"
+    damaged = CorruptionError("a checksum differs")
+    with pytest.raises(CorruptionError) as caught:
+        import_dataset(Given(file, damaged), tmp_path / "b.exp")
+    assert str(caught.value).count(CorruptionError.default_hint) == 1

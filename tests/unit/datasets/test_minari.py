@@ -18,7 +18,7 @@ from tensordict import TensorDict
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
 from expstore.datasets import MinariReader, import_dataset
-from expstore.datasets import minari_folder as reader_module
+from expstore.datasets.kinds import minari as reader_module
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

@@ -15,7 +15,8 @@ import torch
 
 import expstore
 from expstore import NotFoundError, RemoteError, SchemaError, StateError, StorageError
-from expstore.datasets import OpenMLExperienceReplay, OpenMLReader, import_dataset, openml
+from expstore.datasets import OpenMLExperienceReplay, OpenMLReader, import_dataset
+from expstore.datasets.kinds import openml
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():
@@ -104,14 +105,14 @@ def test_the_class(tmp_path: Path) -> None:
         said = {"data_set_description": {"url": f"{server.url}/files/shuttle.arff"}}
         (api / "40685").write_text(json.dumps(said))
         data = OpenMLExperienceReplay("shuttle", 32, root=tmp_path / "root", mirror=server.url)
-        with pytest.raises(NotFoundError, match="there is no data set at"):
+        with pytest.raises(NotFoundError, match="there is no file at .*MagicTelescope"):
             OpenMLExperienceReplay("magic", 32, root=tmp_path / "root", mirror=server.url)
     assert data.max_outcome_val == 2
     assert data.sample()["X"].shape == (32, 5)
     assert torch.cat([data.sample(30)["index"] for _ in range(2)]).unique().numel() >= ROWS - 32
     with pytest.raises(RuntimeError, match="Dataset does not exist"):
         OpenMLExperienceReplay("iris", 32, root=tmp_path)
-    with pytest.raises(RemoteError, match="cannot ask http://127.0.0.1:1/"):
+    with pytest.raises(RemoteError, match="cannot fetch http://127.0.0.1:1/"):
         OpenMLExperienceReplay("magic", 32, root=tmp_path / "root", mirror="http://127.0.0.1:1")
 
 

@@ -19,7 +19,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
-from expstore.datasets import Episode, OpenXExperienceReplay, OpenXReader, import_dataset, openx
+from expstore.datasets import Episode, OpenXExperienceReplay, OpenXReader, import_dataset
+from expstore.datasets.kinds import openx
 from tests.support.data_server import serving_files
 
 with warnings.catch_warnings():

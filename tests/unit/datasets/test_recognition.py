@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.cli.app import run
-from expstore.datasets.formats import DATASETS
+from expstore.datasets.formats import list_formats
 from expstore.exchange.formats import IMPORTS
 from tests.unit.datasets import test_d4rl, test_gen_dgrl, test_openx, test_roboset, test_vd4rl
 
@@ -152,5 +152,11 @@ def test_an_unrecognised_source_is_refused_with_all_formats(
         told = capsys.readouterr().err
         assert "looks like none of the formats" in told
         named = told.partition("--format: ")[2].strip().split(", ")
-        assert named == sorted({*IMPORTS, *DATASETS})
+        assert named == sorted({*IMPORTS, *list_formats()})
         assert {"csv", "npz", "rlds"} <= set(named)
+
+
+def test_the_help_lists_all_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ", ".join(sorted({*IMPORTS, *list_formats()})) in told

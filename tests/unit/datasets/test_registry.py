@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from expstore.datasets import load_dataset, register_dataset, registry
+from tests.support.dataset_table import PAGE, STUB, render_page, render_stub
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +44,8 @@ def test_invalid_arguments_are_refused(arguments: tuple[Any, Any], error: type[E
     for name in ("hopper", "nobody:hopper"):
         with pytest.raises(ValueError, match="Supported prefixes|supported"):
             load_dataset(name)
+
+
+def test_the_stub_and_the_page_follow_from_the_table() -> None:
+    assert STUB.read_text() == render_stub(), "run: python -m tests.support.dataset_table"
+    assert PAGE.read_text() == render_page(), "run: python -m tests.support.dataset_table"

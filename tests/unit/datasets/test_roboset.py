@@ -84,7 +84,7 @@ def test_rows_equal_torchrls(tmp_path: Path) -> None:
 def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file or folder"):
         RobosetReader(tmp_path / "none")
-    with pytest.raises(NotFoundError, match=r"no \.h5 file"):
+    with pytest.raises(NotFoundError, match=r"no \.h5 or \.hdf5 file"):
         RobosetReader(tmp_path)
     file = tmp_path / "a.h5"
     file.write_text("no HDF5")

@@ -14,7 +14,8 @@ from tensordict import NonTensorData, TensorDict
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
-from expstore.datasets import TensorDictReader, import_dataset, tensordict_folder
+from expstore.datasets import TensorDictReader, import_dataset
+from expstore.datasets.kinds import tensordict_folder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import NotFoundError, SchemaError, StorageError
-from expstore.datasets import VD4RLReader, import_dataset, vd4rl
+from expstore.datasets import VD4RLReader, import_dataset
+from expstore.datasets.kinds import vd4rl
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing torchrl's collectors

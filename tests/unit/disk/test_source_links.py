@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.datasets import import_dataset
-from expstore.datasets.formats import data_set_format, make_reader
+from expstore.datasets.formats import make_reader, recognize
 from expstore.disk.source_links import check_links
 from expstore.errors import StorageError
 from expstore.exchange import export_arrow, export_parquet, import_arrow, import_parquet
@@ -91,7 +91,7 @@ def test_files_outside_are_not_read(tmp_path: Path, name: str) -> None:
         run(source, tmp_path / "out.exp")
     assert caught.value.kind == "outside"
     with pytest.raises(StorageError, match="is a link to"):
-        data_set_format(source)
+        recognize(source)
     if place.parent != source:
         place.unlink()
         shutil.rmtree(place.parent)

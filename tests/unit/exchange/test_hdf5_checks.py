@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from expstore.datasets import import_dataset
-from expstore.datasets.formats import data_set_format, make_reader
-from expstore.datasets.recognition import arrays_format, episodes_format
+from expstore.datasets.formats import has_format, make_reader, recognize
 from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange import import_hdf5
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
@@ -61,8 +60,8 @@ def test_other_files_are_not_read(tmp_path: Path, change: Callable[[h5py.File, P
     path, target = write(tmp_path / "data.hdf5", change), tmp_path / "out.exp"
     acts: list[Callable[[], Any]] = [
         lambda: import_hdf5(path, target),
-        lambda: arrays_format(path),
-        lambda: episodes_format(path),
+        lambda: recognize(path),
+        *(lambda form=form: has_format(form, path) for form in ("d4rl", "hdf5", "robomimic", "vd4rl")),
         *(
             lambda form=form: import_dataset(make_reader(form, path), target)
             for form in ("d4rl", "hdf5", "robomimic", "roboset", "vd4rl")
@@ -138,4 +137,4 @@ def test_constant_arrays_are_read(tmp_path: Path) -> None:
 
 
 def test_formats_of_files_are_found(tmp_path: Path) -> None:
-    assert data_set_format(write(tmp_path / "data.hdf5", lambda file, folder: None)) is None
+    assert recognize(write(tmp_path / "data.hdf5", lambda file, folder: None)) == (None, [])

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from expstore.datasets import import_dataset
-from expstore.datasets.formats import make_reader
-from expstore.datasets.recognition import arrays_format
+from expstore.datasets.formats import make_reader, recognize
 from expstore.errors import ExpStoreError, StorageError
 from expstore.exchange import import_npz
 from expstore.exchange.npz import read_npz
@@ -47,7 +46,7 @@ def test_claims_are_refused(tmp_path: Path, name: str) -> None:
     path = _write(tmp_path / "a.npz", *FORGED[name])
     acts: list[Callable[[], Any]] = [
         lambda: import_npz(path, tmp_path / "out.exp"),
-        lambda: arrays_format(path),
+        lambda: recognize(path),
         lambda: read_npz(path),
         lambda: import_dataset(make_reader("vd4rl", path), tmp_path / "out.exp"),
     ]

@@ -10,7 +10,7 @@ import torch
 
 from expstore import NotFoundError, RemoteError
 from expstore.datasets import MinariExperienceReplay, load_dataset
-from expstore.datasets.buffers.minari import list_minari
+from expstore.datasets.kinds.minari import list_minari
 from expstore.specs import Bounded, Composite
 from tests.support.data_server import serving_files
 from tests.unit.datasets.test_minari import create
@@ -59,5 +59,5 @@ def test_the_ids_are_asked_for(tmp_path: Path) -> None:
     )
     with serving_files(tmp_path) as server:
         assert list_minari(server.url) == ["D4RL/door/human-v2", "D4RL/pen/human-v2", "a-v0"]
-    with pytest.raises(RemoteError, match="cannot list the data sets of http://127.0.0.1:1/"):
+    with pytest.raises(RemoteError, match="cannot fetch http://127.0.0.1:1/api/datasets"):
         list_minari("http://127.0.0.1:1")

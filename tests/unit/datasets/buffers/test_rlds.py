@@ -72,9 +72,13 @@ def test_slices_and_trajectories(tmp_path: Path, source: Path) -> None:
 
 def test_options_of_a_store_that_is_there(tmp_path: Path, source: Path) -> None:
     assert len(opened(tmp_path, source, last_step="transition")) == 14
-    with pytest.raises(StateError, match="was made with split=None, last_step='transition'"):
+    with pytest.raises(
+        StateError, match="made with last_step='transition', but last_step='observation' is requested"
+    ):
         opened(tmp_path)
-    with pytest.raises(StateError, match="was made with split=None, last_step='transition'"):
+    with pytest.raises(
+        StateError, match="made with last_step='transition', but last_step='observation' is requested"
+    ):
         opened(tmp_path, split_trajs=True)
     with pytest.raises(StateError, match="was not imported from these files"):
         opened(tmp_path, source)

@@ -17,16 +17,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from expstore.core.values import Array, Key
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hub
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists, parses_source
-from expstore.disk.files import ReadingDisk
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.recognition import Source
+from expstore.datasets.samples import encode_npz, make_walks, write_file
+from expstore.datasets.source_paths import list_files, parses_source
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import SchemaError
 from expstore.exchange.hdf5 import members, reading_hdf5
 from expstore.exchange.npz import read_npz
 
 _SUFFIXES = (".npz", ".hdf5", ".h5")
 _PIECE_BYTES = 16 << 20
+_REPOSITORY = "conglu/vd4rl"
+#: A genuine file has at least one of these, besides `image`, `action` and `reward`.
+_OF_VD4RL_ALONE = ("discount", "is_first", "is_last", "is_terminal", "step_type")
 #: Values of dm_control's `step_type`.
 _FIRST, _LAST = 0, 2
 
@@ -47,24 +53,19 @@ class VD4RLReader(Reader):
     Raises:
         NotFoundError: The file does not exist, or the folder has none.
         SchemaError: A file does not have these arrays.
-        ModuleNotFoundError: A file is HDF5, and h5py is not installed.
+        MissingExtraError: A file is HDF5, and h5py is not installed.
 
     Example:
-        >>> from expstore.datasets import VD4RLReader, import_dataset
-        >>> done = import_dataset(VD4RLReader("walker_walk/random/64px"), "data.exp")
+        >>> from expstore.datasets import VD4RLReader, import_dataset, make_sample
+        >>> source = make_sample("vd4rl", "walker_walk/random/64px")
+        >>> done = import_dataset(VD4RLReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "vd4rl"
 
     @parses_source
     def __init__(self, source: str | Path) -> None:
-        path, disk = local_path(source), ReadingDisk()
-        check_exists(path)
-        self._files = [path]
-        if disk.is_dir(path):
-            self._files = [path / name for name in sorted(disk.names(path)) if name.endswith(_SUFFIXES)]
-            if not self._files:
-                raise NotFoundError(f"there is no .npz or .hdf5 file in {path}")
+        self._files = list_files(local_path(source), _SUFFIXES)
 
     def parts(self) -> list[Part]:
         """Return the files."""
@@ -168,3 +169,70 @@ def _piece(arrays: Mapping[str, Any], start: int, stop: int, end: End) -> Episod
         states=states,
         fields=fields,
     )
+
+
+def _recognize(source: Source) -> bool | str:
+    arrays = source.arrays
+    image = arrays.get("image")
+    if image is None and "step_type" in arrays:
+        image = arrays.get("observation")
+    if image is None or "action" not in arrays or "reward" not in arrays:
+        return False
+    if len(image.shape) != 4 or image.dtype != np.uint8:
+        return False
+    if any(name in arrays for name in _OF_VD4RL_ALONE):
+        return True
+    return not source.is_dir and (
+        f"{source.path} may be a V-D4RL file, in which actions and rewards belong to the row before; "
+        "if it is, import it with --format vd4rl"
+    )
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    return list_hub(
+        _REPOSITORY,
+        f"vd4rl/{request.dataset_id}",
+        request.mirror,
+        keep=lambda path: path.endswith((".npz", ".hdf5")),
+        missing=f"has no files of {request.dataset_id}",
+    )
+
+
+def _make_sample(path: Path) -> None:
+    for walk in make_walks():
+        rows = np.arange(walk.steps + 1)
+        values = {
+            "image": walk.draw_frames(64),
+            # The row of an image has the action and the reward of the step that leads to it.
+            "action": np.pad(walk.actions, ((1, 0), (0, 0))),
+            "reward": np.pad(walk.rewards, (1, 0)),
+            "discount": np.ones(len(rows), np.float32),
+            "is_first": rows == 0,
+            "is_last": rows == walk.steps,
+            "is_terminal": np.pad(walk.terminated, (1, 0)),
+        }
+        write_file(path / f"episode_{walk.number}.npz", encode_npz(values))
+
+
+KIND = Kind(
+    reader=VD4RLReader,
+    files="an .npz or .hdf5 file, or a folder of them",
+    make_sample=_make_sample,
+    endings="terminated or truncated by the flags of the last image, otherwise cut",
+    recognize=_recognize,
+    prefix="vd4rl",
+    buffer="VD4RLExperienceReplay",
+    ids=[
+        *(f"distracting/walker_walk_random/64px/{level}" for level in ("easy", "medium", "hard")),
+        *(
+            f"main/{task}/{kind}/64px"
+            for task in ("cheetah_run", "humanoid_walk", "walker_walk")
+            for kind in ("expert", "medium", "medium_expert", "medium_replay", "random")
+        ),
+        *(f"multitask/{task}_random/64px" for task in ("cheetah_run", "walker_walk")),
+    ],
+    unknown_id="The dataset_id {} isn't part of the accepted datasets",
+    public=f"{HUGGING_FACE}/datasets/{_REPOSITORY}",
+    mirror=HUGGING_FACE,
+    list_files=_list_files,
+)

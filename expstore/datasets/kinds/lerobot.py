@@ -8,6 +8,7 @@ and meta/tasks.jsonl. The package lerobot is not used.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,13 @@ import numpy as np
 
 from expstore.core.parsing import INVALID
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
-from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.episode_texts import text_fact
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hub
+from expstore.datasets.episode import End, Episode, Part, Reader, put_value
 from expstore.datasets.frames import VideoFrames, decode_images
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.samples import make_walks, write_file, write_json
 from expstore.datasets.source_paths import check_folder, parses_source
+from expstore.datasets.steps import text_fact
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError
@@ -55,7 +59,7 @@ Rows = dict[str, Array]
 def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
     """Return the key of a column.
 
-    >>> from expstore.datasets.lerobot import lerobot_key
+    >>> from expstore.datasets.kinds.lerobot import lerobot_key
     >>> lerobot_key("observation.images.top", {})
     ('observation', 'image', 'top')
     """
@@ -64,11 +68,6 @@ def lerobot_key(name: str, key_map: Mapping[str, str | Key]) -> str | Key:
     if name.startswith(_IMAGE_PREFIX):
         return ("observation", "image", name[len(_IMAGE_PREFIX) :])
     return tuple(name.split(".")) if "." in name else name
-
-
-def map_option(key_map: Mapping[str, str | Key] | None) -> dict[str, list[str]]:
-    """Return a map of keys in the form of `rb.meta["import"]["options"]`."""
-    return {name: list(to_key(key)) for name, key in sorted((key_map or {}).items())}
 
 
 class LeRobotReader(Reader):
@@ -97,11 +96,12 @@ class LeRobotReader(Reader):
     Raises:
         NotFoundError: The folder, meta/info.json or the data files are missing.
         SchemaError: The folder is not a LeRobot data set of version 2 or 3, or the files do not fit together.
-        ModuleNotFoundError: The data set has videos, and av is not installed.
+        MissingExtraError: The data set has videos, and av is not installed.
 
     Example:
-        >>> from expstore.datasets import LeRobotReader, import_dataset
-        >>> done = import_dataset(LeRobotReader("pusht_image"), "data.exp")
+        >>> from expstore.datasets import LeRobotReader, import_dataset, make_sample
+        >>> source = make_sample("lerobot", "pusht_image")
+        >>> done = import_dataset(LeRobotReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "lerobot"
@@ -146,7 +146,8 @@ class LeRobotReader(Reader):
 
     def options(self) -> Mapping[str, Any]:
         """Return the keys of columns, and whether videos are stored."""
-        return {"key_map": map_option(self._key_map), "videos": list(self._videos)}
+        keys = {name: list(to_key(key)) for name, key in sorted(self._key_map.items())}
+        return {"key_map": keys, "videos": list(self._videos)}
 
     def facts(self) -> Mapping[str, Any]:
         """Return frames per second, robot, features, tasks, text columns, and what is left out."""
@@ -547,9 +548,9 @@ class _Cutter:
             key = self._reader.key(name)
             if key[0] == "observation":
                 states = values if after is None else np.concatenate([values, after[name]])
-                _put(trees, key, states)
+                put_value(trees, key, states)
             elif key[0] == "action":
-                _put(trees, key, values)
+                put_value(trees, key, values)
             elif key == ("next", "reward"):
                 reward = values
             elif key not in _NOT_STORED:
@@ -581,12 +582,6 @@ def _end(rows: Rows) -> End:
     if last("next.terminated") or (last("next.done") and last("next.success")):
         return "terminated"
     return "truncated" if last("next.truncated") or last("next.done") else "cut"
-
-
-def _put(tree: dict[str, Any], key: Key, values: Array) -> None:
-    for name in key[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[key[-1]] = values
 
 
 # -- metadata --------------------------------------------------------------------------------------------
@@ -748,3 +743,82 @@ class _Metadata:
         if not isinstance(found, dict):
             raise SchemaError(f"{path} is not a JSON object")
         return found
+
+
+# -- data sets by name -----------------------------------------------------------------------------------
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    """Return the repository's files that the reader uses."""
+    folders = ("meta/", "data/", "videos/") if request.options["decode_video"] else ("meta/", "data/")
+    return list_hub(
+        request.dataset_id,
+        "",
+        request.mirror,
+        keep=lambda path: path.startswith(folders),
+        missing="is not a LeRobot data set: it has no folder meta",
+        is_flat=False,
+    )
+
+
+def _read_stored_options(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a store; without `decode_video` if the data set has no videos."""
+    options, about = meta["import"]["options"], meta["lerobot"]
+    found: dict[str, Any] = {"key_map": {name: tuple(key) for name, key in options["key_map"].items()}}
+    is_video = {name: feature.get("dtype") == "video" for name, feature in about["features"].items()}
+    if any(is_video.get(name) for name in about["left_out"]):
+        found["decode_video"] = False
+    elif options["videos"]:
+        found["decode_video"] = True
+    return found
+
+
+def _make_sample(path: Path) -> None:
+    walks = make_walks()
+    columns = {
+        "observation.state": [walk.states[:-1] for walk in walks],
+        "action": [walk.actions for walk in walks],
+        "next.reward": [walk.rewards for walk in walks],
+        "next.done": [walk.terminated | walk.truncated for walk in walks],
+        "next.success": [walk.terminated for walk in walks],
+        "timestamp": [np.arange(walk.steps, dtype=np.float32) / 10 for walk in walks],
+        "frame_index": [np.arange(walk.steps) for walk in walks],
+        "episode_index": [np.full(walk.steps, walk.number) for walk in walks],
+        "task_index": [np.zeros(walk.steps, np.int64) for walk in walks],
+    }
+    rows = {name: np.concatenate(parts) for name, parts in columns.items()}
+    rows["index"] = np.arange(len(rows["action"]))
+    features = {name: {"dtype": str(one.dtype), "shape": one.shape[1:] or (1,)} for name, one in rows.items()}
+    tables = {
+        "data/chunk-000/file-000": {name: list(values) for name, values in rows.items()},
+        "meta/tasks": {"task_index": [0], "task": ["walk about"]},
+        "meta/episodes/chunk-000/file-000": {
+            "episode_index": [walk.number for walk in walks],
+            "tasks": [["walk about"] for _ in walks],
+            "length": [walk.steps for walk in walks],
+        },
+    }
+    arrow, parquet = import_library("pyarrow"), import_library("pyarrow.parquet")
+    for name, table in tables.items():
+        file = io.BytesIO()
+        parquet.write_table(arrow.table(table), file)
+        write_file(path / f"{name}.parquet", file.getvalue())
+    info = {"codebase_version": "v3.0", "fps": 10, "features": features, "total_frames": len(rows["index"])}
+    write_json(path / "meta/info.json", info)
+
+
+KIND = Kind(
+    reader=LeRobotReader,
+    files="the folder with `meta` and `data`",
+    make_sample=_make_sample,
+    endings="terminated if the last frame has `next.done` and `next.success`, truncated if it has "
+    "`next.done` alone; `next.terminated` and `next.truncated` take precedence; otherwise cut",
+    recognize=lambda source: source.has("meta/info.json"),
+    prefix="lerobot",
+    buffer="LeRobotExperienceReplay",
+    public=f"{HUGGING_FACE}/datasets/ID",
+    mirror=HUGGING_FACE,
+    list_files=_list_files,
+    facts="lerobot",
+    stored_options=_read_stored_options,
+)

@@ -20,11 +20,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 import numpy as np
 
 from expstore.core.values import Array
+from expstore.datasets.download import RemoteFile
 from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.recognition import Source
+from expstore.datasets.samples import encode_npy, make_walks, write_file
 from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
@@ -41,6 +46,17 @@ _PADDING = 3
 _CHECKPOINTS = 50
 _SLAB_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
+_PUBLIC = "gs://atari-replay-datasets/dqn"
+_RUNS = ("1", "2", "3", "4", "5")
+_GAMES = [
+    "AirRaid", "Alien", "Amidar", "Assault", "Asterix", "Asteroids", "Atlantis", "BankHeist", "BattleZone",
+    "BeamRider", "Berzerk", "Bowling", "Boxing", "Breakout", "Carnival", "Centipede", "ChopperCommand",
+    "CrazyClimber", "DemonAttack", "DoubleDunk", "ElevatorAction", "Enduro", "FishingDerby", "Freeway",
+    "Frostbite", "Gopher", "Gravitar", "Hero", "IceHockey", "Jamesbond", "JourneyEscape", "Kangaroo",
+    "Krull", "KungFuMaster", "MontezumaRevenge", "MsPacman", "NameThisGame", "Phoenix", "Pitfall", "Pong",
+    "Pooyan", "PrivateEye", "Qbert", "Riverraid", "RoadRunner", "Robotank", "Seaquest", "Skiing", "Solaris",
+    "SpaceInvaders",
+]  # fmt: skip
 
 
 class AtariDQNReader(Reader):
@@ -68,8 +84,9 @@ class AtariDQNReader(Reader):
             `checkpoints` are given.
 
     Example:
-        >>> from expstore.datasets import AtariDQNReader, import_dataset
-        >>> done = import_dataset(AtariDQNReader("Pong/5/replay_logs"), "data.exp")
+        >>> from expstore.datasets import AtariDQNReader, import_dataset, make_sample
+        >>> source = make_sample("atari-dqn", "Pong/5")
+        >>> done = import_dataset(AtariDQNReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "atari-dqn"
@@ -279,31 +296,25 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.action)
 
+    @property
+    def columns(self) -> tuple[Array, Array, Array, Array]:
+        """The four columns in their order."""
+        return self.observation, self.action, self.reward, self.terminal
+
     def part(self, start: int, stop: int) -> _Rows:
         """Return a slice of the rows."""
-        rows = slice(start, stop)
-        return _Rows(self.observation[rows], self.action[rows], self.reward[rows], self.terminal[rows])
+        return _Rows(*(column[start:stop] for column in self.columns))
 
     def equals(self, other: _Rows) -> bool:
         """Return whether the rows equal other rows."""
-        return (
-            np.array_equal(self.action, other.action)
-            and np.array_equal(self.reward, other.reward)
-            and np.array_equal(self.terminal, other.terminal)
-            and np.array_equal(self.observation, other.observation)
-        )
+        return all(map(np.array_equal, self.columns, other.columns))
 
     @staticmethod
     def join_rows(parts: Sequence[_Rows]) -> _Rows:
         """Concatenate rows."""
         if len(parts) == 1:
             return parts[0]
-        return _Rows(
-            np.concatenate([part.observation for part in parts]),
-            np.concatenate([part.action for part in parts]),
-            np.concatenate([part.reward for part in parts]),
-            np.concatenate([part.terminal for part in parts]),
-        )
+        return _Rows(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
 
     def is_padding(self) -> Array:
         """Return a mask of the rows that are all zero. Shape `(n,)`, bool."""
@@ -537,3 +548,84 @@ class _Cutter:
 def _episode(rows: _Rows, end: End, after: Array | None) -> Episode:
     observation = rows.observation if after is None else np.concatenate([rows.observation, after])
     return Episode(observation=observation, action=rows.action, reward=rows.reward, end=end)
+
+
+def _recognize(source: Source) -> bool:
+    folders = (source.path, source.path / "replay_logs") if source.is_dir else ()
+    disk = ReadingDisk()
+    names = [name for folder in folders if disk.is_dir(folder) for name in disk.names(folder)]
+    is_dopamine = any(name.startswith("$store$_observation_ckpt.") for name in names)
+    return is_dopamine or (source.is_dir and bool(torchrl_checkpoints(source.path)))
+
+
+def _check_source(source: Path, dataset_id: str) -> None:
+    """Raise SchemaError if the path names another game, or another run of the game."""
+    found = run_name(source)
+    game, _, run = found.partition("/")
+    # The files may be in a folder of the game that has no folder of the run.
+    if run in _GAMES:
+        game, run = run, ""
+    is_other = game != dataset_id.partition("/")[0] or (f"{game}/{run}" != dataset_id and run in _RUNS)
+    if game in _GAMES and is_other:
+        raise SchemaError(
+            f"{dataset_id} is requested, but the path {source} names {found if run else game}",
+            hint=f"pass the folder of {dataset_id}, or rename this one if its name is wrong",
+        )
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    base = f"{request.mirror}/{request.dataset_id}/replay_logs"
+    numbers = request.options.get("checkpoints") or range(request.options.get("runs") or _CHECKPOINTS)
+    names = [f"{name}_ckpt.{number}.gz" for number in sorted({*numbers}) for name in CHECKPOINT_FILES]
+    return [RemoteFile(url=f"{base}/{quote(name)}", name=name) for name in names]
+
+
+def _read_stored_options(meta: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = [int(number) for number in meta["atari"]]
+    return {"runs": meta["import"]["options"]["runs"], "checkpoints": numbers}
+
+
+def _make_sample(path: Path) -> None:
+    """Write two checkpoints of a ring of 40 rows, as Dopamine does each time that all but one are new."""
+    slots, empty = 40, (np.zeros((84, 84), np.uint8), 0, 0.0, False)
+    rows: list[tuple[Any, ...]] = []
+    for walk in make_walks():
+        frames, actions = walk.draw_frames(84)[:-1, ..., 0], np.argmax(walk.actions, 1)
+        ends = walk.terminated | walk.truncated
+        rows += [empty] * _PADDING
+        rows += zip(frames, actions, np.sign(walk.rewards), ends, strict=True)
+    for number in range(2):
+        stop = slots * (number + 1) - 1
+        # The last slot still has the row of the lap before, or none.
+        ring = [*rows[slots * number : stop], rows[slots * number - 1] if number else empty]
+        observation, action, reward, terminal = zip(*ring, strict=True)
+        arrays = {
+            "$store$_observation": np.stack(observation),
+            "$store$_action": np.array(action, np.int32),
+            "$store$_reward": np.array(reward, np.float32),
+            "$store$_terminal": np.array(terminal, np.uint8),
+            "add_count": np.array(stop),
+            "invalid_range": np.arange(slots - 2, slots + 3) % slots,
+        }
+        for name, array in arrays.items():
+            write_file(path / "replay_logs" / f"{name}_ckpt.{number}.gz", gzip.compress(encode_npy(array)))
+
+
+KIND = Kind(
+    reader=AtariDQNReader,
+    files="the folder of a run, which has files like $store$_observation_ckpt.0.gz",
+    make_sample=_make_sample,
+    endings="terminated by the flag of the files, which includes time limits; cut where rows are missing",
+    recognize=_recognize,
+    prefix="atari",
+    aliases=("atari_dqn",),
+    buffer="AtariDQNExperienceReplay",
+    ids=[f"{game}/{run}" for game in _GAMES for run in _RUNS],
+    unknown_id="{!r} is not part of the available datasets. The dataset should be named "
+    "<game_name>/<run>, with a run between 1 and 5",
+    public=f"its public bucket, {_PUBLIC}, no longer exists",
+    list_files=_list_files,
+    check_source=_check_source,
+    facts="atari",
+    stored_options=_read_stored_options,
+)

@@ -14,7 +14,10 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import numpy as np
 
 from expstore.core.values import Array
+from expstore.datasets.download import RemoteFile, fetch_json
 from expstore.datasets.episode import Part, Reader, Rows
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.samples import write_file
 from expstore.datasets.source_paths import check_file, parses_source
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
@@ -27,6 +30,17 @@ OpenMLName = Literal[
 #: The class that is predicted for adult; OpenML uses the income instead.
 _ADULT_CLASS = "occupation"
 _ROWS = 65_536
+_ADDRESS = "https://www.openml.org"
+#: Name and version on OpenML.
+_PUBLIC = {
+    "adult_num": ("adult", 1),
+    "adult_onehot": ("adult", 1),
+    "mushroom_num": ("mushroom", 1),
+    "mushroom_onehot": ("mushroom", 1),
+    "covertype": ("covertype", 3),
+    "shuttle": ("shuttle", 1),
+    "magic": ("MagicTelescope", 1),
+}
 
 
 class OpenMLReader(Reader):
@@ -44,11 +58,12 @@ class OpenMLReader(Reader):
     Raises:
         NotFoundError: The file does not exist.
         SchemaError: The name is unknown, or the file does not have the columns.
-        ModuleNotFoundError: scikit-learn or pandas is not installed.
+        MissingExtraError: scikit-learn or pandas is not installed.
 
     Example:
-        >>> from expstore.datasets import OpenMLReader, import_dataset
-        >>> done = import_dataset(OpenMLReader("shuttle.arff", name="shuttle"), "data.exp")
+        >>> from expstore.datasets import OpenMLReader, import_dataset, make_sample
+        >>> source = make_sample("openml", "shuttle.arff")
+        >>> done = import_dataset(OpenMLReader(source, name="shuttle"), "data.exp")
     """
 
     format: ClassVar[str] = "openml"
@@ -132,3 +147,41 @@ class OpenMLReader(Reader):
             features = prepare.StandardScaler().fit_transform(X)
         classes = prepare.LabelEncoder().fit_transform(y.astype(object) if y.dtype == "category" else y)
         return np.asarray(features, np.float64), np.asarray(classes, np.int64)
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    """Ask OpenML for the address of a data set's file.
+
+    Source of the interface: https://www.openml.org/apis.
+    """
+    public, version = _PUBLIC[request.dataset_id]
+    base = f"{request.mirror}/api/v1/json/data"
+    listing = fetch_json(f"{base}/list/data_name/{public}/data_version/{version}")
+    about = fetch_json(f"{base}/{listing['data']['dataset'][0]['did']}")["data_set_description"]
+    return [RemoteFile(url=about["url"], name=f"{request.dataset_id}.arff")]
+
+
+def _make_sample(path: Path) -> None:
+    """Write a table with numbers alone, which the names "shuttle", "magic" and "covertype" prepare."""
+    random = np.random.default_rng(0)
+    rows = [[*random.normal(size=4).round(3).tolist(), kind] for kind in random.integers(1, 4, 60).tolist()]
+    lines = ["@relation sample", *(f"@attribute V{number} numeric" for number in range(4))]
+    lines += ["@attribute class {1,2,3}", "@data", *(",".join(map(str, row)) for row in rows)]
+    write_file(path, "\n".join([*lines, ""]).encode())
+
+
+KIND = Kind(
+    reader=OpenMLReader,
+    files="an ARFF or a CSV file",
+    make_sample=_make_sample,
+    endings="the rows are no episodes; they are one, which is cut",
+    recognize=lambda source: source.suffix == ".arff",
+    prefix="openml",
+    buffer="OpenMLExperienceReplay",
+    ids=list(_PUBLIC),
+    unknown_id="Dataset does not exist: {!r}",
+    public=_ADDRESS,
+    mirror=_ADDRESS,
+    list_files=_list_files,
+    options=lambda dataset_id: {"name": dataset_id},
+)

@@ -23,7 +23,11 @@ import numpy as np
 from expstore._settings import EpisodeKeys
 from expstore.core.parsing import INVALID, parsing
 from expstore.core.values import Array, Key
-from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, fetch_json, list_hub
+from expstore.datasets.episode import End, Episode, Part, Reader, put_value
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.recognition import Source
+from expstore.datasets.samples import make_walks, write_json
 from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
@@ -31,7 +35,7 @@ from expstore.errors import NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import import_library, open_to_read, piece_rows
 from expstore.exchange.fill import settings_of
 from expstore.exchange.foreign_rows import from_stored
-from expstore.exchange.hdf5 import datasets_in, reading_hdf5
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5, write_hdf5
 from expstore.exchange.minari_export import (
     DATA,
     INFO_ATTRIBUTE,
@@ -46,6 +50,7 @@ _EPISODE = re.compile(r"episode_(\d+)")
 _TUPLE_PART = re.compile(r"_index_(\d+)")
 _NUMBER = re.compile(r"\d+")
 _PIECE_BYTES = 16 << 20
+_AUTHOR = "farama-minari"
 _FLAGS = ("terminations", "truncations")
 _STATES = ("observations", "state", "infos")
 _NAMES = {"observations": "observation", "actions": "action", "infos": "info"}
@@ -74,11 +79,12 @@ class MinariReader(Reader):
         NotFoundError: There is no Minari data set.
         StorageError: A file cannot be read.
         SchemaError: There are no episodes, or an episode lacks actions, rewards or observations.
-        ModuleNotFoundError: h5py is not installed, or Pillow is not installed and images are JPEG.
+        MissingExtraError: h5py is not installed, or Pillow is not installed and images are JPEG.
 
     Example:
-        >>> from expstore.datasets import MinariReader, import_dataset
-        >>> done = import_dataset(MinariReader("pen/human-v2"), "data.exp")
+        >>> from expstore.datasets import MinariReader, import_dataset, make_sample
+        >>> source = make_sample("minari", "pen/human-v2")
+        >>> done = import_dataset(MinariReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "minari"
@@ -264,7 +270,7 @@ class _Recorded:
         found: dict[str, Any] = {"minari_id": said.pop("id", self.number)}
         said.pop("total_steps", None)
         for name, value in said.items():
-            _put(found, name.split("/"), value)
+            put_value(found, name.split("/"), value)
         for path, values in self.values.items():
             if values.is_text and values.rows and not values.shape:
                 texts = {_plain(text) for text in values.read(0, values.rows)}
@@ -295,9 +301,9 @@ def _piece(recorded: _Recorded, start: int, stop: int, end: End, facts: Mapping[
             states[key] = _states(values, recorded.steps, start, stop)
         elif key[0] in ("observation", "info"):
             reset = key[0] == "info" and values.rows == recorded.steps
-            _put(tree, key, _states(values, recorded.steps, start, stop, lacks_reset=reset))
+            put_value(tree, key, _states(values, recorded.steps, start, stop, lacks_reset=reset))
         elif key[0] == "action":
-            _put(tree, key, values.read(start, stop))
+            put_value(tree, key, values.read(start, stop))
         else:
             fields[key] = values.read(start, stop)
     return Episode(
@@ -323,13 +329,6 @@ def _states(values: _Values, steps: int, start: int, stop: int, *, lacks_reset: 
 def _key(path: str) -> Key:
     parts = [found[1] if (found := _TUPLE_PART.fullmatch(part)) else part for part in path.split("/")]
     return (_NAMES.get(parts[0], parts[0]), *parts[1:])
-
-
-def _put(tree: dict[str, Any], path: Iterable[str], values: Any) -> None:
-    *groups, last = path
-    for name in groups:
-        tree = tree.setdefault(name, {})
-    tree[last] = values
 
 
 def _plain(value: Any) -> Any:
@@ -644,3 +643,83 @@ def _decode_images(images: Iterable[Any]) -> Array:
         for one in images
     ]
     return np.stack(found)
+
+
+# -- data sets by name -----------------------------------------------------------------------------------
+
+
+def list_minari(endpoint: str = HUGGING_FACE) -> list[str]:
+    """Return the ids of Minari's public data sets.
+
+    Raises:
+        RemoteError: The address does not answer.
+    """
+    base = endpoint.rstrip("/")
+    found: list[str] = []
+    for repository in fetch_json(f"{base}/api/datasets?author={_AUTHOR}&limit=1000"):
+        name = repository["id"]
+        try:
+            said = fetch_json(f"{base}/datasets/{name}/resolve/main/namespace_metadata.json")
+        except NotFoundError:  # a data set without a namespace
+            found.append(name.rpartition("/")[2])
+        else:
+            found += said.get("datasets", [])
+    return sorted(found)
+
+
+def _recognize(source: Source) -> bool:
+    return source.has(METADATA) or source.has(f"{DATA}/{METADATA}")
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    repository, _, folder = request.dataset_id.partition("/")
+    return list_hub(
+        f"{_AUTHOR}/{repository}",
+        folder,
+        request.mirror,
+        keep=lambda path: "/data/" in f"/{path}",
+        missing=f"has no data set {folder or repository}",
+        is_flat=False,
+    )
+
+
+def _make_sample(path: Path) -> None:
+    walks = make_walks()
+    values: dict[str, Array] = {}
+    for walk in walks:
+        columns = {
+            "observations": walk.states,
+            "actions": walk.actions,
+            "rewards": walk.rewards,
+            "terminations": walk.terminated,
+            "truncations": walk.truncated,
+        }
+        values |= {f"episode_{walk.number}/{name}": column for name, column in columns.items()}
+    box = {"type": "Box", "dtype": "float32", "shape": [3], "low": [-100.0] * 3, "high": [100.0] * 3}
+    about = {
+        "dataset_id": path.name,
+        "data_format": "hdf5",
+        "total_episodes": len(walks),
+        "total_steps": sum(walk.steps for walk in walks),
+        "observation_space": json.dumps(box),
+        "action_space": json.dumps(box),
+        "minari_version": "0.5.4",
+    }
+    write_json(path / DATA / METADATA, about)
+    attributes = {f"episode_{walk.number}": {"id": walk.number, "total_steps": walk.steps} for walk in walks}
+    write_hdf5(path / DATA / MAIN, values, attributes)
+
+
+KIND = Kind(
+    reader=MinariReader,
+    files="the folder of the data set, as in ~/.minari/datasets",
+    make_sample=_make_sample,
+    endings="terminated or truncated by the flags of the last step, otherwise cut",
+    recognize=_recognize,
+    prefix="minari",
+    buffer="MinariExperienceReplay",
+    ids=list_minari,
+    public=f"{HUGGING_FACE}/{_AUTHOR}",
+    mirror=HUGGING_FACE,
+    list_files=_list_files,
+)

@@ -14,15 +14,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from expstore.core.values import Array, Key
-from expstore.datasets.episode import Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists, parses_source
-from expstore.disk.files import ReadingDisk
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hub
+from expstore.datasets.episode import Episode, Part, Reader, put_value
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.samples import make_walks
+from expstore.datasets.source_paths import list_files, parses_source
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.hdf5 import datasets_in, reading_hdf5
+from expstore.errors import SchemaError
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5, write_hdf5
 
 _TRIAL = re.compile(r"^Trial(\d+)$")
 _NAMES = ("observations", "actions", "rewards", "done")
+_REPOSITORY = "jdvakil/RoboSet_Sim"
+_TASKS = ("MicroOpen", "Knob2Off", "LdoorOpen", "SdoorOpen", "Knob1On")
+_HUMAN = "FK1-v4(human)/human_demos_by_task"
 
 
 class RobosetReader(Reader):
@@ -41,26 +46,19 @@ class RobosetReader(Reader):
         NotFoundError: The file does not exist, or the folder has no .h5 file.
         SchemaError: A file has no trials.
         StorageError: A file is not HDF5, or is damaged.
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
 
     Example:
-        >>> from expstore.datasets import RobosetReader, import_dataset
-        >>> done = import_dataset(RobosetReader("door_v2d-v1.h5"), "data.exp")
+        >>> from expstore.datasets import RobosetReader, import_dataset, make_sample
+        >>> source = make_sample("roboset", "door_v2d-v1.h5")
+        >>> done = import_dataset(RobosetReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "roboset"
 
     @parses_source
     def __init__(self, source: str | Path) -> None:
-        path, disk = local_path(source), ReadingDisk()
-        check_exists(path)
-        self._files = [path]
-        if disk.is_dir(path):
-            self._files = [
-                path / name for name in sorted(disk.names(path)) if name.endswith((".h5", ".hdf5"))
-            ]
-            if not self._files:
-                raise NotFoundError(f"there is no .h5 file in {path}")
+        self._files = list_files(local_path(source), (".h5", ".hdf5"))
 
     def parts(self) -> list[Part]:
         """Return the files."""
@@ -95,7 +93,7 @@ class RobosetReader(Reader):
         for name, values in found.items():
             group_name, _, rest = name.partition("/")
             if group_name == "env_infos" and rest:
-                _put(info, rest, values)
+                put_value(info, rest.split("/"), values)
             elif name not in _NAMES:
                 fields[tuple(name.split("/"))] = values
         return Episode(
@@ -117,8 +115,59 @@ class RobosetReader(Reader):
         return sorted(names, key=lambda name: int(name.removeprefix("Trial")))
 
 
-def _put(tree: dict[str, Any], path: str, values: Array) -> None:
-    *groups, last = path.split("/")
-    for name in groups:
-        tree = tree.setdefault(name, {})
-    tree[last] = values
+def _has_trials(file: Any) -> bool:
+    trial = next((name for name in file if name.startswith("Trial")), None)
+    return trial is not None and set(_NAMES) <= set(file[trial])
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    """Return the .h5 files whose path begins with the id."""
+    name = request.dataset_id
+    return list_hub(
+        _REPOSITORY,
+        name.rpartition("/")[0],
+        request.mirror,
+        keep=lambda path: path.startswith(name) and path.endswith(".h5"),
+        missing=f"has no file {name}*.h5",
+    )
+
+
+def _make_sample(path: Path) -> None:
+    values: dict[str, Array] = {}
+    for walk in make_walks():
+        columns = {
+            "observations": walk.states[:-1],
+            "actions": walk.actions,
+            "rewards": walk.rewards,
+            "done": walk.terminated,
+            "time": np.arange(walk.steps) / 10,
+            "env_infos/qpos": walk.states[:-1],
+        }
+        values |= {f"Trial{walk.number}/{name}": column for name, column in columns.items()}
+    write_hdf5(path, values)
+
+
+KIND = Kind(
+    reader=RobosetReader,
+    files="an .h5 file, or a folder of .h5 files",
+    make_sample=_make_sample,
+    endings="terminated if the last row of a trial has `done`, otherwise cut",
+    recognize=lambda source: source.check_hdf5(_has_trials),
+    prefix="roboset",
+    buffer="RobosetExperienceReplay",
+    ids=[
+        *(
+            f"DAPG({kind})/{task}_v2d-v1"
+            for kind in ("expert", "human")
+            for task in ("door", "relocate", "hammer", "pen")
+        ),
+        *(f"FK1-v4(expert)/FK1_{task}Random_v2d-v4" for task in _TASKS),
+        "FK1-v4(human)/human_demos_by_playdata",
+        f"{_HUMAN}/human_demo_singleTask_Fixed-v4",
+        *(f"{_HUMAN}/FK1_{task}Random_v2d-v4" for task in _TASKS),
+    ],
+    unknown_id="The dataset_id {} isn't part of the accepted datasets",
+    public=f"{HUGGING_FACE}/datasets/{_REPOSITORY}",
+    mirror=HUGGING_FACE,
+    list_files=_list_files,
+)

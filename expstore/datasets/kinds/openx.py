@@ -18,31 +18,48 @@ from typing import Any, BinaryIO, ClassVar, Literal, cast
 
 import numpy as np
 
-from expstore.core.values import Array, Key, key_name
-from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.episode_texts import text_fact
-from expstore.datasets.frames import decode_image, decode_images
+from expstore.core.values import Key, key_name
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hub
+from expstore.datasets.episode import Episode, Part, Reader
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.recognition import ARCHIVES, Source
+from expstore.datasets.samples import encode_tar, make_walks, write_file
 from expstore.datasets.source_paths import check_exists, parses_source
+from expstore.datasets.steps import LastStep, Steps
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.numpy_unpickler import load_arrays
 
-LastStep = Literal["observation", "transition"]
-Kind = Literal["numbers", "image", "text", "left out"]
+FieldKind = Literal["numbers", "image", "text", "left out"]
 
 _SUFFIX = ".data.pickle"
-_ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _PIECE_BYTES = 16 << 20
+_REPOSITORY = "jxu124/OpenX-Embodiment"
+#: TorchRL's names, in its order. "*" stands for `_converted_externally_to_rlds`.
+_IDS = [
+    "fractal20220817_data", "kuka", "bridge", "taco_play", "jaco_play", "berkeley_cable_routing",
+    "roboturk", "nyu_door_opening_surprising_effectiveness", "viola", "berkeley_autolab_ur5", "toto",
+    "language_table", "columbia_cairlab_pusht_real", "stanford_kuka_multimodal_dataset*",
+    "nyu_rot_dataset*", "stanford_hydra_dataset*", "austin_buds_dataset*", "nyu_franka_play_dataset*",
+    "maniskill_dataset*", "furniture_bench_dataset*", "cmu_franka_exploration_dataset*",
+    "ucsd_kitchen_dataset*", "ucsd_pick_and_place_dataset*", "austin_sailor_dataset*",
+    "austin_sirius_dataset*", "bc_z", "usc_cloth_sim*", "utokyo_pr2_opening_fridge*",
+    "utokyo_pr2_tabletop_manipulation*", "utokyo_saytap*", "utokyo_xarm_pick_and_place*",
+    "utokyo_xarm_bimanual*", "robo_net", "berkeley_mvp*", "berkeley_rpt*", "kaist_nonprehensile*",
+    "stanford_mask_vit*", "tokyo_u_lsmo*", "dlr_sara_pour*", "dlr_sara_grid_clamp*",
+    "dlr_edan_shared_control*", "asu_table_top*", "stanford_robocook*", "eth_agent_affordances",
+    "imperialcollege_sawyer_wrist_cam", "iamlab_cmu_pickup_insert*", "uiuc_d3field", "utaustin_mutex",
+    "berkeley_fanuc_manipulation", "cmu_playing_with_food", "cmu_play_fusion", "cmu_stretch",
+    "berkeley_gnm_recon", "berkeley_gnm_cory_hall", "berkeley_gnm_sac_son",
+]  # fmt: skip
 #: Errors of reading a damaged or truncated archive.
 _DAMAGED = (tarfile.TarError, EOFError, zlib.error)
 #: A few bytes of a pickle can expand to a huge number of fields or values, by referring to one list
 #: repeatedly.
 _MOST_FIELDS = 1000
 _MOST_VALUES = 1 << 26
-#: Values of a step that are not stored under their own names.
-_OWN: tuple[Key, ...] = (("reward",), ("is_first",), ("is_last",), ("is_terminal",))
 
 
 class OpenXReader(Reader):
@@ -73,11 +90,12 @@ class OpenXReader(Reader):
     Raises:
         NotFoundError: The archive does not exist, or the folder has none.
         SchemaError: A file does not contain such a dict, or the fields of episodes differ.
-        ModuleNotFoundError: There are images, and Pillow is not installed.
+        MissingExtraError: There are images, and Pillow is not installed.
 
     Example:
-        >>> from expstore.datasets import OpenXReader, import_dataset
-        >>> done = import_dataset(OpenXReader("cmu_stretch"), "data.exp")
+        >>> from expstore.datasets import OpenXReader, import_dataset, make_sample
+        >>> source = make_sample("openx", "cmu_stretch")
+        >>> done = import_dataset(OpenXReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "openx"
@@ -92,7 +110,7 @@ class OpenXReader(Reader):
         check_exists(path)
         self._last_step, self._trust_pickle = last_step, trust_pickle
         files = [path / name for name in sorted(disk.names(path))] if disk.is_dir(path) else [path]
-        archives = [one for one in files if one.name.endswith(_ARCHIVES)]
+        archives = [one for one in files if one.name.endswith(ARCHIVES)]
         pickles = [one for one in files if one.name.endswith(_SUFFIX)]
         if archives:
             self._parts = [Part(name=one.name, files=[one]) for one in archives]
@@ -102,7 +120,7 @@ class OpenXReader(Reader):
             raise NotFoundError(f"there is no .tar archive and no *{_SUFFIX} file in {path}")
         #: Number of records by part, as far as it is known.
         self._records: dict[str, int] = {}
-        self._known: dict[Key, Kind] | None = None
+        self._known: dict[Key, FieldKind] | None = None
 
     def parts(self) -> list[Part]:
         """Return the archives; a folder without archives is one part."""
@@ -114,11 +132,11 @@ class OpenXReader(Reader):
 
     def facts(self) -> Mapping[str, Any]:
         """Return which fields of a step are texts, and which are left out."""
-        kinds = self._kinds()
+        field_kinds = self._read_field_kinds()
         return {
             "openx": {
-                "texts": [".".join(key) for key, kind in kinds.items() if kind == "text"],
-                "left_out": [".".join(key) for key, kind in kinds.items() if kind == "left out"],
+                "texts": [".".join(key) for key, kind in field_kinds.items() if kind == "text"],
+                "left_out": [".".join(key) for key, kind in field_kinds.items() if kind == "left out"],
             }
         }
 
@@ -127,49 +145,23 @@ class OpenXReader(Reader):
         number = self._first_number(part)
         for name, file in self._files(part):
             with _name_file(name):
-                steps = self._read(file)
-                if steps is not None:
-                    yield from self._pieces(steps, number)
+                columns = self._read(file)
+                if columns is not None:
+                    yield from self._check(columns).pieces(number, self._last_step, _PIECE_BYTES, {})
             number += 1
-
-    # -- one episode -----------------------------------------------------------------------------------
-
-    def _pieces(self, steps: _Steps, number: int) -> Iterator[Episode]:
-        known = self._kinds()
-        if steps.kinds != known:
-            differing = sorted(key_name(key) for key, _ in steps.kinds.items() ^ known.items())
-            raise SchemaError(f"the steps differ from those of the first episode in {', '.join(differing)}")
-        has_last = self._last_step == "observation"
-        count = len(steps) - has_last
-        end, facts = steps.end(), steps.facts(max(1, count))
-        size = max(1, _PIECE_BYTES // max(1, steps.row_bytes()))
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            is_open = stop < count
-            states = steps.read("observation", start, stop + (is_open or has_last))
-            values = steps.read(None, start, stop)
-            action = {key: rows for key, rows in values.items() if key[0] == "action"}
-            fields: dict[str | Key, Array] = {
-                key: rows for key, rows in values.items() if key[0] != "action" and key not in _OWN
-            }
-            if ("is_first",) in values:
-                fields["is_init"] = values["is_first",].reshape(stop - start, 1) > 0.5
-            fields["episode"] = np.full(stop - start, number)
-            fields["frame"] = np.arange(start, stop)
-            reward = values.get(("reward",))
-            yield Episode(
-                observation=_tree(states),
-                action=_tree(action),
-                reward=None if reward is None else reward.reshape(stop - start, -1),
-                end="open" if is_open else end,
-                fields=fields,
-                facts=facts,
-            )
 
     # -- files -----------------------------------------------------------------------------------------
 
-    def _read(self, file: BinaryIO) -> _Steps | None:
-        """Return the steps of an episode; None if it has none."""
+    def _check(self, columns: _Columns) -> Steps:
+        """Return the steps of an episode, which must have the fields of the first episode."""
+        known = self._read_field_kinds()
+        if columns.field_kinds != known:
+            differing = sorted(key_name(key) for key, _ in columns.field_kinds.items() ^ known.items())
+            raise SchemaError(f"the steps differ from those of the first episode in {', '.join(differing)}")
+        return columns.steps()
+
+    def _read(self, file: BinaryIO) -> _Columns | None:
+        """Return the columns of an episode; None if it has no steps."""
         if self._trust_pickle:
             try:
                 found = pickle.load(file)
@@ -179,17 +171,17 @@ class OpenXReader(Reader):
             found = load_arrays(file)
         if not isinstance(found, dict) or not isinstance(found.get("steps"), list):
             raise SchemaError("the pickle has no list 'steps'")
-        return _Steps(found["steps"]) if found["steps"] else None
+        return _Columns(found["steps"]) if found["steps"] else None
 
-    def _kinds(self) -> Mapping[Key, Kind]:
+    def _read_field_kinds(self) -> Mapping[Key, FieldKind]:
         """Return the fields of the first episode and how they are stored; all episodes must have these."""
         if self._known is None:
             for part in self._parts:
                 for name, file in self._files(part):
                     with _name_file(name):
-                        steps = self._read(file)
-                    if steps is not None:
-                        self._known = steps.kinds
+                        columns = self._read(file)
+                    if columns is not None:
+                        self._known = columns.field_kinds
                         return self._known
             raise SchemaError("the source has no episodes")
         return self._known
@@ -240,7 +232,7 @@ def _name_file(name: str) -> Iterator[None]:
     try:
         yield
     except ExpStoreError as exc:
-        raise type(exc)(f"{name}: {exc}") from exc
+        raise exc.at(name) from exc
     except _DAMAGED as exc:
         raise StorageError(f"cannot read {name}: {exc}", hint="copy the archive again") from exc
 
@@ -248,8 +240,8 @@ def _name_file(name: str) -> Iterator[None]:
 # -- the steps of an episode -----------------------------------------------------------------------------
 
 
-class _Steps:
-    """Hold the steps of an episode as columns; images are decoded when they are read.
+class _Columns:
+    """Sort the values of an episode's steps by what can be stored.
 
     Args:
         steps: One dict per step; at least one.
@@ -260,61 +252,31 @@ class _Steps:
 
     def __init__(self, steps: Sequence[Any]) -> None:
         #: The fields, and how they are stored.
-        self.kinds: dict[Key, Kind] = {}
-        self._columns: dict[Key, Any] = {}
-        self._count = len(steps)
+        self.field_kinds: dict[Key, FieldKind] = {}
+        self._values: dict[Key, Any] = {}
         rows = [dict(_leaves((), step, [0])) for step in steps]
         for place, row in enumerate(rows):
             if row.keys() != rows[0].keys():
                 differing = ", ".join(sorted(key_name(key) for key in row.keys() ^ rows[0].keys()))
                 raise SchemaError(f"step {place} has other fields than step 0: {differing}")
         for key in rows[0]:
-            self.kinds[key], self._columns[key] = _column(key, [row[key] for row in rows])
+            self.field_kinds[key], self._values[key] = _column(key, [row[key] for row in rows])
         for name in ("observation", "action"):
-            if not any(key[0] == name and kind in ("numbers", "image") for key, kind in self.kinds.items()):
+            if not any(
+                key[0] == name and kind in ("numbers", "image") for key, kind in self.field_kinds.items()
+            ):
                 raise SchemaError(f"the steps have no {name}")
 
-    def __len__(self) -> int:
-        """Return the number of steps."""
-        return self._count
-
-    def end(self) -> End:
-        """Return how the episode ends."""
-        if self._last("is_terminal"):
-            return "terminated"
-        return "cut" if self._last("is_last") is False else "truncated"
-
-    def _last(self, name: str) -> bool | None:
-        if self.kinds.get((name,)) != "numbers":
-            return None
-        return bool(np.any(self._columns[name,][-1]))
-
-    def facts(self, count: int) -> dict[str, Any]:
-        """Return the texts of the first steps."""
-        return {
-            ".".join(key): text_fact(self._columns[key][:count])
-            for key, kind in self.kinds.items()
-            if kind == "text"
+    def steps(self) -> Steps:
+        """Return the steps under the keys of their fields."""
+        columns = {
+            key: self._values[key] for key, kind in self.field_kinds.items() if kind in ("numbers", "image")
         }
-
-    def row_bytes(self) -> int:
-        """Return the size of a step's values in bytes."""
-        return sum(
-            decode_image(self._columns[key][0]).nbytes if kind == "image" else self._columns[key][0].nbytes
-            for key, kind in self.kinds.items()
-            if kind in ("numbers", "image")
-        )
-
-    def read(self, group: str | None, start: int, stop: int) -> dict[Key, Array]:
-        """Return values of some steps by key: those of a group, or those outside of `observation`."""
-        found: dict[Key, Array] = {}
-        for key, kind in self.kinds.items():
-            if (key[0] == group) if group else (key[0] != "observation"):
-                if kind == "numbers":
-                    found[key] = self._columns[key][start:stop]
-                elif kind == "image":
-                    found[key] = decode_images(key_name(key), self._columns[key][start:stop])
-        return found
+        texts = {key: self._values[key] for key, kind in self.field_kinds.items() if kind == "text"}
+        if ("is_first",) in columns:
+            first = columns.pop(("is_first",))
+            columns["is_init",] = first.reshape(len(first), 1) > 0.5
+        return Steps(columns, texts)
 
 
 def _leaves(key: Key, value: Any, seen: list[int]) -> Iterator[tuple[Key, Any]]:
@@ -333,7 +295,7 @@ def _leaves(key: Key, value: Any, seen: list[int]) -> Iterator[tuple[Key, Any]]:
             yield from _leaves((*key, str(name)), below, seen)
 
 
-def _column(key: Key, values: Sequence[Any]) -> tuple[Kind, Any]:
+def _column(key: Key, values: Sequence[Any]) -> tuple[FieldKind, Any]:
     """Return how the values of a field are stored, and the values."""
     first = values[0]
     if isinstance(first, (str, bytes)):
@@ -372,14 +334,53 @@ def _check_size(key: Key, value: Any, steps: int) -> None:
         value = value[0]
 
 
-def _tree(values: Mapping[Key, Array]) -> Any:
-    """Return values as nested mappings below the first name of their keys, or the array of that name."""
-    found: dict[str, Any] = {}
-    for key, rows in values.items():
-        if len(key) == 1:
-            return rows
-        below = found
-        for part in key[1:-1]:
-            below = below.setdefault(part, {})
-        below[key[-1]] = rows
-    return found
+# -- data sets by name -----------------------------------------------------------------------------------
+
+
+def _recognize(source: Source) -> bool:
+    return source.record.endswith(_SUFFIX) or any(name.endswith(_SUFFIX) for name in source.names)
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    return list_hub(
+        _REPOSITORY,
+        request.dataset_id,
+        request.mirror,
+        keep=lambda path: path.endswith(".tar"),
+        missing=f"has no archives of {request.dataset_id}",
+    )
+
+
+def _make_sample(path: Path) -> None:
+    members = {}
+    for walk in make_walks():
+        steps = [
+            {
+                "observation": {"state": walk.states[step]},
+                "action": walk.actions[step],
+                "reward": walk.rewards[step],
+                "is_first": step == 0,
+                "is_last": step == walk.steps - 1,
+                "is_terminal": bool(walk.terminated[step]),
+                "language_instruction": b"walk about",
+            }
+            for step in range(walk.steps)
+        ]
+        members[f"sample_{walk.number:05}{_SUFFIX}"] = pickle.dumps({"steps": steps})
+    write_file(path / "sample_00000.tar", encode_tar(members))
+
+
+KIND = Kind(
+    reader=OpenXReader,
+    files="a .tar archive, or a folder of archives or of .data.pickle files",
+    make_sample=_make_sample,
+    endings="terminated if the last step has `is_terminal`, cut if it has no `is_last`, otherwise truncated",
+    recognize=_recognize,
+    prefix="openx",
+    buffer="OpenXExperienceReplay",
+    ids=[name.replace("*", "_converted_externally_to_rlds") for name in _IDS],
+    public=f"{HUGGING_FACE}/datasets/{_REPOSITORY}",
+    mirror=HUGGING_FACE,
+    list_files=_list_files,
+    facts="openx",
+)

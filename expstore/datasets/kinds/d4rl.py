@@ -15,16 +15,23 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from expstore.core.values import Array, Key
-from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.d4rl_files import D4RL_ADDRESS, d4rl_files
+from expstore.datasets.download import RemoteFile
+from expstore.datasets.episode import End, Episode, Part, Reader, put_value
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.recognition import Source
+from expstore.datasets.samples import make_walks
 from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
 from expstore.exchange.foreign_rows import rows_differ
-from expstore.exchange.hdf5 import datasets_in, reading_hdf5
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5, write_hdf5
 
 Flag = Literal["terminals", "timeouts"]
 
 _NAMES = ("observations", "actions", "rewards", "terminals")
+#: A genuine file has all of `_NAMES`, and nothing else, or also one of these.
+_OF_D4RL_ALONE = ("timeouts", "infos", "metadata")
 _SLAB_BYTES = 16 << 20
 
 
@@ -50,11 +57,12 @@ class D4RLReader(Reader):
         SchemaError: The file does not have these arrays.
         StorageError: It is not an HDF5 file, or is damaged.
         StorageError: The file is damaged.
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
 
     Example:
-        >>> from expstore.datasets import D4RLReader, import_dataset
-        >>> done = import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "data.exp")
+        >>> from expstore.datasets import D4RLReader, import_dataset, make_sample
+        >>> source = make_sample("d4rl", "hopper_medium-v2.hdf5")
+        >>> done = import_dataset(D4RLReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "d4rl"
@@ -152,7 +160,7 @@ class D4RLReader(Reader):
         for name, values in read.items():
             group, _, rest = name.partition("/")
             if group == "infos" and rest:
-                _put(info, rest.split("/"), values[states])
+                put_value(info, rest.split("/"), values[states])
             elif name not in _NAMES:
                 fields[("info",) if name == "infos" else tuple(name.split("/"))] = values[rows]
         if "terminals" not in self._split_on:
@@ -213,7 +221,59 @@ def _end(flags: Mapping[str, Array], row: int) -> End:
     return "cut"
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], values: Array) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = values
+def _recognize(source: Source) -> bool | str:
+    if source.is_dir or not source.is_hdf5:
+        return False
+    arrays = source.arrays
+    if any(name not in arrays or not arrays[name].shape for name in _NAMES):
+        return False
+    is_flat = len({arrays[name].shape[0] for name in _NAMES}) == 1
+    if not is_flat or any(arrays[name].dtype.kind not in "biuf" for name in _NAMES):
+        return False
+    groups = {name.partition("/")[0] for name in arrays}
+    if groups.intersection(_OF_D4RL_ALONE) or groups == set(_NAMES):
+        return True
+    return f"{source.path} may be a D4RL file; if it is, import it with --format d4rl"
+
+
+def _read_options(dataset_id: str) -> dict[str, Any]:
+    """Return the flags that end an episode: in antmaze and maze2d reaching the goal does not."""
+    is_maze = dataset_id.startswith(("antmaze", "maze2d", "bullet-maze2d"))
+    return {"split_on": ("timeouts",) if is_maze else None}
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    path = d4rl_files()[request.dataset_id]
+    return [RemoteFile(url=f"{request.mirror}/{path}", name=path.rpartition("/")[2])]
+
+
+def _make_sample(path: Path) -> None:
+    walks = make_walks()
+    columns = {
+        "observations": [walk.states[:-1] for walk in walks],
+        "next_observations": [walk.states[1:] for walk in walks],
+        "actions": [walk.actions for walk in walks],
+        "rewards": [walk.rewards for walk in walks],
+        "terminals": [walk.terminated for walk in walks],
+        "timeouts": [walk.truncated for walk in walks],
+    }
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    write_hdf5(path, {**joined, "metadata/algorithm": "random walk"})
+
+
+KIND = Kind(
+    reader=D4RLReader,
+    files="the .hdf5 file",
+    make_sample=_make_sample,
+    endings="terminated by `terminals`, truncated by `timeouts`; cut where the next row does not continue "
+    "the episode. In antmaze and maze2d only `timeouts` end episodes",
+    recognize=_recognize,
+    prefix="d4rl",
+    buffer="D4RLExperienceReplay",
+    ids=list(d4rl_files()),
+    unknown_id="Env {} not found",
+    public=D4RL_ADDRESS,
+    mirror=D4RL_ADDRESS,
+    list_files=_list_files,
+    options=_read_options,
+)

@@ -21,20 +21,24 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from expstore.core.parsing import INVALID
-from expstore.core.values import Array, Key
-from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.episode_texts import text_fact
-from expstore.datasets.frames import decode_image, decode_images
+from expstore.core.values import Array, Key, key_name
+from expstore.datasets.download import RemoteFile, fetch_files
+from expstore.datasets.episode import Episode, Part, Reader
+from expstore.datasets.frames import decode_images
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.samples import make_walks, write_file, write_json
 from expstore.datasets.source_paths import check_folder, parses_source
-from expstore.datasets.tfrecord import Example, parse_example, read_records
+from expstore.datasets.steps import LastStep, Steps
+from expstore.datasets.tfrecord import Example, encode_example, encode_records, parse_example, read_records
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import import_library
 
-LastStep = Literal["observation", "transition"]
-
 _PIECE_BYTES = 16 << 20
+#: The folder of Open X-Embodiment, with the data sets as NAME/VERSION.
+OPEN_X = "https://storage.googleapis.com/gresearch/robotics"
+_INFO = ("dataset_info.json", "features.json")
 #: Metadata of an episode with more values than this are left out, because annotations are JSON.
 _FACT_VALUES = 1000
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
@@ -132,11 +136,12 @@ class RLDSReader(Reader):
     Raises:
         NotFoundError: The folder, features.json, dataset_info.json, a shard or the split is missing.
         SchemaError: The features cannot be read, or the files are neither TFRecord nor ArrayRecord.
-        ModuleNotFoundError: The shards are ArrayRecord files, and array_record is not installed.
+        MissingExtraError: The shards are ArrayRecord files, and array_record is not installed.
 
     Example:
-        >>> from expstore.datasets import RLDSReader, import_dataset
-        >>> done = import_dataset(RLDSReader("cmu_play_fusion/0.1.0", last_step="transition"), "data.exp")
+        >>> from expstore.datasets import RLDSReader, import_dataset, make_sample
+        >>> source = make_sample("rlds", "cmu_play_fusion/0.1.0")
+        >>> done = import_dataset(RLDSReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "rlds"
@@ -187,42 +192,15 @@ class RLDSReader(Reader):
         shard = next(shard for shard in self._shards if shard.name == part.name)
         count = 0
         for record in self._read(self._folder / shard.name):
-            yield from self._pieces(parse_example(record), shard, shard.first + count)
+            example = parse_example(record)
+            facts = {"split": shard.split, **_facts_of(self._metadata, example)}
+            steps = _read_steps(self._leaves, example)
+            yield from steps.pieces(shard.first + count, self._last_step, _PIECE_BYTES, facts)
             count += 1
         if count != shard.episodes:
             raise SchemaError(
                 f"the shard has {count} episodes, but dataset_info.json says {shard.episodes}",
                 hint="copy the file again",
-            )
-
-    # -- one episode -----------------------------------------------------------------------------------
-
-    def _pieces(self, example: Example, shard: Shard, number: int) -> Iterator[Episode]:
-        steps = _Steps(self._leaves, example)
-        has_last = self._last_step == "observation"
-        count = len(steps) - has_last
-        end = _end(steps)
-        facts = {"split": shard.split, **_facts_of(self._metadata, example), **steps.facts(count)}
-        size = max(1, _PIECE_BYTES // max(1, steps.row_bytes()))
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            is_open = stop < count
-            values, states = steps.read(start, stop, stop + (is_open or has_last))
-            fields: dict[str | Key, Array] = {
-                _KEYS.get(".".join(key), key): rows
-                for key, rows in values.items()
-                if key[0] not in ("action", "reward", "is_last", "is_terminal")
-            }
-            fields["episode"] = np.full(stop - start, number)
-            fields["frame"] = np.arange(start, stop)
-            reward = values.get(("reward",))
-            yield Episode(
-                observation=states,
-                action=_tree("action", values),
-                reward=None if reward is None else reward.reshape(stop - start, -1),
-                end="open" if is_open else end,
-                fields=fields,
-                facts=facts,
             )
 
     def _read(self, path: Path) -> Iterator[bytes]:
@@ -266,7 +244,7 @@ class RLDSReader(Reader):
         try:
             found = list_shards(self._info)
         except SchemaError as exc:
-            raise SchemaError(f"{path}: {exc}") from exc
+            raise exc.at(path) from exc
         names = list(dict.fromkeys(shard.split for shard in found))
         if self._split is not None:
             found = [shard for shard in found if shard.split == self._split]
@@ -401,83 +379,48 @@ def _shape(node: Mapping[str, Any]) -> tuple[int, ...]:
 # -- the values of a record ------------------------------------------------------------------------------
 
 
-class _Steps:
-    """Hold the steps of one record: numbers are decoded at once, images when they are read."""
-
-    def __init__(self, leaves: Sequence[_Leaf], example: Example) -> None:
-        self._numbers: dict[Key, Array] = {}
-        self._images: dict[Key, list[bytes]] = {}
-        self._image_types = {leaf.key: leaf.dtype for leaf in leaves if leaf.kind == "image"}
-        self._texts: dict[Key, list[str]] = {}
-        lengths: dict[str, int] = {}
-        for leaf in leaves:
-            name = "/".join(("steps", *leaf.key))
-            count = self._add(leaf, name, example)
-            lengths[name] = count
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{count} of {name}" for name, count in lengths.items())
-            raise SchemaError(f"the features have different numbers of steps: {listed}")
-        self._count = next(iter(lengths.values()))
-
-    def __len__(self) -> int:
-        """Return the number of steps in the record."""
-        return self._count
-
-    def _add(self, leaf: _Leaf, name: str, example: Example) -> int:
-        dims: tuple[int, ...] = ()
-        if leaf.ranks:
-            dims = _sequence_dims(leaf, name, example)
-            name = f"{name}/ragged_flat_values"
-        if name not in example:
-            raise SchemaError(f"the record has no feature {name!r}")
+def _read_steps(leaves: Sequence[_Leaf], example: Example) -> Steps:
+    """Return the steps of one record."""
+    numbers: dict[Key, Array | Sequence[bytes]] = {}
+    images: dict[Key, Sequence[bytes]] = {}
+    texts: dict[Key, list[str]] = {}
+    lengths: dict[str, int] = {}
+    for leaf in leaves:
+        name = "/".join(("steps", *leaf.key))
+        key = _KEYS.get(".".join(leaf.key), leaf.key)
+        dims = _sequence_dims(leaf, name, example) if leaf.ranks else ()
+        flat = f"{name}/ragged_flat_values" if leaf.ranks else name
+        if flat not in example:
+            raise SchemaError(f"the record has no feature {flat!r}")
         if leaf.kind == "tensor":
-            values = _numbers_of(leaf, name, example)
-            size = prod((*dims, *leaf.shape))
-            if not size or values.size % size:
-                raise SchemaError(
-                    f"{name!r} has {values.size} values; steps of the shape {[*dims, *leaf.shape]} need "
-                    f"a multiple of {size}"
-                )
-            self._numbers[leaf.key] = values.reshape(-1, *dims, *leaf.shape)
-            return len(self._numbers[leaf.key])
-        found = _bytes_of(name, example)
+            numbers[key] = _shape_values(leaf, flat, dims, example)
+            lengths[name] = len(numbers[key])
+            continue
+        found = _bytes_of(flat, example)
+        lengths[name] = len(found)
         if leaf.kind == "text":
-            self._texts[leaf.key] = [_text(value) for value in found]
+            texts[key] = [_text(value) for value in found]
         elif dims:
-            raise SchemaError(f"{name!r} has several images per step, which is not supported")
+            raise SchemaError(f"{flat!r} has several images per step, which is not supported")
         else:
-            self._images[leaf.key] = found
-        return len(found)
+            images[key] = found
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+        raise SchemaError(f"the features have different numbers of steps: {listed}")
+    dtypes = {key_name(leaf.key): leaf.dtype for leaf in leaves if leaf.kind == "image"}
+    return Steps({**numbers, **images}, texts, lambda name, images: _pixels(name, images, dtypes[name]))
 
-    def last(self, name: str) -> bool | None:
-        """Return a flag of the last step; None if the data set does not have it."""
-        found = self._numbers.get((name,))
-        return None if found is None else bool(found.reshape(len(found), -1)[-1].any())
 
-    def facts(self, count: int) -> dict[str, Any]:
-        """Return the texts of the first steps."""
-        return {
-            ".".join(key): text_fact(texts[: max(1, count)]) for key, texts in self._texts.items() if texts
-        }
-
-    def row_bytes(self) -> int:
-        """Return the size of a step's values in bytes."""
-        total = sum(values.nbytes // max(1, self._count) for values in self._numbers.values())
-        return total + sum(decode_image(images[0]).nbytes for images in self._images.values() if images)
-
-    def read(self, start: int, stop: int, states_stop: int) -> tuple[dict[Key, Array], Any]:
-        """Return the values of some steps by key, and the observations up to `states_stop`."""
-        values: dict[Key, Array] = {}
-        states: dict[Key, Array] = {}
-        for key, rows in self._numbers.items():
-            is_state = key[0] == "observation"
-            (states if is_state else values)[key] = rows[start : states_stop if is_state else stop]
-        for key, images in self._images.items():
-            is_state = key[0] == "observation"
-            part = images[start : states_stop if is_state else stop]
-            pixels = _pixels(".".join(key), part, self._image_types[key])
-            (states if is_state else values)[key] = pixels
-        return values, _tree("observation", states)
+def _shape_values(leaf: _Leaf, name: str, dims: tuple[int, ...], example: Example) -> Array:
+    """Return the numbers of a feature, one row per step."""
+    values = _numbers_of(leaf, name, example)
+    size = prod((*dims, *leaf.shape))
+    if not size or values.size % size:
+        raise SchemaError(
+            f"{name!r} has {values.size} values; steps of the shape {[*dims, *leaf.shape]} need "
+            f"a multiple of {size}"
+        )
+    return values.reshape(-1, *dims, *leaf.shape)
 
 
 def _pixels(name: str, images: Sequence[bytes], dtype: np.dtype[Any] | None) -> Array:
@@ -542,12 +485,6 @@ def _text(value: bytes) -> str:
     return value.decode(errors="replace")
 
 
-def _end(steps: _Steps) -> End:
-    if steps.last("is_terminal"):
-        return "terminated"
-    return "cut" if steps.last("is_last") is False else "truncated"
-
-
 def _facts_of(metadata: Sequence[_Leaf], example: Example) -> dict[str, Any]:
     """Return the numbers and texts outside of the steps; names do not include `episode_metadata`."""
     found: dict[str, Any] = {}
@@ -567,16 +504,73 @@ def _facts_of(metadata: Sequence[_Leaf], example: Example) -> dict[str, Any]:
     return found
 
 
-def _tree(name: str, values: Mapping[Key, Array]) -> Any:
-    """Return the values below a name as nested mappings, or the array of that name."""
-    found: dict[str, Any] = {}
-    for key, rows in values.items():
-        if key[0] != name:
-            continue
-        if len(key) == 1:
-            return rows
-        below = found
-        for part in key[1:-1]:
-            below = below.setdefault(part, {})
-        below[key[-1]] = rows
-    return found
+# -- data sets by name -----------------------------------------------------------------------------------
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    """Return the files of a data set. Fetches dataset_info.json, which names the shards."""
+    base, split = f"{request.mirror}/{request.dataset_id}", request.options["split"]
+    described = [RemoteFile(url=f"{base}/{name}", name=name) for name in _INFO]
+    fetch_files(described, request.folder)
+    path = request.folder / _INFO[0]
+    try:
+        shards = list_shards(json.loads(ReadingDisk().read_whole(path.resolve())))
+    except INVALID as exc:
+        raise SchemaError(f"{base}/{_INFO[0]} is not JSON: {exc}") from exc
+    names = [shard.name for shard in shards if split in (None, shard.split)]
+    if not names:
+        raise NotFoundError(f"{base} has no split {split!r}")
+    # The reader requires the shards of all splits only if it reads all splits.
+    return described + [RemoteFile(url=f"{base}/{name}", name=name) for name in names]
+
+
+def _make_sample(path: Path) -> None:
+    """Write a data set whose last steps are observations alone."""
+    walks = make_walks()
+    records = []
+    for walk in walks:
+        steps = np.arange(walk.steps + 1)
+        values: dict[str, Any] = {
+            "steps/observation/state": walk.states,
+            "steps/action": np.pad(walk.actions, ((0, 1), (0, 0))),
+            "steps/reward": np.pad(walk.rewards, (0, 1)),
+            "steps/is_first": steps == 0,
+            "steps/is_last": steps == walk.steps,
+            "steps/is_terminal": np.pad(walk.terminated, (1, 0)),
+            "steps/language_instruction": [b"walk about"] * len(steps),
+        }
+        records.append(encode_example(values))
+
+    def tensor(dtype: str, *shape: int) -> dict[str, Any]:
+        return {"tensor": {"dtype": dtype, "shape": {"dimensions": list(map(str, shape))}}}
+
+    def group(**features: Any) -> dict[str, Any]:
+        return {"featuresDict": {"features": features}}
+
+    flags = {name: tensor("bool") for name in ("is_first", "is_last", "is_terminal")}
+    step = group(
+        observation=group(state=tensor("float32", 3)),
+        action=tensor("float32", 3),
+        reward=tensor("float32"),
+        language_instruction={"text": {}},
+        **flags,
+    )
+    write_json(path / "features.json", group(steps={"sequence": {"feature": step}}))
+    splits = [{"name": "train", "shardLengths": [str(len(walks))]}]
+    write_json(path / "dataset_info.json", {"name": "walk", "version": "1.0.0", "splits": splits})
+    write_file(path / "walk-train.tfrecord-00000-of-00001", encode_records(records))
+
+
+KIND = Kind(
+    reader=RLDSReader,
+    files="the folder of a version, with features.json and dataset_info.json",
+    make_sample=_make_sample,
+    endings="terminated if the last step has `is_terminal`, cut if it has no `is_last`, otherwise truncated",
+    recognize=lambda source: source.has("features.json"),
+    prefix="rlds",
+    buffer="RLDSExperienceReplay",
+    public=OPEN_X,
+    mirror=OPEN_X,
+    list_files=_list_files,
+    facts="rlds",
+)

@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from expstore.core.values import Array, Key
-from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.episode import End, Episode, Part, Reader, put_value
+from expstore.datasets.kind import Kind
+from expstore.datasets.samples import make_walks
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
 from expstore.exchange.flat_files import ABOUT
 from expstore.exchange.foreign_rows import SYNONYMS
-from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5
+from expstore.exchange.hdf5 import datasets_in, find_episodes, members, reading_hdf5, write_hdf5
 
 _SLAB_BYTES = 16 << 20
 
@@ -183,11 +185,12 @@ class Hdf5EpisodesReader(_GroupedReader):
         NotFoundError: The file does not exist.
         StorageError: The file is not an HDF5 file, or is damaged.
         SchemaError: The file has no group per episode, or an episode lacks observations or actions.
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
 
     Example:
-        >>> from expstore.datasets import Hdf5EpisodesReader, import_dataset
-        >>> done = import_dataset(Hdf5EpisodesReader("lift/low_dim.hdf5"), "data.exp")
+        >>> from expstore.datasets import Hdf5EpisodesReader, import_dataset, make_sample
+        >>> source = make_sample("hdf5", "episodes.hdf5")
+        >>> done = import_dataset(Hdf5EpisodesReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "hdf5"
@@ -246,11 +249,12 @@ class RobomimicReader(_GroupedReader):
         NotFoundError: The file does not exist.
         StorageError: The file is not an HDF5 file, or is damaged.
         SchemaError: The file has no demonstrations, or one lacks observations or actions.
-        ModuleNotFoundError: h5py is not installed.
+        MissingExtraError: h5py is not installed.
 
     Example:
-        >>> from expstore.datasets import RobomimicReader, import_dataset
-        >>> done = import_dataset(RobomimicReader("lift/low_dim.hdf5"), "data.exp")
+        >>> from expstore.datasets import RobomimicReader, import_dataset, make_sample
+        >>> source = make_sample("robomimic", "lift/low_dim.hdf5")
+        >>> done = import_dataset(RobomimicReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "robomimic"
@@ -366,11 +370,7 @@ def _read(arrays: Any, start: int, stop: int) -> Any:
         return np.asarray(arrays[start:stop])
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
-        *groups, last = path.split("/")
-        place = tree
-        for name in groups:
-            place = place.setdefault(name, {})
-        place[last] = np.asarray(array[start:stop])
+        put_value(tree, path.split("/"), np.asarray(array[start:stop]))
     return tree
 
 
@@ -397,3 +397,52 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value
+
+
+def _make_episodes_sample(path: Path) -> None:
+    values: dict[str, Array] = {}
+    for walk in make_walks():
+        columns = {
+            "observations": walk.states,
+            "actions": walk.actions,
+            "rewards": walk.rewards,
+            "terminals": walk.terminated,
+            "timeouts": walk.truncated,
+        }
+        values |= {f"episode_{walk.number}/{name}": column for name, column in columns.items()}
+    write_hdf5(path, values)
+
+
+def _make_robomimic_sample(path: Path) -> None:
+    values: dict[str, Array] = {}
+    attributes: dict[str, Mapping[str, Any]] = {"data": {"env_args": json.dumps({"env_name": "Walk"})}}
+    for walk in make_walks():
+        demo = f"data/demo_{walk.number}"
+        columns = {
+            "obs/position": walk.states[:-1],
+            "next_obs/position": walk.states[1:],
+            "actions": walk.actions,
+            "rewards": walk.terminated.astype(np.float32),
+            "dones": (walk.terminated | walk.truncated).astype(np.int64),
+        }
+        values |= {f"{demo}/{name}": column for name, column in columns.items()}
+        attributes[demo] = {"num_samples": walk.steps}
+    write_hdf5(path, {**values, "mask/train": np.array([b"demo_0", b"demo_1"])}, attributes)
+
+
+EPISODES = Kind(
+    reader=Hdf5EpisodesReader,
+    files="the .hdf5 file",
+    make_sample=_make_episodes_sample,
+    endings="terminated or truncated by the flags of the last row; `dones` alone means terminated; cut "
+    "without a flag. In d3rlpy's files an episode that is not terminated is truncated",
+    recognize=lambda source: not source.is_dir and source.check_hdf5(has_episodes),
+    is_general=True,
+)
+ROBOMIMIC = Kind(
+    reader=RobomimicReader,
+    files="the .hdf5 file",
+    make_sample=_make_robomimic_sample,
+    endings="terminated if the last row has `dones` and a reward above 0, otherwise truncated",
+    recognize=lambda source: not source.is_dir and source.check_hdf5(is_robomimic),
+)

@@ -15,6 +15,8 @@ import numpy as np
 from expstore.core.values import Array, Key
 from expstore.data.memory_maps import MemoryMapFolder, is_tensordict_folder
 from expstore.datasets.episode import End, Part, Reader, Rows
+from expstore.datasets.kind import Kind
+from expstore.datasets.samples import make_walks
 from expstore.datasets.source_paths import check_folder, parses_source
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
@@ -47,8 +49,9 @@ class TensorDictReader(Reader):
         StorageError: A file is shorter than its shape says.
 
     Example:
-        >>> from expstore.datasets import TensorDictReader, import_dataset
-        >>> done = import_dataset(TensorDictReader("pen/torchrl"), "data.exp")
+        >>> from expstore.datasets import TensorDictReader, import_dataset, make_sample
+        >>> source = make_sample("tensordict", "pen/torchrl")
+        >>> done = import_dataset(TensorDictReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "tensordict"
@@ -126,3 +129,33 @@ class TensorDictReader(Reader):
 def _find_flagged(values: Array, count: int) -> Array:
     """Return a mask of the first rows in which a flag is set."""
     return np.asarray(values[:count].reshape(count, -1).any(axis=1))
+
+
+def _make_sample(path: Path) -> None:
+    import torch  # here, so that the formats are listed without it
+    from tensordict import TensorDict
+
+    parts = []
+    for walk in make_walks():
+        columns = {
+            ("observation",): walk.states[:-1],
+            ("action",): walk.actions,
+            ("next", "observation"): walk.states[1:],
+            ("next", "reward"): walk.rewards[:, None],
+            ("next", "done"): (walk.terminated | walk.truncated)[:, None],
+            ("next", "terminated"): walk.terminated[:, None],
+            ("next", "truncated"): walk.truncated[:, None],
+        }
+        parts.append({key: torch.from_numpy(column) for key, column in columns.items()})
+    rows = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    TensorDict(rows, [sum(walk.steps for walk in make_walks())]).memmap(path)
+
+
+KIND = Kind(
+    reader=TensorDictReader,
+    files="the folder",
+    make_sample=_make_sample,
+    endings="by `done`, `terminated` and `truncated`; cut where the next row does not continue the episode; "
+    "with trajectory ids by these alone",
+    recognize=lambda source: is_tensordict_folder(source.path),
+)

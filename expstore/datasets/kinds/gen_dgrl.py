@@ -15,16 +15,35 @@ from typing import Any, BinaryIO, ClassVar, cast
 import numpy as np
 
 from expstore.core.values import Array
+from expstore.datasets.download import RemoteFile
 from expstore.datasets.episode import End, Episode, Part, Reader
-from expstore.datasets.source_paths import check_exists, parses_source
+from expstore.datasets.kind import Kind, Request
+from expstore.datasets.samples import encode_npy, encode_tar, make_walks, write_file
+from expstore.datasets.source_paths import list_files, parses_source
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
+from expstore.errors import ExpStoreError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 from expstore.exchange.numpy_unpickler import load_object_npy
 
 _NAMES = ("observations", "actions", "rewards", "dones")
 _PIECE_BYTES = 16 << 20
+_ADDRESS = "https://dl.fbaipublicfiles.com/DGRL/Procgen/Datasets/Compressed"
+_GAMES = [
+    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist",
+    "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+]  # fmt: skip
+#: Folders and numbers of rows by category.
+CATEGORIES = {
+    "1M_E": ("1M/level_200/expert", 1_000_000),
+    "1M_S": ("1M/level_200/suboptimal", 1_000_000),
+    "10M": ("10M/level_200/expert", 10_000_000),
+    "25M": ("25M/level_200/expert", 25_000_000),
+    "level_1_E": ("100k/level_1/expert", 100_000),
+    "level_1_S": ("100k/level_1/suboptimal", 100_000),
+    "level_40_E": ("100k/level_40/expert", 100_000),
+    "level_40_S": ("100k/level_40/suboptimal", 100_000),
+}
 
 
 class GenDGRLReader(Reader):
@@ -44,27 +63,21 @@ class GenDGRLReader(Reader):
         SchemaError: A file does not contain such a dict.
 
     Example:
-        >>> from expstore.datasets import GenDGRLReader, import_dataset
-        >>> done = import_dataset(GenDGRLReader("bigfish.tar"), "data.exp")
+        >>> from expstore.datasets import GenDGRLReader, import_dataset, make_sample
+        >>> source = make_sample("gen-dgrl", "bigfish.tar")
+        >>> done = import_dataset(GenDGRLReader(source), "data.exp")
     """
 
     format: ClassVar[str] = "gen-dgrl"
 
     @parses_source
     def __init__(self, source: str | Path, *, rows: int | None = None) -> None:
-        self._path, disk = local_path(source), ReadingDisk()
-        self._rows = rows
-        check_exists(self._path)
-        self._names: list[str] | None = None
-        if disk.is_dir(self._path):
-            self._names = sorted(name for name in disk.names(self._path) if name.endswith(".npy"))
-            if not self._names:
-                raise NotFoundError(f"there is no .npy file in {self._path}")
+        self._path, self._rows = local_path(source), rows
+        self._files = list_files(self._path, (".npy",))
 
     def parts(self) -> list[Part]:
         """Return the archive, or the folder, as one part."""
-        files = [self._path] if self._names is None else [self._path / name for name in self._names]
-        return [Part(name=self._path.name, files=files)]
+        return [Part(name=self._path.name, files=self._files)]
 
     def options(self) -> Mapping[str, Any]:
         """Return the limit of rows."""
@@ -77,24 +90,25 @@ class GenDGRLReader(Reader):
     def episodes(self, part: Part) -> Iterator[Episode]:
         """Yield the trajectories, long ones in pieces of about 16 MB."""
         done = 0
-        for name, file in self._files():
+        for name, file in self._open_files():
             if self._rows is not None and done >= self._rows:
                 return
             try:
                 found = load_object_npy(file)
             except ExpStoreError as exc:
-                raise type(exc)(f"{name}: {exc}") from exc
+                raise exc.at(name) from exc
             except (tarfile.TarError, lzma.LZMAError) as exc:
                 raise StorageError(f"cannot read {name}: {exc}") from exc
             arrays = _check_arrays(name, found)
             done += len(arrays["actions"])
             yield from _episodes(arrays)
 
-    def _files(self) -> Iterator[tuple[str, BinaryIO]]:
-        if self._names is not None:
-            for name in self._names:
-                with open_to_read(self._path / name) as file:
-                    yield name, cast(BinaryIO, file)
+    def _open_files(self) -> Iterator[tuple[str, BinaryIO]]:
+        disk = ReadingDisk()
+        if disk.is_dir(self._path):
+            for path in self._files:
+                with open_to_read(path) as file:
+                    yield path.name, cast(BinaryIO, file)
             return
         with open_to_read(self._path) as raw:
             try:
@@ -151,3 +165,38 @@ def _episodes(arrays: Mapping[str, Array]) -> Iterator[Episode]:
                 end=end,
             )
         first = last + 1
+
+
+def _list_files(request: Request) -> list[RemoteFile]:
+    game, category = request.dataset_id.split("-")
+    name = f"{game}.tar.xz"
+    return [RemoteFile(url=f"{request.mirror}/{CATEGORIES[category][0]}/{name}", name=name)]
+
+
+def _make_sample(path: Path) -> None:
+    members = {}
+    for walk in make_walks():
+        values = {
+            "observations": walk.draw_frames(64).transpose(0, 3, 1, 2),
+            "actions": np.argmax(walk.actions, 1)[:, None],
+            "rewards": walk.rewards[:, None],
+            "dones": walk.terminated[:, None],
+        }
+        members[f"expert/{walk.number:03}.npy"] = encode_npy(values)
+    write_file(path, encode_tar(members))
+
+
+KIND = Kind(
+    reader=GenDGRLReader,
+    files="the .tar.xz archive, or the folder of its .npy files",
+    make_sample=_make_sample,
+    endings="terminated by `dones`; a trajectory without `dones` at its end is cut",
+    recognize=lambda source: source.suffix == ".xz" or (not source.is_dir and source.record.endswith(".npy")),
+    prefix="gen_dgrl",
+    buffer="GenDGRLExperienceReplay",
+    ids=[f"{game}-{category}" for category in CATEGORIES for game in _GAMES],
+    public=_ADDRESS,
+    mirror=_ADDRESS,
+    list_files=_list_files,
+    options=lambda dataset_id: {"rows": CATEGORIES[dataset_id.split("-")[1]][1]},
+)
