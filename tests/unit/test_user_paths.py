@@ -106,11 +106,11 @@ COMMANDS = [
     ["collect", "CartPole-v1", URL, "--steps", "1"],
     ["sql", URL, "SELECT 1"],
     ["sql", "run.exp", "SELECT 1 AS a", "--parquet", URL],
-    ["dumps", URL, "versions"],
-    ["dumps", "run.exp", URL],
-    ["loads", "run.exp", URL],
-    ["push", URL, "s3://bucket/run"],
-    ["pull", "s3://bucket/run", URL],
+    ["versions", "create", URL, "versions"],
+    ["versions", "create", "run.exp", URL],
+    ["versions", "restore", "run.exp", URL],
+    ["versions", "push", URL, "s3://bucket/run"],
+    ["versions", "pull", "s3://bucket/run", URL],
     ["export", "run.exp", URL, "--parquet"],
     ["export", URL, "out", "--parquet"],
     ["import", "none.npz", URL],
@@ -151,7 +151,7 @@ def test_the_home_folder_is_expanded(home: Path, monkeypatch: pytest.MonkeyPatch
     expstore.ZarrStorage("~/z.exp").close()
     expstore.ArrowStorage("~/a.exp", 10).close()
     expstore.LazyMemmapStorage(10, scratch_dir="~/m.exp").close()
-    assert run(["dumps", "~/run.exp", "~/versions"]) == 0
+    assert run(["versions", "create", "~/run.exp", "~/versions"]) == 0
     assert run(["export", "~/run.exp", "~/out", "--parquet"]) == 0
     assert os.listdir(".") == []
     made = {

@@ -482,7 +482,7 @@ def test_rows_that_are_not_there() -> None:
         TensorStorage(torch.zeros(3), compilable=True)
     with pytest.raises(SchemaError):
         TensorStorage(torch.tensor(3.0))
-    with pytest.raises(SchemaError, match="leaf 'b'"):
+    with pytest.raises(SchemaError, match="field 'b' has 4 rows"):
         TensorStorage({"a": torch.zeros(3), "b": torch.zeros(4)})
 
 
