@@ -15,7 +15,6 @@ from typing import Literal
 
 from expstore.datasets.download import RemoteFile, fetch_files
 from expstore.datasets.episode import Reader
-from expstore.datasets.importer import import_dataset
 from expstore.disk.atomic_build import LOCK
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -201,6 +200,8 @@ def _remove_empty(disk: Disk, folder: Path, root: Path) -> None:
 
 def _make(disk: Disk, origin: Origin, source: Path, path: Path, show: ShowProgress, *, again: bool) -> Path:
     """Import a source. With `again` the result replaces the existing store."""
+    from expstore.datasets.importer import import_dataset  # loads torch
+
     disk.make_dir(path.parent)
     again = again and disk.exists(path)
     target = _new_path(path) if again else path

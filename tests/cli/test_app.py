@@ -658,6 +658,7 @@ import sys
 from expstore.cli.app import run
 assert run(["info", {str(store)!r}]) == 0
 assert not {{"duckdb", "pyarrow"}} & set(sys.modules)
+assert run(["datasets", "list", "d4rl", "--root", {str(store.parent)!r}]) == 0
 assert run(["sql", {str(store)!r}, "SELECT * FROM transitions"]) == 0
 assert not {{"torch", "tensordict", "gymnasium", "zarr"}} & set(sys.modules)
 """
