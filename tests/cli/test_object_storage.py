@@ -66,7 +66,7 @@ def test_the_examples_of_the_help_run(
     cli("versions", "create", "run.exp", "backup", "--tag", "best")
     for name in ("push", "list", "pull", "prune"):
         for words in examples_of(COMMANDS[f"versions {name}"]):
-            done = cli(*words)
+            done = cli(*(word.replace(URL, f"{URL}-of-examples") for word in words))
             assert done.code == 0, (words, done.err)
 
 

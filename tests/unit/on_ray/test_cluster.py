@@ -448,7 +448,7 @@ def test_the_blocks_of_its_page_run(connected: None, tmp_path: Path, monkeypatch
 def test_without_ray_the_error_says_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None; import expstore; expstore.cluster.ray.start"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ModuleNotFoundError: clusters on Ray need ray" in done.stderr
+    assert "MissingExtraError: clusters on Ray need ray" in done.stderr
     assert "pip install 'expstore[ray]'" in done.stderr
 
 
