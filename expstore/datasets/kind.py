@@ -61,11 +61,11 @@ class Kind:
         prefix: Prefix of the names of data sets, and name of their folder. "": data sets have no names.
         aliases: Other prefixes.
         buffer: Name of TorchRL's class in `expstore.datasets.buffers.classes`. "": `DatasetReplayBuffer`.
-        ids: Ids of the data sets. A function lists them at the public address; then, and if there are none,
-            any id is accepted.
+        ids: Ids of the data sets. A function lists them at the public address; then, and without any, every
+            id is accepted.
         unknown_id: Message for an id that is not one of `ids`, in the words of TorchRL's class.
         public: Where the public files are, or what happened to them, for messages and the documentation.
-        mirror: Public address, which `mirror=` replaces; "" if there is none.
+        mirror: Public address, which `mirror=` replaces; "": there is no such address.
         list_files: Function that lists the files to download. None: nothing can be downloaded.
         check_source: Function of a source and an id that raises an error if the source's path names another
             data set.

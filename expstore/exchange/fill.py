@@ -411,7 +411,7 @@ def parse_about(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the facts that an export has stored with its rows; {} for a file of another program.
 
     Args:
-        text: The facts as JSON; "" if there are none.
+        text: The facts as JSON; "" without facts.
         where: Where they are, for messages.
 
     Raises:

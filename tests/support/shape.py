@@ -49,7 +49,7 @@ CEILINGS: dict[str, int] = {
     "functions that a sample runs": 40,
     "files that a sample runs through": 22,
     "functions that an extend runs": 78,
-    "files that an extend runs through": 31,
+    "files that an extend runs through": 30,
 }
 
 #: Phrases that plain technical English does not use.
