@@ -31,7 +31,7 @@ class Settings:
         sql: Whether SQL queries are allowed.
         ui: Whether the page at `/ui/` is served.
         max_body: Maximum size of a request body in bytes.
-        max_rows: Maximum number of rows of a request, and of a response that is not a stream.
+        max_rows: Maximum number of rows of a request, of a batch, and of a read by ids.
         max_answer: Maximum size in bytes of a response, and of a batch of a stream. Rows are counted before
             they are read, for JSON with the longest text that their values may have.
         body_seconds: Maximum seconds in which a body must arrive; each part must arrive in a tenth of that.

@@ -150,6 +150,10 @@ class Ids(RequestModel):
 async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Response:
     """Return the rows with these ids, in the same order; 404 if one of them is not in the store."""
     kind, compression = choose_type(request), compression_of(request)
+    if len(asked.ids) > limits.max_rows:
+        raise Refusal(
+            422, f"a request reads at most {limits.max_rows} rows, and {len(asked.ids)} ids are given"
+        )
     ids = check_ids(asked.ids)
 
     def read() -> Response:

@@ -202,7 +202,7 @@ def _trouble(exc: Exception, command: Any, arguments: Sequence[str]) -> _Trouble
 
 def _name_value(exc: Any, arguments: Sequence[str]) -> str:
     """Return the message of the parser's error, with the refused value instead of the word Input."""
-    text: str = exc.format_message().rstrip(".")
+    text: str = exc.format_message().rstrip(".").replace("Value error, ", "")
     for option in getattr(getattr(exc, "param", None), "opts", ()):
         for at, word in enumerate(arguments):
             name, equals, value = word.partition("=")
@@ -500,9 +500,12 @@ add_command(
     app,
     sql,
     heading=LOOK,
-    notes="The relations are transitions, episodes, fragments, sources, priorities, commits and meta. Write "
-    "nested fields as next.reward. The query runs on each store separately, so an aggregate returns one row "
-    "per store; with several stores the first column, store, names the store.",
+    notes="The relations are transitions, episodes, fragments, sources, priorities, commits and meta; "
+    "DESCRIBE episodes lists the columns of one. transitions has the fields, nested ones as next.reward, "
+    "and _id, _episode, _step, _time and _priority. episodes has episode_id, source, length, return, "
+    "start_time, end_time, info and status: open, terminated, truncated, or cut (stopped before its end). "
+    "The query runs on each store separately, so an aggregate returns one row per store; with several stores "
+    "the first column, store, names the store.",
     examples=(
         'expstore sql run.exp "SELECT episode_id, length, return FROM episodes ORDER BY return DESC LIMIT 5"',
         "expstore sql run.exp other.exp -f query.sql --csv",
@@ -605,8 +608,8 @@ add_command(
     app,
     reshape.merge,
     heading=CHANGE,
-    notes="All stores must have the same fields. The name of a source is prefixed with the name of its "
-    "store. The new store exists completely or not at all.",
+    notes="All stores must have the same fields: add-column and drop-column make them equal. The name of a "
+    "source is prefixed with the name of its store. The new store exists completely or not at all.",
     examples=(
         "expstore merge run.exp other.exp --out both.exp",
         "expstore merge run.exp other.exp --out newest.exp --capacity 500",

@@ -48,7 +48,11 @@ def verify(path: Store, as_json: Json = False) -> int:
 def repair(
     path: Store,
     drop_damaged: Annotated[
-        bool, typer.Option("--drop-damaged", help="Delete rows and records whose bytes are lost.")
+        bool,
+        typer.Option(
+            "--drop-damaged",
+            help="Delete the rows of damaged blocks, up to 4,096 rows each, and damaged records.",
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: Json = False,

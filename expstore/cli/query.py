@@ -36,7 +36,7 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
     """
     example = 'expstore sql STORE "SELECT count(*) FROM transitions"'
     if query is None:
-        raise typer.BadParameter(f"there is no store and no query; write {example}")
+        raise typer.BadParameter(f"there is no store and no query; write {example}, or pass -f FILE")
     is_sql = _is_sql(query)
     misplaced = next((path for path in paths if _is_sql(str(path))), None)
     if misplaced is not None and not is_sql:
@@ -48,13 +48,17 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
             else f"{query!r} comes after the query; leave it out, or if it is a store, write {line}",
             param_hint="QUERY",
         )
+    words = [str(path) for path in paths if str(path).lower() in _FIRST_WORDS and not Disk().exists(path)]
+    if words:
+        raise typer.BadParameter(f"put the query in quotes; {example}", param_hint="QUERY")
     if not paths:
         if is_sql:
             raise typer.BadParameter(
                 f'there is no store; write expstore sql STORE "{query}"', param_hint="STORE"
             )
         raise typer.BadParameter(
-            f'there is no query; write expstore sql {query} "SELECT count(*) FROM transitions"',
+            f'there is no query; write expstore sql {query} "SELECT count(*) FROM transitions", or pass '
+            "-f FILE (-f - reads standard input)",
             param_hint="QUERY",
         )
     return paths, query

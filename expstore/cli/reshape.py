@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expstore.cli.completion import complete_store
+from expstore.cli.exit_codes import FAILED
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import Json, print_json
 from expstore.cli.paths import Store, to_local
@@ -29,7 +30,9 @@ def resize(
         int | None, typer.Option(metavar="N", min=1, help="New maximum number of rows.")
     ] = None,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="Remove the limit.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete rows that do not fit, without asking.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete the oldest rows if not all fit, without asking.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Change the capacity of a store; no process may write to it meanwhile."""
@@ -94,10 +97,12 @@ def merge(
 
 def _ask(outcome: Resized) -> None:
     """Ask the user to confirm that rows are deleted; without a terminal raise StateError."""
-    what = f"{outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit and will be deleted"
+    what = f"the oldest {outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit"
     if not sys.stdin.isatty():
-        raise StateError(f"{what}", hint="pass --yes to delete them")
-    typer.confirm(f"{what}. Continue?", abort=True, err=True)
+        raise StateError(f"{what}; nothing was changed", hint="pass --yes to delete them")
+    if not typer.confirm(f"{what} and will be deleted. Continue?", err=True):
+        typer.echo("nothing was changed", err=True)
+        raise typer.Exit(FAILED)
 
 
 def _text(capacity: int | None) -> str:

@@ -26,12 +26,16 @@ def retain(
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option("--where", metavar="SQL", help="Keep only episodes with at least one row that matches."),
+        typer.Option(
+            "--where",
+            metavar="SQL",
+            help="Keep only episodes with at least one row that matches, such as 'episode.length >= 15'.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Delete whole episodes of a store once, and free their space; no other process may write to it."""
+    """Delete whole episodes of a store; no other process may write to it."""
     from expstore.buffers.policy_runner import make_runner
     from expstore.core.retention_policy import Retain
     from expstore.disk.files import Disk
@@ -52,6 +56,8 @@ def retain(
         runner.check(policy)
         gone = runner.apply(policy, dry_run=dry_run)
         rows, used = storage.stored.rows, storage.retention.columns_bytes()
+        if dry_run:
+            rows, used = rows - gone.rows, used - gone.bytes
         catalog.close()
     finally:
         storage.close()

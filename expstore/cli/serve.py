@@ -30,17 +30,30 @@ if TYPE_CHECKING:
     from expstore.api.settings import Settings
 
 #: Names in a file of limits: fields of `expstore.api.settings.Settings`.
-LIMITS = (
-    "max_body", "max_rows", "max_answer", "sql_seconds", "sql_rows", "rate", "concurrency", "connections",
-    "head_seconds", "body_seconds", "answer_seconds", "idle_seconds", "wait_seconds", "shutdown_seconds",
-    "session_timeout",
-)  # fmt: skip
+LIMITS = {
+    "max_body": "bytes of a request body",
+    "max_rows": "rows of a request, and of a batch",
+    "max_answer": "bytes of an answer",
+    "sql_seconds": "seconds of a statement",
+    "sql_rows": "rows of its result",
+    "rate": "requests per second of one client",
+    "concurrency": "requests of one store at once",
+    "connections": "connections at once",
+    "head_seconds": "seconds until the head of a request is there",
+    "body_seconds": "seconds until its body is there",
+    "answer_seconds": "seconds in which a client reads nothing of its answer",
+    "idle_seconds": "seconds between two requests of a connection",
+    "wait_seconds": "seconds that a request waits for rows",
+    "shutdown_seconds": "seconds that running requests have when the server ends",
+    "session_timeout": "seconds of silence after which a client's open episodes are cut",
+}
 SERVE_NOTES = (
     "Without a token the server answers only this machine. Ctrl-C or SIGTERM waits for running requests, "
     "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "
     "For TLS, put a proxy in front of it.\n\n"
-    "A file of limits is TOML, a line such as `max_rows = 100000` for each: " + ", ".join(LIMITS) + ". "
-    "docs/server.md has what they limit, and their defaults."
+    "The page is at /ui/, the routes are described at /docs: GET /v1/stores lists the stores.\n\n"
+    "A file of limits is TOML, a line such as `max_rows = 100000` for each limit that is not the default:"
+    "\n\n\b\n" + "\n".join(f"  {name:16} {what}" for name, what in LIMITS.items())
 )
 UI_NOTES = (
     "Stores are only read, so another process may write to them meanwhile; the page shows what it adds. "

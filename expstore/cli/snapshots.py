@@ -230,7 +230,7 @@ add_command(
     versions,
     list_,
     name="list",
-    notes="For a store, lists the tagged snapshots inside it.",
+    notes="For a store, lists the snapshots in its own folder.",
     examples=("expstore versions list backup", "expstore versions list s3://bucket/run --json"),
 )
 add_command(

@@ -843,3 +843,19 @@ def test_collect_says_that_it_makes_a_store(cli: Cli, tmp_path: Path) -> None:
     collect = ("collect", "CartPole-v1", path, "--steps", 9, "--envs", 1)
     assert f"note: created a new store: {path}" in cli(*collect).err.splitlines()
     assert "note: made" not in cli(*collect).err
+
+
+def test_a_query_without_quotes(cli: Cli, store: Path) -> None:
+    done = cli("sql", store, "SELECT", "1")
+    assert done.code == 2
+    assert is_one_error(done, "put the query in quotes; expstore sql STORE")
+
+
+def test_a_dry_run_of_retain_says_what_would_remain(cli: Cli, tmp_path: Path) -> None:
+    store = tmp_path / "run.exp"
+    with expstore.open(store) as rb:
+        rb.extend(rows(25))
+    words = ("retain", store, "--where", "episode.length > 5", "--json")
+    dry = cli(*words, "--dry-run").json
+    done = cli(*words).json
+    assert dry["rows_left"] == done["rows_left"] == survey(store).rows == 20

@@ -60,3 +60,7 @@ def test_the_limits_of_the_environment_are_used(store: Path, monkeypatch: pytest
         assert asked.status_code == 422
         assert "at most 5" in asked.text or "equal to 5" in asked.text, asked.text
         assert client.post("/v1/stores/run/sample", json={"batch_size": 5}).status_code == 200
+        read = client.post("/v1/stores/run/rows", json={"ids": [*range(1, 7)]})
+        assert read.status_code == 422
+        assert "at most 5 rows, and 6 ids are given" in read.text
+        assert client.post("/v1/stores/run/rows", json={"ids": [*range(1, 6)]}).status_code == 200

@@ -51,23 +51,26 @@ def test_resize_asks_before_rows_are_given_up(
     path = make(tmp_path / "run.exp", ROWS)
     code, _, err = cli("resize", path, "--capacity", 12)
     assert code == 2  # nobody is there to be asked
-    assert "18 of 30 rows do not fit and will be deleted; pass --yes to delete them" in err
+    assert "the oldest 18 of 30 rows do not fit; nothing was changed; pass --yes to delete them" in err
     asked: list[str] = []
 
-    def answer(text: str, **_: object) -> None:
+    def answer(text: str, **_: object) -> bool:
         asked.append(text)
         if len(asked) == 1:
-            raise typer.Abort
+            raise typer.Abort  # Ctrl-C
+        return len(asked) == 3
 
     monkeypatch.setattr(reshape.typer, "confirm", answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert cli("resize", path, "--capacity", 12)[0] == 130
+    refused = cli("resize", path, "--capacity", 12)
+    assert (refused.code, refused.err) == (1, "nothing was changed\n")
     assert capacity_of(path) is None
     assert cli("resize", path, "--capacity", 12)[0] == 0
     assert capacity_of(path) == 12
-    assert asked == ["18 of 30 rows do not fit and will be deleted. Continue?"] * 2
+    assert asked == ["the oldest 18 of 30 rows do not fit and will be deleted. Continue?"] * 3
     assert cli("resize", path, "--capacity", 90)[0] == 0  # nothing is lost: nothing is asked
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 def test_resize_takes_exactly_one_capacity(tmp_path: Path, cli: Cli) -> None:
