@@ -48,8 +48,8 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
             else f"{query!r} comes after the query; leave it out, or if it is a store, write {line}",
             param_hint="QUERY",
         )
-    words = [str(path) for path in paths if str(path).lower() in _FIRST_WORDS and not Disk().exists(path)]
-    if words:
+    disk = Disk()
+    if any(str(path).lower() in _FIRST_WORDS and not disk.exists(path) for path in paths):
         raise typer.BadParameter(f"put the query in quotes; {example}", param_hint="QUERY")
     if not paths:
         if is_sql:
