@@ -89,7 +89,7 @@ def test_the_missing_library_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     import sys
 
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "expstore.cold.bucket")
+    monkeypatch.delitem(sys.modules, "expstore.cold.bucket", raising=False)
     done = cli("versions", "list", URL)
     assert done.code == 2
     assert "pip install 'expstore[s3]'" in done.err
