@@ -11,6 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from expstore.cli.exit_codes import USAGE
+
 #: Headings of `expstore --help`.
 LOOK, MOVE, VERSIONS, CHANGE, SERVE = "Look", "Move", "Versions", "Change", "Serve"
 #: Heading of the commands of other groups.
@@ -72,8 +74,6 @@ def add_command(
 
 def show_help(context: typer.Context) -> int:
     """Show the help of a group if none of its commands is given: its callback."""
-    from expstore.cli.exit_codes import USAGE
-
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         return USAGE

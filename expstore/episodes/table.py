@@ -780,7 +780,7 @@ class EpisodeTable:
             is_known = False
         episode.status = status
         self._changed[episode.episode] = episode
-        self.touched.note(episode.episode)
+        self.touched.add(episode.episode)
         if status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
         if not is_over and not is_known:
@@ -788,7 +788,7 @@ class EpisodeTable:
 
     def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
-        self.touched.note(episode.episode)
+        self.touched.add(episode.episode)
 
     def _note(self, episode: Episode, sequence: int) -> LogEntry:
         self._touch(episode)
@@ -963,7 +963,7 @@ class ChangedIds:
         self._ids: deque[int] = deque(maxlen=1 << 16)
         self.count = 0
 
-    def note(self, episode: int) -> None:
+    def add(self, episode: int) -> None:
         """Record that an episode has changed."""
         self._ids.append(episode)
         self.count += 1

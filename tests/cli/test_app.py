@@ -859,3 +859,12 @@ def test_a_dry_run_of_retain_says_what_would_remain(cli: Cli, tmp_path: Path) ->
     dry = cli(*words, "--dry-run").json
     done = cli(*words).json
     assert dry["rows_left"] == done["rows_left"] == survey(store).rows == 20
+
+
+def test_a_dry_run_refuses_what_the_command_refuses(cli: Cli, store: Path) -> None:
+    """The fixture's store has a capacity."""
+    words = ("retain", store, "--where", "episode.length > 5")
+    for more in ((), ("--dry-run",)):
+        done = cli(*words, *more)
+        assert done.code == 2
+        assert is_one_error(done, "has a capacity: its rows are evicted by age, not deleted")

@@ -88,7 +88,13 @@ class Deletion:
         return 1.0 if columns is None else columns.measure_row_bytes(self._store.stored.rows)
 
     def rows_of(self, episodes: IntArray) -> IdSet:
-        """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
+        """Return the ids of the readable rows of episodes, except open episodes. The lock is held.
+
+        Raises:
+            StateError: The store is a ring, from which no rows are deleted.
+        """
+        if self._store.geometry.slots is not None:
+            raise StateError(f"{self._store.path} has a capacity: its rows are evicted by age, not deleted")
         window, episodes_known = self._store.state.stored, self._store.state.episodes
         with self._store.locks.episodes:
             still_open = [entry.episode for entry in episodes_known.open_entries()]
@@ -110,8 +116,6 @@ class Deletion:
         store = self._store
         with store.lock:
             store.writer()
-            if store.geometry.slots is not None:
-                raise StateError(f"{store.path} has a capacity: its rows are evicted by age, not deleted")
             store.snapshot_pin.wait()  # a snapshot may still have to copy them
             going = self.rows_of(episodes)
             if not going:
